@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def text(data: Path, held_out: int, capacity: int, tokenizer: Any = None) -> Tas
         some = (f"{records[n]['prompt']}\n{records[n]['completion']}" for n in islice(trained.tolist(), 2000))
         tokenizer = train_tokenizer(some, VOCABULARY)
 
+    @cache
     def document(number: int) -> Document:
         prompt = tokenizer(records[number]["prompt"] + "\n", add_special_tokens=False)["input_ids"]
         answer = tokenizer(records[number]["completion"], add_special_tokens=False)["input_ids"]

@@ -17,7 +17,7 @@ Two tasks: values of keys to be found again, where other documents have the same
 GSM8K, on which ``--model FOLDER`` fine-tunes trained weights. The held-out metric is always of each document alone.
 Each run is a line of ``--output``, and a run that is there already is not repeated. Figures are means over seeds with
 the 95% interval of Student's t; differences are paired by seed. After a twentieth of the steps of ``exact``, the
-gradients of 8 steps at its weights say how far each way is from ``exact``, and how noisy it is.
+gradients of a few steps at its weights say how far each way is from ``exact``, and how noisy it is.
 Needs torch and transformers; no network.
 """
 
@@ -43,12 +43,12 @@ from packing_core import PackedBatch, plan
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.training.schedule import Corpus, Schedule
 
-GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
+PLACES = [Path(__file__).parents[up] / "shared" / "data" / "gsm8k_train.jsonl" for up in (1, 2)]
+GSM8K = PLACES[0] if PLACES[0].exists() else PLACES[1]
 WAYS = ("exact", "contaminated", "wrapped", "padded")
 PEAK, PEAK_TRAINED = 3e-3, 2e-5  # learning rates, of random weights and of trained ones
 WARMUP = 0.1  # the part of the steps in which the rate rises
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t by degrees of freedom, from 1
-NOISE_STEPS = 8
 
 Inputs = tuple[dict[str, Tensor], Tensor]  # arguments of the model, and unshifted targets
 
@@ -62,7 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> str:
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--width", type=int, default=64, help="hidden size; two layers")
     options.add_argument("--model", default="", help="a folder or hub name whose weights are fine-tuned on the text")
-    options.add_argument("--minutes", type=float, default=60, help="no run begins after so many")
+    options.add_argument("--rows", type=int, default=4, help="rows of a step")
+    options.add_argument("--held-out", type=int, default=200, help="documents of the held-out metric")
+    options.add_argument("--evaluations", type=int, default=20, help="of a run, beside the one before training")
+    options.add_argument("--noise-steps", type=int, default=8, help="whose gradients are compared, 2 or more")
+    options.add_argument("--minutes", type=float, default=60, help="no run begins that would take longer")
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--device", default="cpu")
     options.add_argument("--output", type=Path, default=Path("runs/does_it_matter.jsonl"))
@@ -70,25 +74,29 @@ def main(arguments: Sequence[str] | None = None) -> str:
     chosen = options.parse_args(arguments)
     if chosen.tiny:
         chosen.steps, chosen.seeds, chosen.width = (1, 1, 0) if chosen.model else (4, 2, 32)
+        chosen.held_out, chosen.noise_steps = min(chosen.held_out, 16), 2
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     torch.set_num_threads(chosen.threads)
     print(machine(), versions("torch", "transformers", "crosspack"), sep="\n")
-    settings = {name: getattr(chosen, name) for name in ("steps", "width", "model")}
+    settings = {name: getattr(chosen, name) for name in ("steps", "width", "model", "rows", "held_out")}
     records = [] if chosen.tiny else _kept(chosen.output, settings)
     begun = time.perf_counter()
     tasks: dict[str, Task] = {}
+    longest = 0.0
     for seed in range(chosen.seeds):
         for name in chosen.task or (("text",) if chosen.model else ("retrieval", "text")):
             for way in chosen.way or WAYS:
                 if any((r["task"], r["way"], r["seed"]) == (name, way, seed) for r in records):
                     continue
-                if time.perf_counter() - begun > 60 * chosen.minutes:
+                if time.perf_counter() - begun + longest > 60 * chosen.minutes:
                     print(f"{chosen.minutes:g} minutes are over: run it again to go on")
                     return _report(records)
                 if name not in tasks:
-                    tasks[name] = _task(name, chosen.data, chosen.model, tiny=chosen.tiny)
+                    tasks[name] = _task(name, chosen)
+                started = time.perf_counter()
                 run = Run(tasks[name], way, seed, chosen)
                 records.append({"task": name, "way": way, "seed": seed, **settings, **run.train()})
+                longest = max(longest, time.perf_counter() - started)
                 print(f"{name}, {way}, seed {seed}: {records[-1]['curve'][-1]}, {records[-1]['seconds']:.0f} s")
                 if not chosen.tiny:
                     chosen.output.parent.mkdir(parents=True, exist_ok=True)
@@ -97,19 +105,19 @@ def main(arguments: Sequence[str] | None = None) -> str:
     return _report(records)
 
 
-def _kept(path: Path, settings: dict[str, int]) -> list[dict[str, Any]]:
+def _kept(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the runs of earlier calls with the same settings."""
     if not path.exists():
         return []
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [record for record in found if all(record.get(name, "") == value for name, value in settings.items())]
+    return [record for record in found if all(record.get(name) == value for name, value in settings.items())]
 
 
-def _task(name: str, data: Path, model: str, *, tiny: bool) -> Task:
-    held_out = 16 if tiny else 200
+def _task(name: str, chosen: argparse.Namespace) -> Task:
     if name == "retrieval":
-        return retrieval(held_out, 128)
-    return text(data, held_out, 512, AutoTokenizer.from_pretrained(model) if model else None)
+        return retrieval(chosen.held_out, 128)
+    tokenizer = AutoTokenizer.from_pretrained(chosen.model) if chosen.model else None
+    return text(chosen.data, chosen.held_out, 512, tokenizer)
 
 
 class Run:
@@ -128,10 +136,10 @@ class Run:
         torch.manual_seed(seed)
         self.model = _trained(chosen.model) if chosen.model else _random(task, chosen.width)
         self.model.to(self.device)
-        self.rows = 4
+        self.rows, self.evaluations, self.noise_steps = chosen.rows, chosen.evaluations, chosen.noise_steps
         random = np.random.default_rng(seed)
         mean = task.held_out.documents.lengths.mean()
-        count = int(1.1 * (self.steps + NOISE_STEPS) * self.rows * task.capacity / mean) + 8
+        count = int(1.1 * (self.steps + self.noise_steps) * self.rows * task.capacity / mean) + 8
         corpus = Corpus.collect(task.draw(random, count))
         made = plan(corpus.documents.lengths, task.capacity, seed=seed)
         self.schedule = Schedule(corpus, (made,), self.rows, padded_batch=10**6, seed=seed)
@@ -145,7 +153,7 @@ class Run:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         curve: list[dict[str, float]] = [{"tokens": 0, **self._evaluate()}]
         found: dict[str, Any] = {"curve": curve}
-        every, trained = max(1, self.steps // 20), 0
+        every, trained = max(1, self.steps // self.evaluations), 0
         for step in range(self.steps):
             loss, targets = self._loss(inputs, step)
             optimizer.zero_grad()
@@ -194,18 +202,23 @@ class Run:
 
     def _gradients(self) -> dict[str, dict[str, float]]:
         """Returns each way's distance from the gradient of ``exact`` at these weights, and its noise over steps."""
-        of_way: dict[str, Tensor] = {}
-        for way in ("exact", "contaminated", "wrapped"):
-            if way != "exact":
-                crosspack.unpatch(self.model)
-            of_way[way] = torch.stack([self._gradient(INPUTS[way], self.steps + n) for n in range(NOISE_STEPS)])
-        exact, found = of_way["exact"], {}
-        for way, gradients in of_way.items():
-            mean = gradients.mean(dim=0)
-            noise = ((gradients - mean) ** 2).sum(dim=1).sum() / (NOISE_STEPS - 1) / (mean**2).sum()
-            error = (gradients - exact).norm(dim=1) / exact.norm(dim=1)
-            found[way] = {"error": float(error.mean()), "noise": float(noise)}
-        crosspack.patch(self.model, verify=False)
+        ways = ("exact", "contaminated", "wrapped")
+        sums: dict[str, Any] = dict.fromkeys(ways, 0.0)
+        squares, errors = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
+        for step in range(self.steps, self.steps + self.noise_steps):
+            exact = self._gradient(INPUTS["exact"], step)
+            crosspack.unpatch(self.model)
+            for way in ways:
+                gradient = exact if way == "exact" else self._gradient(INPUTS[way], step)
+                sums[way] = sums[way] + gradient
+                squares[way] += float(gradient.norm()) ** 2
+                errors[way] += float((gradient - exact).norm() / exact.norm())
+            crosspack.patch(self.model, verify=False)
+        found = {}
+        for way in ways:
+            of_mean = float((sums[way] / self.noise_steps).norm()) ** 2
+            noise = (squares[way] - self.noise_steps * of_mean) / (self.noise_steps - 1) / of_mean
+            found[way] = {"error": errors[way] / self.noise_steps, "noise": noise}
         return found
 
     def _gradient(self, inputs: Callable[[Schedule, int], Iterator[Inputs]], step: int) -> Tensor:
@@ -319,7 +332,7 @@ def _report(records: list[dict[str, Any]]) -> str:
             base = [runs["exact", seed]["curve"][-1] for seed in seeds]
             cells = [_said([x[name] for x in last], digits) for name, digits in (("loss", 4), ("accuracy", 3))]
             cells.append(_said([x["loss"] - y["loss"] for x, y in zip(last, base, strict=True)], 4))
-            cells.append(f"{np.mean([tokens_to(runs[way, seed]['curve'], worst) for seed in seeds]):,.0f}")
+            cells.append(_said([tokens_to(runs[way, seed]["curve"], worst) for seed in seeds], 0))
             of_way = [runs["exact", seed]["gradients"].get(way) for seed in seeds]
             cells += [_said([g[name] for g in of_way], 2) if all(of_way) else "as exact" for name in ("error", "noise")]
             lines.append([way, *cells])
@@ -331,7 +344,7 @@ def _report(records: list[dict[str, Any]]) -> str:
 
 def _said(values: Sequence[float], digits: int) -> str:
     mean, half = interval(values)
-    return f"{mean:.{digits}f}" + ("" if np.isnan(half) else f" ± {half:.{digits}f}")
+    return f"{mean:,.{digits}f}" + ("" if np.isnan(half) else f" ± {half:,.{digits}f}")
 
 
 if __name__ == "__main__":

@@ -17,14 +17,12 @@ sigma 1.55, as those of source files.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 if "--tiny" in sys.argv:
@@ -35,9 +33,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks._launch import launch
+from benchmarks._launch import add_options, compared, launch, trained
 from benchmarks.gpu import collected, parsed, parser
-from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize, waits, wanted
+from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize, waits
 from benchmarks.gpu_workload import DTYPE, llama3, qwen2, qwen35
 from packing_core import Cost, context_plan, pack
 from torch_backend import PackedCollator, explain, make_train_step, patch
@@ -192,7 +190,7 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
-    options.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU")
+    add_options(options)
     options.add_argument("--shape", choices=SHAPES, default="llama")
     options.add_argument("--row", type=int, default=512 if TOY else 65_536, help="tokens")
     options.add_argument("--mean", type=int, help="tokens of a document; a sixteenth of the row if left out")
@@ -202,33 +200,13 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         "--steps", type=int, default=2 if TOY else 6, help="timed ones, after two others and before one"
     )
     options.add_argument("--limit", type=float, default=150, help="seconds for a contender")
-    options.add_argument("--tiny", action="store_true", help="a toy on the CPU")
-    options.add_argument("--contender", type=json.loads, help=argparse.SUPPRESS)
-    options.add_argument("--found", type=Path, help=argparse.SUPPRESS)
     chosen = parsed(options, arguments)
     chosen.mean = chosen.mean or chosen.row // 16
     chosen.layers = chosen.layers or {"llama": 2 if TOY else 4, "hybrid": 4 if TOY else 8}[chosen.shape]
-    if chosen.contender is not None:
-        if not TOY:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        measured = train(Contender(**chosen.contender), chosen)
-        if os.environ["RANK"] == "0":
-            chosen.found.write_text(json.dumps(asdict(measured)))
+    if trained(chosen, lambda contender: train(Contender(**contender), chosen)):
         return []
-    return collected(_run(chosen), chosen.output, "context")
-
-
-def _run(chosen: argparse.Namespace) -> Iterator[Result]:
-    """The results of each contender, and its speed beside that of one rank where that was measured."""
-    one = None
-    for contender in contenders(chosen.ranks):
-        if wanted(contender.name) and seconds_left() > 0:
-            found = launched(contender, chosen)
-            if (speed := found[0].value) is not None:
-                one = speed if contender == Contender(1) else one
-                if one is not None:
-                    found.append(replace(found[0], value=speed / one, unit="times one"))
-            yield from found
+    found = compared(contenders(chosen.ranks), lambda contender: launched(contender, chosen))
+    return collected(found, chosen.output, "context")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     python -m benchmarks.gpu_levels --auto                 # what memory="auto" takes, at growing rows until none fits
     python -m benchmarks.gpu_levels --longest --match window --steps 2   # the longest document that the formula allows
     python -m benchmarks.gpu_levels --match window --document --levels offload --tokens 131072 --host 12  # shared
+    python -m benchmarks.gpu_levels --match gpt_oss --document --levels full offload   # experts by tiles
     python -m benchmarks.gpu_levels --budget 500           # seconds after which nothing new is begun
     python -m benchmarks.gpu_levels --tiny                 # on the CPU, to see that it runs
 
@@ -53,10 +54,17 @@ def windowed(few: bool) -> Any:
     return MistralConfig(**same, sliding_window=1_024)
 
 
+def gpt_oss(few: bool) -> Any:
+    from transformers import GptOssConfig
+
+    return GptOssConfig(num_hidden_layers=24, num_local_experts=32, num_experts_per_tok=4)
+
+
 SHAPES = {
     "qwen2": (Shape("Qwen2-0.5B", qwen2, (256,) if TOY else (16_384, 65_536)), False),
     "llama": (Shape("Llama-3-8B, LoRA", qwen2 if TOY else llama3, (256,) if TOY else (8_192, 32_768)), True),
     "window": (Shape("Llama-3-8B with a window, LoRA", qwen2 if TOY else windowed, (256,) if TOY else (65_536,)), True),
+    "gpt_oss": (Shape("gpt-oss-20b, LoRA", qwen2 if TOY else gpt_oss, (256,) if TOY else (65_536,)), True),
 }
 LONGEST_BY_FORMULA = 0  # as a number of tokens
 
@@ -64,7 +72,7 @@ LONGEST_BY_FORMULA = 0  # as a number of tokens
 def measure(name: str, level: str, tokens: int, *, document: bool, steps: int) -> dict[str, Any]:
     """The figures of one level: predicted and measured GiB, seconds of the first step, tokens per second."""
     shape, lora = SHAPES[name]
-    model = make_model(shape, "sdpa", few=False)
+    model = make_model(shape, "sdpa" if shape.make is not gpt_oss else "eager", few=False)  # which has no sinks
     model = patch(with_adapters(model) if lora else model, verify=False).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     predicted = memory_of(model, optimizer)

@@ -29,7 +29,9 @@ from benchmarks._report import table
 from benchmarks.gpu_clock import TOY
 from benchmarks.gpu_workload import documents, qwen2
 from packing_core import plan
-from packing_core.training.job import Options, StepRecord, TrainJob
+from packing_core.training.job import TrainJob
+from packing_core.training.options import Options
+from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Corpus, Document, Schedule
 from torch_backend.job.train import train
 from torch_backend.ops.linear_cross_entropy import linear_cross_entropy

@@ -17,13 +17,11 @@ ended. Tokens per second count real tokens of all ranks; the ratio is to one GPU
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -38,9 +36,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks._launch import launch
+from benchmarks._launch import add_options, compared, launch, trained
 from benchmarks.gpu import collected, parsed, parser
-from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize, wanted
+from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize
 from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_workload import DTYPE, qwen2
 from packing_core import Cost, PackedDataset, PackPlan, balance, plan
@@ -257,37 +255,17 @@ def contenders(ranks: int) -> list[Contender]:
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
-    options.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU")
+    add_options(options)
     options.add_argument("--capacity", type=int, default=256 if TOY else 16_384, help="tokens of a row")
     options.add_argument("--epochs", type=int, default=1 if TOY else 3, help="timed, after the first")
     options.add_argument("--documents", type=int, default=60 if TOY else 2_400)
     options.add_argument("--limit", type=float, default=240, help="seconds for a contender")
     options.add_argument("--profile", action="store_true", help="the kernels of three steps of rank 0; no speed then")
-    options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
-    options.add_argument("--contender", type=json.loads, help=argparse.SUPPRESS)
-    options.add_argument("--found", type=Path, help=argparse.SUPPRESS)
     chosen = parsed(options, arguments)
-    if chosen.contender is not None:
-        if not TOY:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        measured = train(Contender(**chosen.contender), chosen)
-        if os.environ["RANK"] == "0":
-            chosen.found.write_text(json.dumps(asdict(measured)))
+    if trained(chosen, lambda contender: train(Contender(**contender), chosen)):
         return []
-    return collected(_run(chosen), chosen.output, "ranks")
-
-
-def _run(chosen: argparse.Namespace) -> Iterator[Result]:
-    """The results of each contender, and its speed beside one GPU's where that was measured."""
-    one = None
-    for contender in contenders(chosen.ranks):
-        if wanted(contender.name) and seconds_left() > 0:
-            found = launched(contender, chosen)
-            for result in [r for r in found if r.unit == "real tokens/s" and r.value]:
-                one = result.value if contender.name == "one" else one
-                if one:
-                    found.append(Result(SECTION, result.case, contender.name, result.value / one, "times one"))
-            yield from found
+    found = compared(contenders(chosen.ranks), lambda contender: launched(contender, chosen))
+    return collected(found, chosen.output, "ranks")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -230,12 +230,12 @@ def measure_dpo(updates: int) -> Iterator[Result]:
         return ids
 
     count = gpu_preference.PAIRS_PER_UPDATE * (gpu_preference.WARM_UP + updates)
+    sizes = (2,) if TOY else (8, 16)  # of micro-batches: the host starts as many kernels for one, whatever its size
     pairs = [
         {"prompt_ids": drawn(), "chosen_ids": drawn(), "rejected_ids": drawn(), "length": 2 * length}
         for _ in range(count)
     ]
-    micro = 2 if TOY else 8
-    for share in (True, False):
+    for micro, share in product(sizes, (True, False)):
         contender = gpu_preference.Contender(True, micro, False, share_prefix=share)
         if wanted(contender.name) and seconds_left() >= 0:
             yield from gpu_preference.measure(contender, "0.5B", updates, section=f"{SECTION}, DPO", pairs=pairs)
@@ -279,11 +279,15 @@ def measure_steps(name: str, updates: int) -> Iterator[Result]:
     print(f"{name}: {step.parts}", flush=True)
 
 
-def dpo_verdict(results: Sequence[Result]) -> str:
-    """Compares pairs per second with and without shared prefixes."""
-    speed = {"True" in r.contender: r.value for r in results if r.section.endswith("DPO") and r.unit == "pairs/s"}
-    shared, unshared = speed.get(True), speed.get(False)
-    return f"DPO: shared is {shared / unshared:.2f} times as fast as unshared" if shared and unshared else ""
+def dpo_verdict(results: Sequence[Result]) -> list[str]:
+    """Compares pairs per second with and without shared prefixes, by the size of micro-batches."""
+    speed = {r.contender: r.value for r in results if r.section.endswith("DPO") and r.unit == "pairs/s" and r.value}
+    lines = []
+    for name, unshared in speed.items():
+        shared = speed.get(name.replace("enable_packing,", "enable_packing(share_prefix=True),"))
+        if shared and "share_prefix" not in name:
+            lines.append(f"DPO, {name.partition(', ')[2]}: shared is {shared / unshared:.2f} times as fast as unshared")
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
@@ -331,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         print("\n".join(verdict(case.name, results)), flush=True)
     if not chosen.no_dpo:
         add("DPO", list(survived("DPO", measure_dpo(chosen.updates))))
-        print(dpo_verdict(results), flush=True)
+        print("\n".join(dpo_verdict(results)), flush=True)
     print(f"\n{as_table(results)}")
     return results
 

@@ -9,13 +9,16 @@
 An update takes the same documents for every contender: forward, backward and fused AdamW over all weights, those of the
 tower too. A document is one image and a text behind it; tokens count both. Padded contenders run transformers' model as
 it is, with sdpa, in batches of 8 as the documents come, or sorted by length. Packed ones run rows of ``--capacity``
-tokens through ``make_train_step``. The losses of the first update are compared. Batches are made before they are timed;
+tokens through ``make_train_step``, and are measured first, the one without compiled layers before the other. The first
+update, which compiles, is timed by itself; ``--stacks 20`` prints where it is every 20 seconds. The losses of the first
+update are compared. Batches are made before they are timed;
 the last section times what makes them: decoding 512 x 512 JPEGs, the family's own image processor, and packing.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import io
 import os
@@ -47,6 +50,7 @@ WORDS = 90 if TOY else 100_000
 CAPACITY = 256 if TOY else 8_192
 LOSS_TOLERANCE = 1e-4 if TOY else 2e-2
 PADDED, SORTED, PACKED, PLAIN = "padded", "padded, sorted by length", "packed", "packed, layers as they are"
+CONTENDERS = (PLAIN, PACKED, PADDED, SORTED)  # in the order in which they are measured
 Example = dict[str, Any]
 
 
@@ -178,7 +182,11 @@ def measure(name: str, case: Case, layers: int, capacity: int, updates: int) -> 
     def update() -> float:
         return padded_update(model, optimizer, batches) if step is None else float(step(batches)["loss"])
 
+    begin = time.perf_counter()
     first = update()
+    synchronize()
+    compiling = time.perf_counter() - begin
+    print(f"{case.name}, {name}: the first update took {compiling:.1f} s", flush=True)
     update()
     free()
     before = 0 if TOY else torch.cuda.memory_allocated()
@@ -199,6 +207,7 @@ def measure(name: str, case: Case, layers: int, capacity: int, updates: int) -> 
     if not TOY:
         yield Result(SECTION, case.name, name, (torch.cuda.max_memory_allocated() - before) / 2**30, "GiB")
     yield Result(SECTION, case.name, name, first, "first loss")
+    yield Result(SECTION, case.name, name, compiling, "s, first update")
 
 
 def packed_rows(model: Any, examples: Sequence[Example], capacity: int) -> list[dict[str, Any]]:
@@ -286,11 +295,14 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     parser.add_argument("--images", type=int, default=48 if TOY else 1_024, help="of the rate of the data")
     parser.add_argument("--no-data", action="store_true", help="leave the rate of the data out")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
+    parser.add_argument("--stacks", type=float, help="print the stacks of all threads every so many seconds")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--tiny", action="store_true", help="on the CPU")
     chosen = parser.parse_args(arguments)
     set_match(chosen.match)
     set_budget(chosen.budget)
+    if chosen.stacks:
+        faulthandler.dump_traceback_later(chosen.stacks, repeat=True)
     about, results = header(), []
     print(about, flush=True)
 
@@ -305,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     for case in CASES:
         if chosen.case and case.name not in chosen.case:
             continue
-        for name in (PADDED, SORTED, PACKED, PLAIN):
+        for name in CONTENDERS:
             if wanted(name) and seconds_left() >= 0:
                 found = measure(name, case, chosen.layers, chosen.capacity, chosen.updates)
                 add(f"{case.name}, {name}", list(survived(name, found)))
@@ -315,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
             count = chosen.images if workers else max(32, chosen.images // 8)
             found = measure_loading(chosen.layers, chosen.capacity, workers, count)
             add(f"data, {workers} workers", list(survived("data", found)))
+    faulthandler.cancel_dump_traceback_later()
     print(f"\n{as_table(results)}")
     return results
 

@@ -3,6 +3,7 @@
     python -m benchmarks.plan            # a few minutes, most of them spent in other packers
     python -m benchmarks.plan --quick    # ours alone, up to a million documents
     python -m benchmarks.plan --composition    # only what the rows are made of, and the time
+    python -m benchmarks.plan --real     # only all packers on four sets of real lengths, a minute
     python -m benchmarks.plan --steps    # only what balance and stream make of mixed rows
 
 One thread, lengths as a NumPy array (as a list for packers that want one, made before the clock starts). Ours includes
@@ -30,6 +31,7 @@ from packing_core import Cost, PackPlan, balance, plan, stream
 from packing_core.planning.composition import Composition, composition
 
 REAL = Path(__file__).parents[2] / "shared" / "data" / "token_lengths.npz"
+REAL_SETS = (("gsm8k", 2048), ("gpteacher", 2048), ("python_source", 16_384), ("python_source", 65_536))
 MILLION = 1_000_000
 
 
@@ -38,11 +40,16 @@ def main() -> None:
     options.add_argument("--quick", action="store_true", help="ours alone, up to a million documents")
     options.add_argument("--composition", action="store_true", help="only the table of what rows are made of")
     options.add_argument("--steps", action="store_true", help="only the tables of balanced steps and of streams")
+    options.add_argument("--real", action="store_true", help="only the table of all packers on real lengths")
     options.add_argument("--repeat", type=int, default=15, help="the best of so many runs of ours is reported")
     chosen = options.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # a table is worth reading before the next one is done
     print(machine())
-    print(versions("numpy", "lightbinpack", "numba", "trl", "axolotl", "llamafactory"), end="\n\n")
+    peers = ("lightbinpack", "numba", "trl", "axolotl", "llamafactory", "megatron-bridge")
+    print(versions("numpy", *peers), end="\n\n")
+    if chosen.real:
+        peers_on_real_lengths()
+        return
     if not chosen.steps:
         compositions([10_000, 100_000, MILLION], chosen.repeat, peers=not chosen.quick)
     if not chosen.composition:
@@ -210,6 +217,35 @@ def real_lengths(repeat: int) -> None:
     print(table(["real set, documents", "capacity", "ms", "rows", "lower bound", "efficiency"], lines), end="\n\n")
 
 
+def peers_on_real_lengths() -> None:
+    """The four sets of real documents, longer ones split before, by every packer."""
+    if not REAL.exists():
+        print("real lengths: not at hand", end="\n\n")
+        return
+    lines = []
+    with np.load(REAL) as stored:
+        for name, capacity in REAL_SETS:
+            pieces = plan(stored[name], capacity, overflow="split", strategy="sequential", seed=None).length
+            ours = {f"crosspack {strategy}": partial(_ours, strategy=strategy) for strategy in ("mixed", "best_fit")}
+            for title, make in (ours | SLOW_PEERS | PYTHON_PEERS).items():
+                label = f"{name}, {len(pieces):,} pieces, {capacity:,}"
+                try:
+                    packer = make(pieces, capacity)
+                except ImportError as missing:
+                    lines.append([label, title, f"not installed ({missing.name})", "", ""])
+                    continue
+                rows = packer()
+                seconds = best(15 if title in ours else 1, packer, time.process_time)
+                fill = int(pieces.sum()) / (rows * capacity)
+                lines.append([label, title, f"{seconds * 1e3:,.1f}", f"{rows:,}", f"{fill:.4f}"])
+                print(*lines[-1], sep=", ", file=sys.stderr)
+    print(table(["real set, capacity", "packer", "processor ms", "rows", "efficiency"], lines), end="\n\n")
+
+
+def _ours(lengths: np.ndarray, capacity: int, strategy: Any) -> Callable[[], int]:
+    return lambda: plan(lengths, capacity, strategy=strategy).n_rows
+
+
 def utilisation() -> None:
     """The field's usual table: real tokens over slots, each document padded to a row, and packed."""
     lines = []
@@ -261,16 +297,28 @@ def _axolotl(lengths: np.ndarray, capacity: int) -> Callable[[], int]:
 
 
 def _llamafactory(lengths: np.ndarray, capacity: int) -> Callable[[], int]:
-    package = find_spec("llamafactory")  # the module that packs is plain Python; the package around it wants much more
-    if package is None or package.origin is None:
-        raise ModuleNotFoundError(name="llamafactory")
-    spec = spec_from_file_location("packer", Path(package.origin).parent / "data" / "processor" / "processor_utils.py")
+    module, numbers = _file_of("llamafactory", "data", "processor", "processor_utils.py"), lengths.tolist()
+    return lambda: len(module.greedy_knapsack(list(numbers), capacity))
+
+
+def _megatron_bridge(lengths: np.ndarray, capacity: int) -> Callable[[], int]:
+    module, numbers = _file_of("megatron", "bridge", "data", "datasets", "packing_utils.py"), lengths.tolist()
+    return lambda: len(module.first_fit_decreasing(numbers, capacity))
+
+
+def _file_of(package: str, *path: str) -> Any:
+    """A module that is plain Python, where the package around it wants much more to be imported."""
+    found = find_spec(package)
+    places = [] if found is None else list(found.submodule_search_locations or [])
+    files = [file for place in places if (file := Path(place, *path)).exists()]
+    if not files:
+        raise ModuleNotFoundError(name=package)
+    spec = spec_from_file_location("packer", files[0])
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     sys.modules["packer"] = module  # where its dataclasses look for it
     spec.loader.exec_module(module)
-    numbers = lengths.tolist()
-    return lambda: len(module.greedy_knapsack(list(numbers), capacity))
+    return module
 
 
 def _rows_of_lightbinpack(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
@@ -292,6 +340,7 @@ SLOW_PEERS = {
     "axolotl (numba)": _axolotl,
     "LLaMA-Factory knapsack": _llamafactory,
 }
+PYTHON_PEERS = {"Megatron Bridge first_fit_decreasing": _megatron_bridge}  # NeMo's is the same text
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from benchmarks.pack_dataset import GSM8K
 from crosspack.encoding.text import Encoder, Policy
 from crosspack.encoding.tokenizer import train_tokenizer
 from packing_core import plan
-from packing_core.training.job import Options
+from packing_core.training.options import Options
 from packing_core.training.schedule import Corpus, Run, Schedule
 from torch_backend import PackedCollator, make_train_step, patch
 

@@ -1,4 +1,4 @@
-"""Checks that several requirements share: isolation and padding of attention and scan, in any dtype."""
+"""Checks that several requirements share: masks, isolation and padding of attention and scan, in any dtype."""
 
 from __future__ import annotations
 
@@ -7,11 +7,36 @@ from dataclasses import replace
 
 import numpy as np
 
-from conformance.draws import AttentionCase, ScanCase, generator, round_to, segment_ids
+from conformance.draws import AttentionCase, Rows, ScanCase, generator, round_to, segment_ids
 from conformance.judge import LARGE, Judge
 from packing_core.protocol import Array, Gradients
 
 Ask = Callable[[Mapping[str, Array]], tuple[Array, Gradients]]
+
+
+def visible_keys(
+    judge: Judge, rows: Rows, *, causal: bool = True, window: int | None = None, spans: Rows | None = None
+) -> Array:
+    """bool ``[B, S, S]``: the mask, read off the backend's own output.
+
+    With q = 0 every visible key weighs the same, and with v the identity the output at a query is its row of weights.
+    """
+    ids = segment_ids(rows)
+    width = ids.shape[1]
+    case = AttentionCase(rows, heads=1, kv_heads=1, width=width, causal=causal, window=window, spans=spans)
+    identity = np.broadcast_to(np.eye(width, dtype=np.float32)[None, :, None], (len(ids), width, 1, width))
+    zero = np.zeros((len(ids), width, 1, width), np.float32)
+    out, _ = judge.ask_attention(case, judge.dtype, {"q": zero, "v": identity.copy(), "dout": None})
+    return (out[:, :, 0] > 0.5 / width) & (ids > 0)[..., None]
+
+
+def compare_mask(judge: Judge, seen: Array, expected: Array) -> None:
+    """Hold a mask of :func:`visible_keys` against the one that it should be."""
+    wrong = np.argwhere(seen != expected)
+    if len(wrong):
+        row, query, key = wrong[0]
+        verb = "sees" if seen[row, query, key] else "does not see"
+        judge.holds(False, f"{len(wrong)} places differ from the mask: in row {row}, query {query} {verb} key {key}")
 
 
 def _as_tried(judge: Judge, case: AttentionCase) -> AttentionCase:

@@ -47,6 +47,14 @@ def segment_ids(rows: Rows) -> Array:
     return stacked
 
 
+def span_numbers(rows: Rows, spans: Rows) -> Array:
+    """int64 ``[B, S]``: the spans of each row are 0, 1, ..; -1 between them and at padding.
+
+    ``spans`` are rows of lengths like ``rows``, in which a negative number is a run of tokens in no span.
+    """
+    return np.where(segment_ids(rows) > 0, segment_ids(spans) - 1, -1)
+
+
 def round_to(dtype: str, x: Array) -> Array:
     """float32 array of the nearest values of ``dtype``."""
     (rounded,) = operands(cast(WorkingDtype, dtype), x)
@@ -74,13 +82,14 @@ class AttentionCase:
     sinks: bool = False
     alibi: bool = False
     scale: float | None = None
+    spans: Rows | None = field(default=None, repr=False)  # the numbers that are drawn do not depend on it
     context_ranks: int = 1
     spread: float = 1.0  # standard deviation of q; larger makes sharper softmaxes
     value_mean: float = 0.0
     seed: int = 0
 
     def arguments(self, dtype: str) -> dict[str, Array]:
-        """``q``, ``k``, ``v``, ``dout`` (zero at padding); ``sinks`` and ``alibi_slopes`` when the case has them."""
+        """``q``, ``k``, ``v``, ``dout`` (zero at padding); ``sinks``, ``alibi_slopes``, ``spans`` if it has them."""
         draw = generator(self)
         ids = segment_ids(self.rows)
         value_width = self.value_width or self.width
@@ -98,6 +107,8 @@ class AttentionCase:
             arrays["sinks"] = round_to(dtype, draw.standard_normal(self.heads))
         if self.alibi:
             arrays["alibi_slopes"] = round_to(dtype, 2.0 ** -np.arange(1, self.heads + 1))
+        if self.spans is not None:
+            arrays["spans"] = span_numbers(self.rows, self.spans)
         return arrays
 
     def options(self) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def attention(case: AttentionCase, dtype: WorkingDtype) -> Expected:
     arguments = case.arguments(dtype)
     dout = arguments.pop("dout")
     per_head = {name: arguments.pop(name) for name in ("sinks", "alibi_slopes") if name in arguments}
+    spans = arguments.pop("spans", None)
     ids = segment_ids(case.rows)
 
     def compute(arithmetic: WorkingDtype) -> Result:
@@ -49,6 +50,8 @@ def attention(case: AttentionCase, dtype: WorkingDtype) -> Expected:
         q, k, v, d = (_take(x, real) for x in (*arguments.values(), dout))
         options: Any = {**case.options(), **per_head, "dtype": arithmetic}
         options.pop("context_ranks", None)
+        if spans is not None:
+            options["spans"] = _take(spans, real)
         out = reference.attention(q, k, v, bounds, **options)
         found = reference.attention_vjp(q, k, v, bounds, d, **options)
         gradients = {name: _put(found[name], real, ids) for name in ("q", "k", "v")}

@@ -92,6 +92,12 @@ class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, CutMet
             seen = seen & (np.abs(ahead) < window)
         return seen
 
+    def ahead_in_span(self, segment_ids: Array, spans: Array) -> Array:
+        """bool ``[B, S, S]``: the keys after a query that it sees because they are in its span."""
+        column = np.arange(segment_ids.shape[1])
+        after: Array = (spans[:, :, None] == spans[:, None, :]) & (spans[:, :, None] >= 0)
+        return after & self.visible(segment_ids, False, None) & (column[:, None] < column)
+
     def kv_head(self, heads: int, kv_heads: int) -> Array:
         """int ``[H]``: the key/value head that each query head reads."""
         return np.arange(heads) // (heads // kv_heads)
@@ -120,6 +126,7 @@ class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, CutMet
         sinks: Array | None = None,
         alibi_slopes: Array | None = None,
         scale: float | None = None,
+        spans: Array | None = None,
     ) -> tuple[Array, Callable[[Array], Gradients]]:
         heads, kv_heads = q.shape[2], k.shape[2]
         kv = self.kv_head(heads, kv_heads)
@@ -130,6 +137,8 @@ class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, CutMet
             column = np.arange(q.shape[1])
             z = z - alibi_slopes.astype(np.float64)[:, None, None] * np.abs(column[:, None] - column)
         seen = self.visible(segment_ids, causal, window)[:, None]
+        if spans is not None:
+            seen = seen | self.ahead_in_span(segment_ids, spans)[:, None]
         z = np.where(seen, z, -np.inf)
         largest = z.max(axis=-1, keepdims=True)
         if sinks is not None:

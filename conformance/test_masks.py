@@ -8,39 +8,21 @@ import numpy as np
 import pytest
 
 from conformance import models
-from conformance.draws import FOUR_ROWS, FULL, AttentionCase, DecoderCase, Rows, documents, segment_ids
+from conformance.checks import compare_mask, visible_keys
+from conformance.draws import FOUR_ROWS, FULL, AttentionCase, DecoderCase, Rows, documents
 from conformance.golden import Case, golden
 from conformance.judge import Judge, Rejected
 from conformance.pairwise import attention_pairs
-from packing_core.protocol import Array, DecoderConfig
+from packing_core.protocol import DecoderConfig
 
 requirement = pytest.mark.requirement
 OUTPUT = "out"
 
 
-def visible_keys(judge: Judge, rows: Rows, causal: bool, window: int | None) -> Array:
-    """bool ``[B, S, S]``: the mask, read off the backend's own output.
-
-    With q = 0 every visible key weighs the same, and with v the identity the output at a query is its row of weights.
-    """
-    ids = segment_ids(rows)
-    width = ids.shape[1]
-    case = AttentionCase(rows, heads=1, kv_heads=1, width=width, causal=causal, window=window)
-    identity = np.broadcast_to(np.eye(width, dtype=np.float32)[None, :, None], (len(ids), width, 1, width))
-    zero = np.zeros((len(ids), width, 1, width), np.float32)
-    out, _ = judge.ask_attention(case, judge.dtype, {"q": zero, "v": identity.copy(), "dout": None})
-    return (out[:, :, 0] > 0.5 / width) & (ids > 0)[..., None]
-
-
 def check_mask(judge: Judge, case: Case) -> None:
     rows = tuple(tuple(row) for row in case["rows"])
-    seen = visible_keys(judge, rows, bool(case["causal"]), case["window"])
-    expected = np.array([[[mark == "x" for mark in query] for query in row] for row in case["visible"]])
-    wrong = np.argwhere(seen != expected)
-    if len(wrong):
-        row, query, key = wrong[0]
-        verb = "sees" if seen[row, query, key] else "does not see"
-        judge.holds(False, f"{len(wrong)} places differ from the mask: in row {row}, query {query} {verb} key {key}")
+    seen = visible_keys(judge, rows, causal=bool(case["causal"]), window=case["window"])
+    compare_mask(judge, seen, np.array([[[mark == "x" for mark in query] for query in row] for row in case["visible"]]))
 
 
 def masks(about: str) -> list[object]:

@@ -1,8 +1,9 @@
 """Everything that a user of Crosspack needs, under one import.
 
 Names are looked up on first use, so ``import crosspack`` loads no framework: ``crosspack.pack`` needs numpy only and
-``crosspack.patch`` imports torch when it is first used. The imports below are for type checkers, which then see the
-types of every name.
+``crosspack.patch`` imports torch when it is first called. Verbs that torch and JAX share go by what they are given
+(:mod:`crosspack.dispatch`). The imports below are for type checkers, which then see the types of every name, and of a
+shared one those of torch.
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# The first package that exports a name answers for it; the second one's counterpart stays under its package's name.
+# The first package that exports a name answers for it, unless the name is shared.
 _PACKAGES = ("packing_core", "torch_backend", "jax_backend", "crosspack.reading")
 
 
@@ -251,6 +252,9 @@ def __getattr__(name: str) -> Any:
         except PackageNotFoundError:
             return "unknown"
     if not name.startswith("_"):
+        dispatch = import_module("crosspack.dispatch")
+        if name in dispatch.SHARED:
+            return getattr(dispatch, name)
         for package in _PACKAGES:
             module = import_module(package)
             if name in module.__all__:

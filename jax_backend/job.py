@@ -37,7 +37,8 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import ContaminationError, PackingError, UnsupportedError
 from packing_core.extras import require
 from packing_core.training.checkpoints import newest_checkpoint, save_checkpoint
-from packing_core.training.job import Audit, StepRecord, TrainJob, TrainResult, honours
+from packing_core.training.job import Audit, TrainJob, TrainResult, honours
+from packing_core.training.records import StepRecord
 from packing_core.training.schedule import PaddedBatch, Run
 from packing_core.training.timing import in_turn
 

@@ -39,7 +39,8 @@ for name, value in sharing.environment(Path(__file__).parents[1] / ".pytest_cach
 class Interpretable(MetaPathFinder):
     """Finds Triton such that its import sets ``TRITON_INTERPRET`` for as long as it takes, where there is no GPU.
 
-    An import hook, because tests of NumPy's packages then need neither torch nor Triton.
+    Its kernels are interpreted quickly then. An import hook, because tests of NumPy's packages need neither torch nor
+    Triton this way.
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
@@ -51,10 +52,14 @@ class Interpretable(MetaPathFinder):
         def interpretable(module: ModuleType) -> None:
             import torch
 
+            if torch.cuda.is_available():
+                return load(module)
             with pytest.MonkeyPatch.context() as patch:
-                if not torch.cuda.is_available():
-                    patch.setenv("TRITON_INTERPRET", "1")
+                patch.setenv("TRITON_INTERPRET", "1")
                 load(module)
+            from torch_backend.interpretation import interpret_quickly
+
+            interpret_quickly()
 
         spec.loader.exec_module = interpretable  # type: ignore[method-assign]
         return spec

@@ -8,7 +8,8 @@ import numpy as np
 
 from crosspack.encoding.text import Document
 from packing_core.planning.plan import plan
-from packing_core.training.job import Options, TrainJob
+from packing_core.training.job import TrainJob
+from packing_core.training.options import Options
 from packing_core.training.schedule import Corpus, Schedule
 
 LLAMA = {

@@ -16,7 +16,7 @@ from packing_core.diagnosis import Diagnosis, LayerChoice, first_served, has_nvi
 from packing_core.errors import MissingExtraError, first_line
 from packing_core.extras import require
 from torch_backend.ops.attention import AttentionRequest, load, rejections
-from torch_backend.ops.operators import TRITON, runs_triton
+from torch_backend.ops.operators import TRITON, has_bfloat16, runs_triton
 
 TOKENS, DOCUMENTS = 16_384, (256, 2_048, 16_384)  # of a row, and the lengths of its documents
 # what an attention layer has -> the changes to the request of a plain one
@@ -46,7 +46,8 @@ def examine() -> Diagnosis:
     require("torch", extra="torch")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    dtype = torch.bfloat16 if cuda else torch.float32
+    half = torch.bfloat16 if has_bfloat16(device) else torch.float16
+    dtype = half if cuda else torch.float32
     found = [f"cuda:{i}: {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
     threads = f"cpu: {torch.get_num_threads()} of {os.cpu_count()} processors in use"
     return Diagnosis(

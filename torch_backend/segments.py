@@ -59,6 +59,8 @@ class PackedMetadata:
         depth: the most segments that one continues, where there is a ``parent_index``; may be rounded up.
         spans: where tokens see each other both ways in causal attention (images, prefixes); None if none do. Only
             implementations that say so can run them.
+        any_length: whether a graph that is traced with these segments is for any number of tokens, so that what reads
+            them must not ask for ``tokens``, a plain int that would become a constant.
 
     A plain class on purpose: wrappers of modules walk through dataclasses among the arguments and rebuild them, and
     every layer would then hold a copy of its own.
@@ -85,6 +87,7 @@ class PackedMetadata:
         self.parent_index = parent_index
         self.depth = depth
         self.spans: Spans | None = None
+        self.any_length = False
         self._plain: PackedMetadata | None = None
         self._derived: dict[Hashable, Any] = {}
 
@@ -290,6 +293,14 @@ class PackedMetadata:
         index = to_device(parent_index, self.device).int()
         self.parent_index, self.depth = torch.nn.functional.pad(index, (0, more), value=-1), depth
         self.parents = () if self.parents is None else self.parents
+
+    def mark_any_length(self) -> None:
+        """Tell torch.compile, before it traces what reads the segments, that their number and that of tokens vary."""
+        for x in () if self.any_length else (self.cu_seqlens, *self._derived.values()):
+            for each in x if isinstance(x, tuple) else (x,):
+                if isinstance(each, Tensor) and each.ndim:
+                    torch._dynamo.maybe_mark_dynamic(each, 0)
+        self.any_length = True
 
     def forget(self) -> None:
         """Drop what was derived."""

@@ -26,7 +26,8 @@ from crosspack.encoding.text import Policy
 from packing_core.errors import ContaminationError, PackingError, plural
 from packing_core.extras import loaded, registered
 from packing_core.planning.plan import plan as make_plan
-from packing_core.training.job import Measured, Options, TrainJob
+from packing_core.training.job import Measured, TrainJob
+from packing_core.training.options import Options
 from packing_core.training.schedule import Corpus, Schedule
 
 GROUP = "crosspack.benches"

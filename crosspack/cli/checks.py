@@ -12,6 +12,7 @@ from crosspack.cli import launch
 from crosspack.cli.outputs import check
 from packing_core.errors import MissingExtraError, PackingError
 from packing_core.training.job import ZERO
+from packing_core.training.options import ADAMW, RESUMABLE
 
 # axes of --mesh over which rows are spread, and those over which devices share a row
 ROW_AXES, SHARED_AXES = ("data", "fsdp"), ("tensor", "context")
@@ -33,9 +34,8 @@ def check_output(
 
 def check_contradictions(given: Mapping[str, Any]) -> None:
     """Refuse options that do not go together; ``given`` has the parameters of the command."""
-    if given["set"] or given["reward"]:
-        option = "--set" if given["set"] else "--reward"
-        raise PackingError(f"{option} goes to the trainer of another task: pass --task too")
+    if given["reward"]:
+        raise PackingError("--reward goes to the trainer of another task: pass --task too")
     ranks = launch.world_size() if launch.world_size() > 1 else given["nproc"]
     if given["compare"] and ranks > 1:
         raise PackingError("--compare measures one process: pass it without --nproc and torchrun")
@@ -45,7 +45,7 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
         )
     if given["strategy"] in ZERO:
         _check_zero(given)
-    _check_order(given)
+    check_order(given)
     _check_context(given, ranks)
     groups = ranks // given["context_parallel"]
     if given["rows_per_step"] < groups:
@@ -74,9 +74,46 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
         raise PackingError(f"{other} runs no compiled layers: leave --compile out")
     if not given["eval_data"] and (given["eval_every"] or given["eval_split"]):
         raise PackingError("--eval-every and --eval-split need --eval-data, the documents to evaluate on")
+    check_keeping(given)
+    _check_optimizer(given)
 
 
-def _check_order(given: Mapping[str, Any]) -> None:
+def check_keeping(given: Mapping[str, Any]) -> None:
+    """Refuse to keep, or to stop by, what a run does not make."""
+    chosen = {
+        "--keep-best": given["keep_best"],
+        "--early-stopping": given["early_stopping"] > 0,
+    }
+    for option in (option for option, is_used in chosen.items() if is_used):
+        if not given["eval_data"] or not given["eval_every"]:
+            raise PackingError(f"{option} goes by evaluations: pass --eval-data and --eval-every")
+        if given["compare"]:
+            raise PackingError(f"--compare measures whole runs: leave {option} out")
+    if given["keep_best"] and given["output"] is None:
+        raise PackingError("--keep-best needs --output, the folder that checkpoints go to")
+    if given["keep_checkpoints"] > 1 and not given["save_every"]:
+        raise PackingError(f"--keep-checkpoints {given['keep_checkpoints']} needs --save-every, which makes them")
+    sharded = given["strategy"] != "ddp"
+    if sharded and (given["keep_best"] or given["sample"]):
+        option = "--keep-best" if given["keep_best"] else "--sample"
+        raise PackingError(f"{option} needs whole weights, and --strategy {given['strategy']} shards them")
+
+
+def _check_optimizer(given: Mapping[str, Any]) -> None:
+    """Refuse optimizers whose states cannot be saved or sharded, where they would have to be."""
+    name = given["optim"]
+    if name is None or name in ADAMW:
+        return
+    if given["strategy"] != "ddp":
+        raise PackingError(f"--strategy {given['strategy']} shards the states of AdamW: leave --optim {name} out")
+    if name not in RESUMABLE and (given["save_every"] or given["resume"] or given["keep_best"]):
+        raise PackingError(
+            f"--optim {name} keeps states that checkpoints do not hold: leave --save-every, --keep-best and --resume "
+            f"out, or pass one of {', '.join(RESUMABLE)}"
+        )
+
+
+def check_order(given: Mapping[str, Any]) -> None:
     """Refuse an order of training without its column, and one of rows that are packed by length."""
     order, column = given["order"], given["order_by"]
     if order in ("sorted", "grouped") and column is None:
@@ -156,5 +193,9 @@ def used_options(given: Mapping[str, Any]) -> list[str]:
         "--nproc or torchrun": ranks > 1,
         "--context-parallel": given["context_parallel"] > 1,
         "--mesh": given["mesh"] is not None,
+        "--optim, --neftune-alpha or --set": bool(given["set"] or given["optim"]) or given["neftune_alpha"] is not None,
+        "--keep-best, --early-stopping or --sample": bool(
+            given["keep_best"] or given["early_stopping"] or given["sample"]
+        ),
     }
     return [option for option, is_used in used.items() if is_used]

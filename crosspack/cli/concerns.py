@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from packing_core.errors import plural
 from packing_core.planning.packplan import PackPlan
+from packing_core.planning.plan import plan
 from packing_core.training.schedule import Document
 
 Int64 = NDArray[np.int64]
 
 ROWS_PER_STEP = 8
 NEAR_EMPTY = 0.1  # of the targets of the median step
+FULL = 0.95  # of shorter rows
 FEW, TAIL = 0.01, 4  # documents that are the tail, and how many times shorter rows would hold the others
 
 
@@ -123,9 +125,12 @@ def concerns(seen: DocumentFigures, rows: PackPlan) -> list[Concern]:
 
 
 def _tail(lengths: Int64, capacity: int) -> tuple[int, int]:
-    """Documents that alone need rows of this capacity, and the capacity that is enough for all others; else 0."""
+    """Documents that alone need rows of this capacity, and the capacity whose rows all others fill; else 0."""
     most = int(np.quantile(lengths, 1 - FEW, method="lower"))
     enough = 1 << (most - 1).bit_length()
+    others = lengths[lengths <= enough]
+    while TAIL * enough <= capacity and plan(others, enough, strategy="best_fit").efficiency < FULL:
+        enough *= 2
     longer = int(np.count_nonzero(lengths > enough))
     return (longer if longer <= FEW * len(lengths) and TAIL * enough <= capacity else 0), enough
 

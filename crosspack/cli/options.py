@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
@@ -15,9 +15,10 @@ from rich.markup import escape
 from crosspack.cli.console import OUT
 from crosspack.cli.progress import counted
 from crosspack.cli.records import join, open_records, weighted
-from crosspack.encoding.kinds import Where, kind_of
+from crosspack.encoding.keys import key_of
+from crosspack.encoding.kinds import Refuse, Where, kind_of, raise_error
 from crosspack.encoding.layouts import canonical
-from crosspack.encoding.text import Encoded, Encoder, Loss, Policy, plain_texts
+from crosspack.encoding.text import Encoder, Loss, Policy, plain_texts
 from crosspack.encoding.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from crosspack.encoding.tokens import check_length
 from crosspack.reading import Records
@@ -146,6 +147,12 @@ class EncodedRecords:
             records, Encoder(trained, policy), f"byte-level BPE of the data, {len(trained):,} entries"
         )
 
+    def holds_chats(self) -> bool:
+        """Returns whether the first record that can be used is a chat."""
+        first = next(usable(self.records, self.encoder.policy), None)
+        fields = self.encoder.policy.fields
+        return first is not None and kind_of(canonical(first, first.where, fields), first.where) == "messages"
+
     def documents(
         self,
         capacity: int,
@@ -153,6 +160,7 @@ class EncodedRecords:
         left_out: Callable[[Where, int], None] | None = None,
         *,
         key: str | None = None,
+        skip: Refuse | None = None,
     ) -> Iterator[Document]:
         """The documents; one longer than the capacity is an error that names its place if ``overflow`` is ``error``.
 
@@ -160,23 +168,26 @@ class EncodedRecords:
             capacity, overflow: as in ``packing_core.plan``.
             left_out: is called with the place and the tokens of each document that has nothing to train on.
             key: the column that holds the key of each document.
+            skip: is called with each record that cannot be used, in place of an error.
 
         Raises:
             CapacityError: a document is too long.
             PackingError: a record has no key that is a number or a text.
         """
-        for found in self.encoder.encoded(self.records, left_out=left_out):
+        records = self.records if skip is None else _usable(self.records, skip)
+        for found in self.encoder.encoded(records, skip or raise_error, left_out):
             if overflow == "error":
                 check_length(str(found.where), found.document, capacity)
-            yield found.document if key is None else found.document._replace(key=_key_of(found, key))
+            yield found.document if key is None else found.document._replace(key=key_of(found.where, found.record, key))
 
 
-def _key_of(found: Encoded, column: str) -> Any:
-    value = found.record.get(column)
-    if not isinstance(value, str | int | float) or value != value:
-        what = f"has no {column}" if value is None else f"has {value!r} in {column}"
-        raise PackingError(f"{found.where} {what}, by which --order-by orders: give every record a number or a text")
-    return value
+def _usable(records: Records, skip: Refuse) -> Iterator[Row]:
+    """The records that can be read; ``skip`` is called with the others."""
+    for item in records.items():
+        if isinstance(item, BadRecord):
+            skip(item, item.error())
+        else:
+            yield item
 
 
 def option_of_split(option: str) -> str:

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from crosspack.cli.checks import check_order
 from crosspack.cli.console import OUT, warn
 from crosspack.cli.listing import digest
 from crosspack.cli.options import EncodedRecords, Engine, check_data
@@ -29,6 +30,7 @@ from crosspack.reading.files import Unchanged, is_url
 from crosspack.reading.lines import SampleBy
 from crosspack.reading.places import Stretch
 from packing_core.errors import PackingError
+from packing_core.planning.order import Order
 from packing_core.planning.pieces import Overflow, OverflowRule, check_seed
 from packing_core.training.files import sync
 
@@ -53,6 +55,8 @@ class PackOptions:
     min_piece: int
     max_segments: int | None
     packing: Strategy
+    order: Order
+    order_by: str | None
     form: Format
     rows_per_file: int
     keep: tuple[str, ...]
@@ -99,6 +103,7 @@ def open_job(given: PackOptions, part: Part) -> Job:
         PackingError: one of them cannot be used.
     """
     check_seed(given.seed)
+    check_order(asdict(given))
     rule = OverflowRule.checked(given.capacity, given.overflow, given.context, given.min_piece)
     if own := [name for name in given.keep if name in PACKED]:
         raise PackingError(
@@ -109,7 +114,7 @@ def open_job(given: PackOptions, part: Part) -> Job:
         given.split,
         given.tokenizer,
         policy=given.policy,
-        more=given.keep,
+        more=(*given.keep, *([given.order_by] if given.order_by else [])),
         sample_by=given.sample_by,
         max_record=given.max_record,
         lenient=given.on_error != "stop",
@@ -140,6 +145,8 @@ def open_job(given: PackOptions, part: Part) -> Job:
         rule.context,
         rule.min_piece,
         given.max_segments,
+        given.order,
+        given.order_by,
     )
     run = {
         "kind": "run",
@@ -341,6 +348,8 @@ def finish_job(
         "min_piece": rules.min_piece,
         "max_segments": rules.max_segments,
         "packing": rules.packing,
+        "order": rules.order,
+        "order_by": rules.order_by,
         "seed": rules.seed,
         "records": totals.records,
         "bad_records": totals.counts["bad"],

@@ -12,6 +12,7 @@ from typing import Any
 
 from crosspack.cli import charts
 from crosspack.cli.charts import Bar, Segment
+from crosspack.cli.speed import duration
 
 # Text has a contrast of at least 4.5 to its background and the colours of charts of at least 3, in both (tested).
 LIGHT = {
@@ -184,7 +185,7 @@ def _strategies(found: dict[str, Any]) -> str:
     if not made:
         return "<p>No document fits a row.</p>"
     lines = [
-        [f"{x['capacity']:,} {x['strategy']}", f"{x['rows']:,}", f"{x['efficiency']:.2%}", _hours(x["hours"])]
+        [f"{x['capacity']:,} {x['strategy']}", f"{x['rows']:,}", f"{x['efficiency']:.2%}", duration(x["hours"])]
         for x in made
     ]
     bars = [Bar(f"{x['capacity']:,}, {x['strategy']}", 1, x["efficiency"], f"{x['efficiency']:.1%}") for x in made]
@@ -221,7 +222,7 @@ def _time(found: dict[str, Any]) -> str:
             x["arrangement"],
             x["hours"],
             x["hours"],
-            _hours(x["hours"]),
+            duration(x["hours"]),
             "main" if "packed" in x["arrangement"] else "warm",
         )
         for x in time["hours"]
@@ -234,21 +235,14 @@ def _time(found: dict[str, Any]) -> str:
             f"An estimate: a model of the shape of {time['shape']} on one {time['gpu']}, at {time['utilisation']:.0%} "
             "of its stated bfloat16 speed."
         )
-    row = {name: _hours(seconds / 3600) for name, seconds in time["row_seconds"].items()}
+    row = {name: duration(seconds / 3600) for name, seconds in time["row_seconds"].items()}
     caption = escape(
-        f"{of} Packing saves {_hours(longest - packed)} of {_hours(longest)} at most. A row takes {row['mean']} on "
+        f"{of} Packing saves {duration(longest - packed)} of {duration(longest)} at most. A row takes {row['mean']} on "
         f"average and {row['most']} at most."
     )
-    lines = [[x["arrangement"], _hours(x["hours"])] for x in time["hours"]]
+    lines = [[x["arrangement"], duration(x["hours"])] for x in time["hours"]]
     shown = charts.table("Estimated time of an epoch", ["arrangement", "time"], lines)
     return charts.figure(charts.bars("Estimated time of an epoch by arrangement", bars), caption, shown)
-
-
-def _hours(hours: float) -> str:
-    for unit, size in (("days", 24.0), ("h", 1.0), ("min", 1 / 60)):
-        if hours >= size:
-            return f"{hours / size:,.1f} {unit}"
-    return f"{hours * 3600:,.1f} s" if hours * 3600 >= 0.1 else f"{hours * 3.6e6:,.2g} ms"
 
 
 def _warnings(found: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.progress import TimeRemainingColumn as Remaining
 from rich.progress import track as bar
 
-from packing_core.training.job import StepRecord
+from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run
 
 Item = TypeVar("Item")

@@ -50,6 +50,32 @@ def weighted(data: str) -> tuple[str, float | None]:
     return match[1], float(match[2])
 
 
+def read_columns(given: Sequence[str] | None, known: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
+    """``prompt=question`` as (name, column) pairs.
+
+    >>> read_columns(["prompt=question", "completion=answer"])
+    (('prompt', 'question'), ('completion', 'answer'))
+
+    Args:
+        given: the values of ``--column``.
+        known: the names that may be read; any if there are none.
+
+    Raises:
+        PackingError: one is no NAME=COLUMN, names what is not read, or comes twice.
+    """
+    pairs: list[tuple[str, str]] = []
+    for text in given or ():
+        name, equals, column = (part.strip() for part in text.partition("="))
+        if not (name and equals and column):
+            raise PackingError(f"--column {text}: pass what is read and the column that holds it, prompt=question")
+        if known and name not in known:
+            raise PackingError(f"--column {text}: {name} is not read: name one of {', '.join(known)}")
+        if name in dict(pairs):
+            raise PackingError(f"--column {name} is given twice: keep one of them")
+        pairs.append((name, column))
+    return tuple(pairs)
+
+
 def join(sources: Sequence[tuple[Records, float | None]]) -> Records:
     """Joins data sets: one after the other, or mixed if they have weights.
 

@@ -33,8 +33,15 @@ from crosspack.cli.models import check_name, model_config
 from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.page import page
 from crosspack.cli.progress import counted
-from crosspack.cli.speed import Speed
-from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, memory_table, savings_table
+from crosspack.cli.speed import Speed, said_of
+from crosspack.cli.tables import (
+    composition_table,
+    computed_tokens,
+    epoch_line,
+    lengths_table,
+    memory_table,
+    savings_table,
+)
 from crosspack.encoding.kinds import Where, kind_of
 from crosspack.encoding.layouts import canonical
 from crosspack.encoding.text import Policy
@@ -140,10 +147,14 @@ def report(
     speed = Speed.stated(shape, card) if measured is None else Speed.measured(measured, packed)
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
     OUT.print(composition_table(composition, random.composition()))
+    taken = hours(packed, speed, BATCHES, seed)
+    if measured is None:
+        ways = {way["arrangement"]: way["hours"] for way in taken}
+        OUT.print(epoch_line(ways, f"estimated for {shape} on one {card}"), highlight=False)
     warnings = concerns(seen, packed)
     for concern in warnings:
         warn(concern.text)
-    found = {
+    found: dict[str, Any] = {
         "data": opened.name,
         "tokenizer": opened.tokenizer,
         "documents": len(documents),
@@ -166,8 +177,10 @@ def report(
         "strategies": by_strategy(documents, capacity, overflow, seed, speed),
         "policies": by_policy(documents, capacity, context=context, min_piece=min_piece),
         "ranks": by_rank(packed, ranks, speed.cost, seed),
-        "time": {**speed.about, "hours": hours(packed, speed, BATCHES, seed), "row_seconds": speed.of_row(packed)},
+        "time": {**speed.about, "hours": taken, "row_seconds": speed.of_row(packed)},
     }
+    if measured is not None:
+        OUT.print(said_of(found["time"]), highlight=False)
     figures(found if memory is None else found | {"model": model, "gpu_gib": gib, "longest_rows": memory})
     if output is None:
         return

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from packing_core.errors import MissingExtraError
-from packing_core.training.job import StepRecord
+from packing_core.training.records import StepRecord
 
 Service = Literal["tensorboard", "wandb", "trackio", "none"]
 Log = Callable[[Mapping[str, float], int], None]

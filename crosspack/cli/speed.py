@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from packing_core.planning.packplan import PackPlan
 
 # Dense bfloat16 operations per second, as the makers state them.
 GPUS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "l4": 121e12, "rtx4090": 165e12}
+PER_SLOT = "operations_per_token"  # of a forward of the run's own rows, in its summary
 UTILISATION = 0.4  # of it that training of such models reaches
 _LLAMA = {"vocab_size": 128_256, "head_dim": 128, "num_key_value_heads": 8}
 SHAPES: dict[str, dict[str, int]] = {
@@ -56,7 +58,8 @@ class Speed:
 
         Args:
             folder: its output.
-            rows: packed rows of the data; those of the run are taken to cost as much by the token.
+            rows: packed rows of the data, which cost as much by the token as those of a run that does not say what
+                its own cost.
 
         Raises:
             PackingError: the folder holds no such run, or its model does not say its sizes.
@@ -67,6 +70,7 @@ class Speed:
             steps = summary["runs"]["packed"]
             seconds = [step["seconds"] / step["slots"] for step in steps[1:] or steps]
             per_slot, device = float(np.median(seconds)), str(summary["device"])
+            own = float(summary.get(PER_SLOT, 0.0))
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
             raise PackingError(
                 f"--run {folder} is not the output of a run that trained weights ({type(error).__name__}: {error}): "
@@ -75,7 +79,7 @@ class Speed:
         if not 0 < per_slot < float("inf"):
             raise PackingError(f"--run {folder} says that its steps took no time: train a few more steps")
         cost = Cost.operations(config)
-        per_second = 3 * operations(rows, cost) / (rows.n_rows * rows.capacity) / per_slot
+        per_second = 3 * (own or per_token(rows, cost)) / per_slot
         return Speed(cost, per_second, {"run": str(folder), "device": device, "tokens_per_second": 1 / per_slot})
 
     def hours(self, forward: float) -> float:
@@ -91,6 +95,36 @@ class Speed:
         padding = rows.capacity - rows.row_tokens
         seconds = 3600 * self.hours(1.0) * (self.cost.of_rows(rows) + self.cost.tokens * padding)
         return {"mean": float(seconds.mean()), "most": float(seconds.max())}
+
+
+def of_run(config: Path, rows: PackPlan) -> dict[str, float]:
+    """The entry of a run's summary that says what its rows cost; none where its model does not say its sizes."""
+    with suppress(OSError, ValueError, PackingError):
+        return {PER_SLOT: per_token(rows, Cost.operations(json.loads(config.read_text(encoding="utf-8"))))}
+    return {}
+
+
+def said_of(time: dict[str, Any]) -> str:
+    """The time of an epoch by a measured run, in one line."""
+    padded, packed = (x["hours"] for x in (max(time["hours"], key=lambda x: x["hours"]), time["hours"][-1]))
+    row = {name: duration(seconds / 3600) for name, seconds in time["row_seconds"].items()}
+    return (
+        f"by {time['run']} on {time['device']}: an epoch takes {duration(packed)} packed and up to {duration(padded)} "
+        f"padded; a row takes {row['mean']} on average and {row['most']} at most"
+    )
+
+
+def duration(hours: float) -> str:
+    """Hours in words, in the largest unit that there is one of."""
+    for unit, size in (("days", 24.0), ("h", 1.0), ("min", 1 / 60)):
+        if hours >= size:
+            return f"{hours / size:,.1f} {unit}"
+    return f"{hours * 3600:,.1f} s" if hours * 3600 >= 0.1 else f"{hours * 3.6e6:,.2g} ms"
+
+
+def per_token(rows: PackPlan, cost: Cost) -> float:
+    """Operations of the forward by the token, padding included."""
+    return operations(rows, cost) / (rows.n_rows * rows.capacity)
 
 
 def operations(rows: PackPlan, cost: Cost) -> float:

@@ -12,7 +12,8 @@ from rich.table import Table
 from crosspack.cli.progress import LABELS
 from packing_core.planning.composition import Composition
 from packing_core.planning.plan import PackPlan
-from packing_core.training.job import StepRecord, TrainResult
+from packing_core.training.job import TrainResult
+from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run, Schedule
 
 Int64 = NDArray[np.int64]
@@ -83,6 +84,22 @@ def saved_line(schedule: Schedule, records: Sequence[StepRecord]) -> str:
     return (
         f"an epoch takes about {duration(packed_time)} at this speed; in padded batches of {schedule.padded_batch} it "
         f"would take about {duration(padded_time)}: packing saves {duration(max(0.0, padded_time - packed_time))}"
+    )
+
+
+def epoch_line(hours: Mapping[str, float], speed: str) -> str:
+    """Compares the hours of an epoch in padded batches of 8 with packed rows, in a sentence.
+
+    Args:
+        hours: of an epoch, by the names of :func:`computed_tokens`.
+        speed: says whose speed it is.
+    """
+    padded = 3600 * hours["batches of 8, random"]
+    packed = 3600 * next(taken for name, taken in hours.items() if name.endswith("packed"))
+    saved = max(0.0, padded - packed)
+    return (
+        f"an epoch takes about {duration(packed)} ({speed}); in padded batches of 8 it would take about "
+        f"{duration(padded)}: packing saves {duration(saved)} ({saved / padded:.0%})"
     )
 
 

@@ -22,17 +22,23 @@ from crosspack.cli import launch, options
 from crosspack.cli.checks import read_mesh, used_options
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import compare_figure
+from crosspack.cli.hub import create_repository, push
+from crosspack.cli.images import have_images
 from crosspack.cli.outputs import Output, writing
 from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE, take_file
+from crosspack.cli.speed import of_run
 from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saved_line, saving_line, steps_table
 from crosspack.cli.tasks import train_task
 from crosspack.cli.traincommand import Steps, TrainCommand
 from packing_core.errors import ContaminationError, plural
 from packing_core.extras import loaded, require
 from packing_core.training.checkpoints import FOLDER, remove_checkpoints, remove_older
-from packing_core.training.job import StepRecord, Strategy, TrainJob, TrainResult, check_honoured
+from packing_core.training.job import Strategy, TrainJob, TrainResult, check_honoured
+from packing_core.training.options import Optimizer
+from packing_core.training.rates import Decay
+from packing_core.training.records import StepRecord
 from packing_core.training.tasks import TaskName
 
 SUMMARY, PICTURE = "crosspack.json", "compare.png"
@@ -47,15 +53,20 @@ RESULTS = (
 GROUPS = {
     "Data": (
         "data eval_data capacity overflow loss",
-        "split eval_split tokenizer limit context min_piece max_segments packing order order_by bos eos",
+        "split eval_split column tokenizer limit on_error context min_piece max_segments packing order order_by "
+        "bos eos",
     ),
     "Model": ("model task lora dtype", "lora_alpha lora_dropout lora_targets merge_lora attention trust_remote_code"),
     "Steps": (
         "rows_per_step batch_size epochs steps lr gradient_checkpointing",
-        "decay warmup weight_decay clip precision master_weights set reward compile seed deterministic",
+        "optim decay warmup weight_decay clip neftune_alpha precision master_weights set reward early_stopping compile "
+        "seed deterministic",
     ),
     "Machine": ("nproc", "backend device strategy context_parallel mesh"),
-    "Results": ("output overwrite resume save_every compare config", "report_to eval_every padded_batch"),
+    "Results": (
+        "output overwrite resume save_every compare config",
+        "keep_checkpoints keep_best sample push_to_hub report_to eval_every padded_batch",
+    ),
 }
 BUSY = 0.7  # of the processor time that an idle machine gives
 Trainer = Callable[[TrainJob], TrainResult]
@@ -72,9 +83,9 @@ def train(
         ),
     ] = None,
     task: Annotated[
-        Literal["sft", TaskName],
+        TaskName,
         typer.Option(
-            help="Next tokens of documents and answers, preferences, rewards, a policy, classes, masked tokens."
+            help="Next tokens of documents and answers, preferences, rewards, a policy, classes, masked tokens, pairs."
         ),
     ] = "sft",
     model: Annotated[
@@ -83,6 +94,10 @@ def train(
     ] = None,
     data: options.Data = None,
     split: options.Split = "train",
+    column: Annotated[
+        list[str] | None,
+        typer.Option(help="The column that holds what is read as NAME: prompt=question. Once for each."),
+    ] = None,
     tokenizer: options.TokenizerName = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Train on the first documents alone, as many as this.")
@@ -101,6 +116,22 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that --output holds.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --output.")] = False,
     save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0 for none.")] = 0,
+    keep_checkpoints: Annotated[int, typer.Option(min=1, help="How many of the newest checkpoints stay.")] = 1,
+    keep_best: Annotated[
+        bool, typer.Option("--keep-best", help="Write the weights with the lowest evaluation loss, not the last ones.")
+    ] = False,
+    early_stopping: Annotated[
+        int, typer.Option(min=0, help="End after so many evaluations without a lower loss; 0 for never.")
+    ] = 0,
+    sample: Annotated[
+        list[str] | None, typer.Option(help="A prompt that the model continues after each evaluation, and at the end.")
+    ] = None,
+    push_to_hub: Annotated[
+        str | None, typer.Option(help="Upload --output to the hub at the end, under this name: owner/name.")
+    ] = None,
+    on_error: Annotated[
+        Literal["stop", "skip"], typer.Option(help="A record that cannot be used: stop, or leave it out.")
+    ] = "stop",
     backend: Annotated[str, typer.Option(help="Which installed trainer runs it: torch, jax, ...")] = "torch",
     device: Annotated[str, typer.Option(help="What the backend calls the device; auto takes the fastest.")] = "auto",
     attention: Annotated[str, typer.Option(help="Attention implementation of the packed run.")] = "auto",
@@ -123,7 +154,13 @@ def train(
         float | None,
         typer.Option(min=0.0, help="Peak learning rate of AdamW. Default: 2e-5, and 3e-3 for random weights."),
     ] = None,
-    decay: Annotated[Literal["cosine", "linear", "constant"], typer.Option(help="Learning-rate schedule.")] = "cosine",
+    decay: Annotated[Decay, typer.Option(help="Learning-rate schedule, by transformers' name.")] = "cosine",
+    optim: Annotated[
+        Optimizer | None, typer.Option(help="Optimizer, by transformers' name. Default: fused AdamW.")
+    ] = None,
+    neftune_alpha: Annotated[
+        float | None, typer.Option(min=0.0, help="NEFTune: noise on embeddings in training, of this size.")
+    ] = None,
     warmup: Annotated[float, typer.Option(min=0.0, max=1.0, help="Fraction of steps used for warm-up.")] = 0.05,
     weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.0,
     clip: Annotated[float, typer.Option(min=0.0, help="Largest gradient norm; 0 leaves the gradient.")] = 1.0,
@@ -153,7 +190,9 @@ def train(
     reward: Annotated[
         list[str] | None, typer.Option(help="Of --task grpo: a function that scores completions, FILE.py:NAME.")
     ] = None,
-    set: Annotated[list[str] | None, typer.Option(help="A further argument of the --task's trainer: beta=0.2.")] = None,
+    set: Annotated[
+        list[str] | None, typer.Option(help="A further argument of the --task's trainer: beta=0.2, adam_beta2=0.95.")
+    ] = None,
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile layers. Default: where it is possible.")
     ] = None,
@@ -179,7 +218,7 @@ def train(
 ) -> None:
     """Fine-tune a causal language model on packed documents; --compare measures it against padding."""
     given = {name: value for name, value in locals().items() if name != "command_line"}
-    if task != "sft":
+    if task != "sft" or have_images(data, split):
         train_task(command_line, {**command_line.params, **given})
         return
     command = TrainCommand.of(command_line, given)
@@ -187,6 +226,8 @@ def train(
     if nproc > 1 and launch.world_size() == 1:
         raise typer.Exit(launch.start_again("train", command.given, command.run_file))
     OUT.quiet = OUT.quiet or launch.rank() > 0
+    if launch.rank() == 0:
+        create_repository(push_to_hub, output)
     prepared = Steps.read(command)
     _print_plan(command, prepared)
     with ExitStack() as stack:
@@ -221,6 +262,8 @@ def _print_plan(command: TrainCommand, steps: Steps) -> None:
     OUT.print(lengths_table(lengths, trained=steps.schedule.corpus.n_trained))
     OUT.print(steps_table(steps.schedule))
     OUT.print(saving_line(steps.schedule), highlight=False)
+    if steps.skipped:
+        warn(f"left out {plural(len(steps.skipped), 'record')} that cannot be used, the first: {steps.skipped[0]}")
     if steps.evaluation is not None and command.held_out is not None:
         corpus, (rows,) = steps.evaluation.corpus, steps.evaluation.plans
         OUT.print(
@@ -257,6 +300,11 @@ def _run(command: TrainCommand, steps: Steps, trainer: Trainer, kept: Output | N
         progress.step(record)
         log(scalars(record, options.learning_rate(record.step, len(steps.schedule))), record.step + 1)
 
+    def on_sample(done: int, number: int, ids: list[int]) -> None:
+        text = steps.source.encoder.tokenizer.decode(ids, skip_special_tokens=True)
+        steps.samples.append({"steps": done, "prompt": given["sample"][number], "continuation": text})
+        OUT.print(f"after step {done:,}: {given['sample'][number]} -> {text}", highlight=False, markup=False)
+
     job = TrainJob(
         model=steps.model,
         schedule=steps.schedule,
@@ -277,8 +325,13 @@ def _run(command: TrainCommand, steps: Steps, trainer: Trainer, kept: Output | N
         output=command.output if kept is None else kept.partial,
         checkpoints=None if command.output is None else command.output / FOLDER,
         save_every=given["save_every"],
+        keep_checkpoints=given["keep_checkpoints"],
+        keep_best=given["keep_best"],
+        early_stopping=given["early_stopping"],
+        prompts=steps.prompts,
         resume=command.resume,
         on_step=on_step,
+        on_sample=on_sample,
         on_phase=progress.phase,
     )
     result = trainer(job)
@@ -301,7 +354,9 @@ def _report(command: TrainCommand, steps: Steps, result: TrainResult, kept: Outp
         OUT.print(_outcome(result.records["packed"]), highlight=False)
         OUT.print(saved_line(steps.schedule, result.records["packed"]), highlight=False)
     about = _about(result, command.given["backend"])
+    about |= {"samples": steps.samples} if steps.samples else {}
     if kept is not None:
+        about |= of_run(kept.partial / "config.json", steps.schedule.plans[0])
         _publish(command, steps, about, kept)
     elif command.output is None and not command.given["compare"]:
         OUT.print("nothing is kept: pass --output to keep the model")
@@ -317,9 +372,13 @@ def _publish(command: TrainCommand, steps: Steps, about: Mapping[str, Any], kept
     (kept.partial / RUN_FILE).write_text(command.run_file)
     kept.publish()
     # those of a run that was overwritten, or what a killed one left
-    remove = remove_older if command.resume or command.given["save_every"] else remove_checkpoints
-    remove(kept.folder / FOLDER)
+    if command.resume or command.given["save_every"]:
+        remove_older(kept.folder / FOLDER, command.given["keep_checkpoints"])
+    else:
+        remove_checkpoints(kept.folder / FOLDER)
     OUT.print(f"model: {kept.folder}", highlight=False)
+    if command.given["push_to_hub"]:
+        OUT.print(f"pushed to {push(kept.folder, command.given['push_to_hub'])}", highlight=False)
 
 
 def _report_finished(kept: Output) -> None:

@@ -7,7 +7,7 @@ The options of the command -> a :class:`TrainCommand`, checked, of whose data on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,19 @@ from crosspack.cli.listing import digest
 from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_tokens
 from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.progress import counted
+from crosspack.cli.records import read_columns
 from crosspack.cli.reporting import check_service
 from crosspack.cli.runfile import as_yaml, effective
+from crosspack.cli.settings import of_sft, read_settings
 from crosspack.encoding.text import Policy
 from crosspack.reading.files import File
 from crosspack.reading.records import Records
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, first_line
 from packing_core.extras import registered
 from packing_core.planning.plan import plan as make_plan
 from packing_core.training.checkpoints import check_resume, has_checkpoint
-from packing_core.training.job import GROUP, Options
+from packing_core.training.job import GROUP
+from packing_core.training.options import Options
 from packing_core.training.schedule import Corpus, Schedule
 
 
@@ -100,10 +103,12 @@ class TrainCommand:
         check_name("--tokenizer", given["tokenizer"])
         tokenizer = given["tokenizer"] or folder
         more = () if given["order_by"] is None else (given["order_by"],)
-        records = check_data(given["data"], given["split"], tokenizer, more=more)
+        lenient = given["on_error"] == "skip"
+        policy = _policy(given)
+        records = check_data(given["data"], given["split"], tokenizer, policy=policy, more=more, lenient=lenient)
         held_out = None
         if given["eval_data"]:
-            held_out = check_data(given["eval_data"], given["eval_split"], option="--eval-data")
+            held_out = check_data(given["eval_data"], given["eval_split"], option="--eval-data", policy=policy)
         check_service(given["report_to"])
         options = _options(given, model)
         settled = effective(context, lr=options.lr, precision=options.precision)
@@ -131,12 +136,18 @@ class Steps:
         model: that of the command; a config that knows the tokenizer, if none was named.
         schedule: the documents of each step.
         evaluation: those to evaluate on.
+        prompts: the token ids of ``--sample``.
+        skipped: why records were left out, under ``--on-error skip``.
+        samples: what the model made of the prompts, which the run fills.
     """
 
     source: EncodedRecords
     model: str | Mapping[str, Any]
     schedule: Schedule
     evaluation: Schedule | None
+    prompts: tuple[tuple[int, ...], ...] = ()
+    skipped: list[str] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
     def read(command: TrainCommand) -> Steps:
@@ -144,13 +155,20 @@ class Steps:
         given = command.given
         capacity, overflow, seed = given["capacity"], given["overflow"], given["seed"]
         limits = {name: given[name] for name in ("overflow", "context", "min_piece", "max_segments")}
-        policy = Policy(given["loss"], given["bos"], given["eos"])
+        policy = _policy(given)
+        lenient = given["on_error"] == "skip"
         source = EncodedRecords.of(
-            command.records, command.tokenizer, policy, trust_remote_code=given["trust_remote_code"]
+            command.records,
+            command.tokenizer,
+            policy,
+            trust_remote_code=given["trust_remote_code"],
+            lenient=lenient,
         )
         tokenizer = source.encoder.tokenizer
         pad_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        documents = islice(source.documents(capacity, overflow, key=given["order_by"]), given["limit"])
+        skipped: list[str] = []
+        skip = (lambda _, error: skipped.append(first_line(error))) if lenient else None
+        documents = islice(source.documents(capacity, overflow, key=given["order_by"], skip=skip), given["limit"])
         corpus = Corpus.collect(counted(OUT, "documents read", documents))
         ordered = {"strategy": given["packing"], "order": given["order"], "keys": corpus.keys}
         plans = tuple(
@@ -171,7 +189,16 @@ class Steps:
             held_out = replace(source, records=command.held_out)
             evaluation = _evaluation(held_out, capacity, limits, pad_id)
         known = given["model"] is not None
-        return Steps(source, command.model if known else SMALL_LLAMA | special_tokens(tokenizer), schedule, evaluation)
+        model = command.model if known else SMALL_LLAMA | special_tokens(tokenizer)
+        chats = bool(given["sample"]) and source.holds_chats()
+        prompts = tuple(source.encoder.prompt(text, chat=chats) for text in given["sample"] or ())
+        return Steps(source, model, schedule, evaluation, prompts, skipped)
+
+
+def _policy(given: Mapping[str, Any]) -> Policy:
+    """The rules for tokens, and the columns that are read."""
+    names = ("text", "prompt", "completion", "messages", "input_ids")
+    return Policy(given["loss"], given["bos"], given["eos"], read_columns(given["column"], names))
 
 
 def _options(given: Mapping[str, Any], model: str | dict[str, Any]) -> Options:
@@ -181,7 +208,8 @@ def _options(given: Mapping[str, Any], model: str | dict[str, Any]) -> Options:
         lr = 2e-5 if isinstance(model, str) else 3e-3
     names = ("decay", "warmup", "weight_decay", "clip", "seed", "dtype", "master_weights")
     adapters = ("lora", "lora_alpha", "lora_dropout", "lora_targets")
-    chosen = {name: given[name] for name in names + adapters}
+    more = ("optim", "neftune_alpha")
+    chosen = {name: given[name] for name in names + adapters + more} | of_sft(read_settings(given["set"]), given)
     return Options(lr=lr, precision=given["precision"] or given["dtype"], **chosen)
 
 

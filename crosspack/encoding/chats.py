@@ -62,6 +62,22 @@ def assistant_spans(write: Write, messages: Sequence[Any], wanted: Sequence[bool
     return chat, spans
 
 
+def check_calls(chat: str, messages: Sequence[Any]) -> None:
+    """Checks that a chat holds the tools that its messages call; a template that knows of none leaves calls out.
+
+    Raises:
+        PackingError: it leaves one out.
+    """
+    for number, message in enumerate(messages):
+        for call in message.get("tool_calls") or ():
+            name = (call.get("function") or call).get("name")
+            if str(name) not in chat:
+                raise PackingError(
+                    f"the chat template does not write the call of {name} in message {number}: pass a --tokenizer "
+                    "whose template writes tool calls"
+                )
+
+
 def in_spans(starts: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
     """bool [T]: whether each of ``starts`` [T] lies in one of the spans, which are in order."""
     if not spans:

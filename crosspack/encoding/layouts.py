@@ -24,8 +24,12 @@ ROLES = {
     "system": "system",
     "tool": "tool",
     "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
 }
+CALLS = ("function_call", "tool_call")  # who speaks where the assistant calls a tool, by JSON
 IMAGES = ("images", "image", "videos", "video")  # columns beside a text, as TRL names them
+LOOKED_AT = 100  # records that are looked at to see whether a data set has images
 _KNOWN = ("input_ids", "messages", "prompt", "text")  # a record with one of these is taken as it is
 
 
@@ -55,7 +59,7 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
     chat = record.get("messages")
     if chat is None and not any(record.get(name) is not None for name in _KNOWN):
         chat = record.get("conversations")
-    _refuse_images(chat, record, where)
+    _refuse_images(record, where)
     if isinstance(chat, list):
         return _chat(chat, record, where)
     if record.get("prompt") is not None and record.get("completion") is not None:
@@ -67,16 +71,29 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
     return record
 
 
-def _refuse_images(chat: Any, record: Mapping[str, Any], where: Any) -> None:
-    """Raises PackingError if a record has images, which would be left out without a word."""
-    found = next((name for name in IMAGES if record.get(name) not in (None, [], "")), None)
-    turns = [turn.get("content") for turn in chat if isinstance(turn, Mapping)] if isinstance(chat, list) else []
+def images_in(record: Mapping[str, Any]) -> str | None:
+    """Returns the column or the kind of part by which a record has images or videos; None if it has none.
+
+    Token ids are taken as they are, whatever stands beside them.
+    """
+    if record.get("input_ids") is not None:
+        return None
+    column = next((name for name in IMAGES if record.get(name) not in (None, [], "")), None)
+    if column is not None:
+        return column
+    chats = [chat for name in ("messages", "conversations", "prompt") if isinstance(chat := record.get(name), list)]
+    turns = [turn.get("content") for chat in chats for turn in chat if isinstance(turn, Mapping)]
     parts = [part for content in turns if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    found = found or next((str(part["type"]) for part in parts if part.get("type") in IMAGES), None)
-    if found is not None:
+    return next((str(part["type"]) for part in parts if part.get("type") in IMAGES), None)
+
+
+def _refuse_images(record: Mapping[str, Any], where: Any) -> None:
+    """Raises PackingError if a record has images, which would be left out without a word."""
+    if (found := images_in(record)) is not None:
         raise PackingError(
-            f"{where} has {found}, which this command does not read: train records with images by "
-            "crosspack.enable_packing(trainer) or crosspack.PackedVisionDataset, or leave the images out of them"
+            f"{where} has {found}, which is not read here: `crosspack train --model` trains records with images, of "
+            f"which one is among the first {LOOKED_AT}, and crosspack.PackedVisionDataset packs them; or leave the "
+            "images out of them"
         )
 
 
@@ -158,9 +175,14 @@ def _messages(conversation: list[Any], where: Any) -> list[Any]:
     messages = []
     for number, turn in enumerate(conversation):
         if isinstance(turn, Mapping) and "from" in turn and "value" in turn:
-            role = ROLES.get(str(turn["from"]).lower())
+            speaker = str(turn["from"]).lower().replace("-", "_")
+            if speaker in CALLS:
+                others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+                messages.append({**others, **_call(turn["value"], f"{where}: message {number}")})
+                continue
+            role = ROLES.get(speaker)
             if role is None:
-                known = ", ".join(ROLES)
+                known = ", ".join((*ROLES, *CALLS))
                 raise PackingError(
                     f"{where}: message {number} is from {turn['from']!r}: rename the speaker to one of {known}"
                 )
@@ -169,6 +191,30 @@ def _messages(conversation: list[Any], where: Any) -> list[Any]:
         else:
             messages.append(turn)
     return messages
+
+
+def _call(value: Any, where: str) -> dict[str, Any]:
+    """The assistant's message that calls tools, of ``{"name": ..., "arguments": ...}`` or a list of them, in JSON."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise PackingError(f"{where} calls a tool by what is not JSON: {error}") from None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise PackingError(f'{where} calls a tool: pass {{"name": ..., "arguments": {{...}}}}, or a list of them')
+    functions = [{"name": call["name"], "arguments": _arguments(call.get("arguments"))} for call in calls]
+    made = [{"type": "function", "function": function} for function in functions]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def _arguments(given: Any) -> Any:
+    """The arguments of a call as an object, which files also hold as JSON in a string."""
+    if not isinstance(given, str):
+        return {} if given is None else given
+    try:
+        return json.loads(given)
+    except ValueError:
+        return given
 
 
 def _instruction(record: Mapping[str, Any], where: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from crosspack.encoding.chats import assistant_spans, in_spans
+from crosspack.encoding.chats import assistant_spans, check_calls, in_spans
 from crosspack.encoding.kinds import (
     Located,
     Refuse,
@@ -193,6 +193,21 @@ class Encoder:
                     if left_out is not None:
                         left_out(found.where, len(found.document.ids))
 
+    def prompt(self, text: str, *, chat: bool) -> tuple[int, ...]:
+        """The token ids of a prompt that a model continues: a user's message if it is trained on chats.
+
+        Raises:
+            PackingError: the chat template refuses it.
+        """
+        if chat:
+            message = {"role": "user", "content": text}
+            try:
+                text = self.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # a template is a program of the model's author and may raise anything
+                raise PackingError(f"the chat template refused {text!r}: {first_line(error)}") from error
+        (ids,) = self._ids([text])
+        return tuple((ids if chat else np.concatenate([self._bos, ids])).tolist())
+
     def limit(self, max_record: int) -> None:
         """Bounds what goes through the tokenizer at once by the bytes that a record may take."""
         self._long_texts.longest = max_record // FACTOR
@@ -258,6 +273,16 @@ class Encoder:
             raise PackingError("the tokenizer has no chat template: pass --tokenizer of a chat model")
         template = self.tokenizer.get_chat_template(tools=tools)
         everything = self.policy.loss == "all"
+
+        def write(messages: Sequence[Any], *, ask: bool = False) -> str:
+            return check_written(
+                self.tokenizer.apply_chat_template(
+                    list(messages), tools=tools, tokenize=False, add_generation_prompt=ask
+                )
+            )
+
+        if any(message.get("tool_calls") for message in messages):
+            check_calls(write(messages), messages)
         wanted = [number >= first_trained and _trains(message, number) for number, message in enumerate(messages)]
         if _GENERATION.search(template) and not first_trained and not everything:
             encoded = self.tokenizer.apply_chat_template(messages, tools=tools, return_assistant_tokens_mask=True)
@@ -270,13 +295,6 @@ class Encoder:
                 for (begin, end), wants in zip(turns.tolist(), of_turns, strict=False):
                     trained[begin:end] = wants
                 return _document(encoded["input_ids"], trained)
-
-        def write(messages: Sequence[Any], *, ask: bool = False) -> str:
-            return check_written(
-                self.tokenizer.apply_chat_template(
-                    list(messages), tools=tools, tokenize=False, add_generation_prompt=ask
-                )
-            )
 
         if everything:
             (ids,) = self._ids([write(messages)])

@@ -94,6 +94,12 @@ class Rows:
             np.savez(file, **columns)
 
     @staticmethod
+    def outline(path: Path) -> tuple[NDArray[np.int64], dict[str, list[Any]]]:
+        """The tokens of each segment and the values of the records, without reading tokens."""
+        with np.load(path) as held:
+            return held["segments"], json.loads(held["values"].tobytes())
+
+    @staticmethod
     def load(path: Path) -> Rows:
         with np.load(path) as held:
             ids = held["ids"]

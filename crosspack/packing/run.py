@@ -1,7 +1,7 @@
 """A packing run: units by the workers, then files of their rows; resumes from a journal.
 
     stretches of the input -> units (workers) -> rows and leftovers on disk
-    leftovers of all units, in order          -> the last rows (this process)
+    leftovers of all units, in order          -> the last rows (this process); under --order, all rows
     rows of all units, in order               -> files of so many rows (workers)
 
 Everything that a finished unit leaves on disk is complete and on the device before the journal says so.
@@ -19,6 +19,7 @@ import numpy as np
 
 from crosspack.encoding.text import Encoder
 from crosspack.packing.journal import Journal
+from crosspack.packing.ordering import rows_in_order
 from crosspack.packing.row_files import Rows, joined
 from crosspack.packing.unit import (
     Key,
@@ -229,6 +230,8 @@ class Run:
         """
         rules, units = self.worker.rules, self.worker.units
         sequence = [(rows_file(folder_of(key), key), self.outcomes[key].rows) for key in sorted(self.outcomes)]
+        if rules.order != "random":
+            return self._pack_in_order(folder_of)
         limit = max(PACKED_TOGETHER, 64 * rules.capacity)
         held: list[Rows] = []
         made = Outcome(len(self.stretches), -1)
@@ -249,6 +252,28 @@ class Run:
                     held = emit(last=False)
         if held:
             emit(last=True)
+        return sequence
+
+    def _pack_in_order(self, folder_of: Callable[[Key], Path]) -> list[tuple[Path, int]]:
+        """Pack all documents, in the order of their training.
+
+        Raises:
+            PackingError: keys are numbers in some records and texts in others.
+        """
+        rules, units = self.worker.rules, self.worker.units
+        keys = [key for key in sorted(self.outcomes) if self.outcomes[key].left]
+        first = {kind: where for key in reversed(keys) for kind, where in self.outcomes[key].keys.items()}
+        if len(first) > 1:
+            raise PackingError(
+                f"--order-by {rules.order_by} is a number at {first['number']} and a text at {first['text']}: give "
+                "every record a number, or every record a text"
+            )
+        sequence = []
+        for number, rows in enumerate(rows_in_order([left_file(folder_of(key), key) for key in keys], rules)):
+            path = rows_file(units, Key(len(self.stretches), number))
+            write(path, rows)
+            sequence.append((path, len(rows)))
+            self.totals.add(_counted(rows))
         return sequence
 
     def write_files(self, pool: Pool, sequence: Sequence[tuple[Path, int]], rows_per_file: int) -> None:

@@ -18,11 +18,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from crosspack.encoding.keys import key_of
+from crosspack.encoding.kinds import LazyPlace, bad_record
 from crosspack.encoding.text import Encoded, Encoder
 from crosspack.packing.fit import Fit
 from crosspack.packing.row_files import Gathered, Rows
 from crosspack.reading.places import BadRecord, Piece, Row
 from packing_core.errors import PackingError
+from packing_core.planning.order import Order
 from packing_core.planning.pieces import Overflow, OverflowRule
 from packing_core.planning.plan import plan
 from packing_core.streaming.rounds import full_rows
@@ -34,6 +37,7 @@ OnError = Literal["stop", "skip", "quarantine"]
 # What a unit hands on at most: an eighth of its tokens, or so many rows, if they are few tokens.
 HANDED_ON, FEW_ROWS, FEW_TOKENS = 8, 64, 1 << 20
 SHOWN = 1 << 16  # characters of a bad record that are kept
+KEY = "order key"  # among the values of documents that are handed on to be ordered
 UNFINISHED = "*.*.*"  # names of files that :func:`write` has not finished
 
 
@@ -53,7 +57,9 @@ class Rules:
     """Settings that decide the content of the rows.
 
     Attributes:
-        capacity, overflow, context, min_piece, packing, max_segments, seed: as in ``packing_core.plan``.
+        capacity, overflow, context, min_piece, packing, max_segments, seed, order: as in ``packing_core.plan``. Under
+            an order units pack nothing and hand all documents on.
+        order_by: the column that holds the key of each record.
         size: bytes of input of a unit.
         dtype: of the token ids, ``uint16`` or ``int32``.
         keep: columns of the records that are carried into the packed files.
@@ -69,6 +75,8 @@ class Rules:
     context: int = 0
     min_piece: int = 1
     max_segments: int | None = None
+    order: Order = "random"
+    order_by: str | None = None
 
     @property
     def overflow_rule(self) -> OverflowRule:
@@ -85,6 +93,7 @@ class Outcome:
         row_tokens: tokens of all its rows; ``rows``, ``tokens`` and ``trained`` are counted over them.
         left: documents handed on, and their tokens.
         counts: how many notes say what.
+        keys: where the first record stands whose key is a text, and the first whose key is a number.
     """
 
     stretch: int
@@ -98,6 +107,7 @@ class Outcome:
     left: int = 0
     left_tokens: int = 0
     counts: dict[str, int] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
@@ -144,13 +154,24 @@ def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: 
             outcome.records += 1
             if isinstance(item, BadRecord):
                 refuse(item)
+                continue
+            try:
+                if rules.order_by is not None:
+                    key_of(item.where, item, rules.order_by)
+            except PackingError as error:
+                refuse(bad_record(LazyPlace(item.place, item.number), item, error), error)
             else:
                 yield item
 
     for found in fit.pieces(encoder.encoded(records(), refuse, partial(fit.note, "left_out"))):
         values, tokens = _kept(found, rules.keep)
+        if rules.order_by is not None:
+            values[KEY] = key_of(found.where, found.record, rules.order_by)
+            outcome.keys.setdefault("text" if isinstance(values[KEY], str) else "number", str(found.where))
         gathered.add(found.document.ids, found.document.trained, values, tokens)
-    full, left = pack_documents(gathered.rows(), rules, key)
+    documents = gathered.rows()
+    ordered = rules.order != "random"
+    full, left = (documents[:0], documents) if ordered else pack_documents(documents, rules, key)
     outcome.documents = fit.documents
     outcome.rows, outcome.tokens, outcome.trained = len(full), len(full.ids), int(np.count_nonzero(full.targets))
     outcome.left, outcome.left_tokens = len(left), len(left.ids)

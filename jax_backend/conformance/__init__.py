@@ -39,7 +39,8 @@ from packing_core import pack, plan, protocol
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
 
-_LACKING = {"alibi", "dynamic_rope", "nonfinite_padding", "context_parallel", "channel_decay", "continued_segments"}
+_LACKING = {"alibi", "both_ways", "dynamic_rope", "nonfinite_padding", "context_parallel", "channel_decay"}
+_LACKING |= {"continued_segments"}
 _ALL = protocol.ALL_OPTIONS - _LACKING
 _RANKS = 4  # devices that a CPU is split into, as many as the suite wants ranks
 _PLAIN = _ALL - {"sinks"}  # without a differentiable log-sum-exp there are no sinks
@@ -102,12 +103,15 @@ class AttentionStack(Backend):
         dtype: str,
         sinks: Array | None = None,
         alibi_slopes: Array | None = None,
+        spans: Array | None = None,
         context_ranks: int = 1,
         dout: Array | None = None,
         **options: Any,
     ) -> tuple[Array, Gradients]:
         if alibi_slopes is not None:
             raise UnsupportedError("segment_attention has no ALiBi")
+        if spans is not None:
+            raise UnsupportedError("segment_attention has no spans that see both ways")
         protocol.require_declared(self, dtype=dtype, options=["context_parallel"] * (context_ranks > 1))
         operands = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
         options["implementation"] = self.implementation

@@ -17,6 +17,7 @@ from packing_core.errors import PackingError
 from packing_core.planning.assignment import RowAssignment
 from packing_core.planning.balance import ShardedPlan, balance, balance_in_order
 from packing_core.planning.cost import Cost
+from packing_core.planning.equal_cost import equal_cost_rows
 from packing_core.planning.mixed import FULL, most_rows
 from packing_core.planning.order import Order, OrderRule, ordered_rows
 from packing_core.planning.packplan import PackPlan
@@ -25,6 +26,7 @@ from packing_core.planning.plan import Strategy, plan
 
 Int64 = NDArray[np.int64]
 
+EVEN = 1.02  # slowest rank over mean, up to which equal_cost leaves mixed rows as they are
 DRAWS = 8  # of the rows of an epoch with an order, until they are as few as those of the first epoch
 
 
@@ -41,6 +43,7 @@ def plan_epoch(
     ranks: int = 1,
     cost: Cost | None = None,
     in_order: bool = False,
+    equal_cost: bool = False,
     order: Order = "random",
     keys: Any = None,
     weights: Mapping[Any, float] | None = None,
@@ -65,6 +68,11 @@ def plan_epoch(
             cut in two, the last step has idle places, see ``ShardedPlan``.
         cost: what a row costs; the rows of a step cost the same, see ``balance``.
         in_order: packs the documents in their order, by next fit, and keeps the rows in theirs, in every epoch.
+        equal_cost: makes the rows for their steps where the slowest rank of mixed rows would take more than 2% longer
+            than the mean, as it does where few steps hold documents of very different lengths: a row that shares a
+            step with a long document gets long ones too (:func:`.equal_cost.equal_cost_rows`). There are as many rows
+            as before; where the documents cannot be levelled in so many, rows stay mixed. A document then has about
+            the same neighbours in every epoch.
         order, keys, weights: as in ``plan``, drawn anew in every epoch. Ranks share steps of close costs among 16
             consecutive ones. Every epoch has up to 0.1% more rows than the first one needs; one for which 8 draws need
             more than that has the rows of the first.
@@ -80,12 +88,16 @@ def plan_epoch(
     random = np.random.PCG64([seed, epoch])
     if in_order and order != "random":
         raise PackingError(f'in_order=True keeps the order of the documents: leave it or order="{order}" out')
+    if equal_cost and (in_order or order != "random"):
+        given = "in_order=True" if in_order else f'order="{order}"'
+        raise PackingError(f"equal_cost=True chooses the documents of a step by cost: leave it or {given} out")
     if order == "random":
         strategy: Strategy = "sequential" if in_order else "mixed"
         draw = None if in_order else _draw(random)
-        made = plan(pieces.length, capacity, strategy=strategy, max_segments=limit, seed=draw)
-        rows, most = RowAssignment(made.row_offsets, made.source, made.length), len(pieces.length)
-        count = made.n_rows if in_order else most_rows(pieces.length, capacity, min(limit or most, most))
+        drawn_plan = plan(pieces.length, capacity, strategy=strategy, max_segments=limit, seed=draw)
+        rows = RowAssignment(drawn_plan.row_offsets, drawn_plan.source, drawn_plan.length)
+        most = len(pieces.length)
+        count = drawn_plan.n_rows if in_order else most_rows(pieces.length, capacity, min(limit or most, most))
     else:
         rule_of_pieces = OrderRule.checked(order, keys, weights, len(lengths)).of_pieces(pieces.source)
         rows = ordered_rows(rule_of_pieces, pieces.length, capacity, limit, np.random.PCG64([seed, 0]))
@@ -95,27 +107,39 @@ def plan_epoch(
             if len(drawn.counts) <= count:
                 rows = drawn
                 break
-    piece = rows.order
-    made = PackPlan(
-        _cut_in_two(rows.offsets, -(-count // ranks) * ranks - len(rows.counts)),
-        piece if pieces.source is None else pieces.source[piece],
-        np.zeros(len(piece), np.int64) if pieces.start is None else pieces.start[piece],
-        rows.sizes,
-        capacity=capacity,
-        n_documents=len(lengths),
-        dropped=pieces.dropped,
-        truncated=pieces.truncated,
-        context=np.zeros(0, np.int64) if pieces.context is None else pieces.context[piece],
-        restarts=pieces.context is not None and overflow == "restart",
-        check=False,
-    )
-    if ranks > 1 and not in_order:
-        if order != "random":
-            return balance_in_order(made, ranks, cost=cost or Cost(), seed=_draw(random))
-        return balance(made, ranks, cost=cost, seed=_draw(random))
-    steps = np.full(-(-made.n_rows // ranks) * ranks, made.n_rows, np.int64)
-    steps[: made.n_rows] = np.arange(made.n_rows)
-    return ShardedPlan(made, steps.reshape(-1, ranks, 1), cost or Cost())
+
+    def planned(rows: RowAssignment) -> PackPlan:
+        piece = rows.order
+        return PackPlan(
+            rows.offsets,
+            piece if pieces.source is None else pieces.source[piece],
+            np.zeros(len(piece), np.int64) if pieces.start is None else pieces.start[piece],
+            rows.sizes,
+            capacity=capacity,
+            n_documents=len(lengths),
+            dropped=pieces.dropped,
+            truncated=pieces.truncated,
+            context=np.zeros(0, np.int64) if pieces.context is None else pieces.context[piece],
+            restarts=pieces.context is not None and overflow == "restart",
+            check=False,
+        )
+
+    cut = _cut_in_two(rows.offsets, -(-count // ranks) * ranks - len(rows.counts))
+    made, cost = planned(RowAssignment(cut, rows.order, rows.sizes)), cost or Cost()
+    if ranks == 1 or in_order:
+        steps = np.full(-(-made.n_rows // ranks) * ranks, made.n_rows, np.int64)
+        steps[: made.n_rows] = np.arange(made.n_rows)
+        return ShardedPlan(made, steps.reshape(-1, ranks, 1), cost)
+    dealt_by = _draw(random)
+    if order != "random":
+        return balance_in_order(made, ranks, cost=cost, seed=dealt_by)
+    dealt = balance(made, ranks, cost=cost, seed=dealt_by)
+    if equal_cost and dealt.imbalance > EVEN and made.n_rows % ranks == 0:
+        levelled = equal_cost_rows(pieces.length, capacity, limit, made.n_rows, ranks, cost, random)
+        if levelled is not None:
+            evener = balance(planned(levelled), ranks, cost=cost, seed=dealt_by)
+            return min(dealt, evener, key=lambda sharded: sharded.imbalance)
+    return dealt
 
 
 def _draw(random: np.random.PCG64) -> int:

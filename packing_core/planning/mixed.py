@@ -7,7 +7,7 @@ Everything is a few array operations over all rows at once.
 
 from __future__ import annotations
 
-from math import ceil, inf
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from packing_core.planning import bins as _bins
 from packing_core.planning.assignment import RowAssignment, Shuffle, best_fit, permutation
-from packing_core.storage.segment_indexing import indexes, ranges
+from packing_core.storage.segment_indexing import blocks, indexes, ranges
 
 Int64 = NDArray[np.int64]
 
@@ -23,6 +23,7 @@ SECTION = 64  # rows that one section of the draw fills: sections are filled sid
 TAIL = 5  # one part in so many, the end of a section, gives its long pieces to the part before it
 FULL = 0.999  # efficiency below which more pieces are held back
 CLOSE = 1.005  # times the rows of best fit, where those are not full either
+HELD = 0.15  # part of the units that all rows may hold back, for pieces held back to have a chance to fill them
 DRAWN = (100, 90, 80, 65, 40, 0)  # percent of the fewest rows possible that the draw fills; the next where one fails
 
 
@@ -37,28 +38,40 @@ def mixed(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle, *, o
        the rows that the fewest pieces fit first. So a row takes one piece a round.
     4. What fits no row is packed by best fit into rows of its own.
 
-    If there are too many rows, fewer are filled in step 2, down to none, which is best fit itself. With ``once`` the
-    first rows are taken as they are, for callers who keep back rows that are not full.
+    If there are too many rows, fewer are filled in step 2, down to none, which is best fit itself; so too, at once,
+    if the first rows hold back more than ``HELD`` of all. With ``once`` the first rows are taken as they are, for
+    callers who keep back rows that are not full.
     """
     order = np.arange(len(sizes)) if shuffle is None else permutation(len(sizes), shuffle)
-    sizes = sizes.take(order)
+    narrow = sizes.astype(np.min_scalar_type(capacity))  # what a cache holds is gathered twice as fast
+    sizes = narrow.take(order).astype(np.int64)
     bound = _fewest(sizes, capacity, max_segments)
     sections = _shares(len(sizes), max(1, ceil(bound) // SECTION))
     _move_long_forward(order, sizes, sections, capacity)
-    enough = inf if once else bound / FULL
+    edges, filled = _next_fit(sizes, sections, ceil(bound), capacity, max_segments)
+    close = 0
     for share in DRAWN:
-        drawn = _draw(sizes, sections, share * ceil(bound) // 100, capacity, max_segments)
-        if drawn.n_rows > enough and share == DRAWN[0]:
-            enough = most_rows(sizes, capacity, max_segments)
-        if drawn.n_rows <= enough:
+        started = _first_rows(edges, filled, share * ceil(bound) // 100)
+        if share == DRAWN[0] and not once and started.filled.sum() < (1 - HELD) * sizes.sum():
+            continue
+        drawn = _draw(sizes, started, sections, capacity, max_segments)
+        if once or drawn.n_rows <= bound / FULL:
             break
-    return _written(drawn, order, sizes, shuffle)
+        close = close or most_rows(sizes, capacity, max_segments)
+        if drawn.n_rows <= close:
+            break
+    del edges, filled, started
+    bits = (len(order) - 1).bit_length()
+    sizes <<= bits
+    sizes |= order
+    del order
+    return _written(drawn, sizes, bits, shuffle)
 
 
 def most_rows(sizes: Int64, capacity: int, max_segments: int) -> int:
     """Returns an upper bound on the rows that ``mixed`` makes of these pieces, for every draw and order."""
     enough = _fewest(sizes, capacity, max_segments) / FULL
-    values, counts = np.unique(sizes, return_counts=True)
+    values, counts = _counted(sizes)
     fewest = _bins.best_fit(values[::-1], counts[::-1], capacity, max_segments).n_rows
     return int(enough if fewest <= enough else fewest * CLOSE)
 
@@ -68,13 +81,21 @@ def _fewest(sizes: Int64, capacity: int, max_segments: int) -> float:
     return max(int(sizes.sum()) / capacity, len(sizes) / max_segments)
 
 
-class _Draw(NamedTuple):
-    """Row r begins with pieces ``begin[r]:begin[r] + counts[r]`` of the draw; piece ``place`` is number ``slot`` of
-    ``row``, which may be one of the rows after those."""
+class _Started(NamedTuple):
+    """Rows of the pieces ``begin:begin + counts`` of the draw; section s is drawn up to piece ``stop[s]``."""
 
-    n_rows: int
     begin: Int64
     counts: Int64
+    filled: Int64
+    stop: Int64
+
+
+class _Draw(NamedTuple):
+    """The first rows hold ``started`` pieces; piece ``place`` of the draw is number ``slot`` of ``row``, which may be
+    one of the rows after those."""
+
+    n_rows: int
+    started: _Started
     row: Int64
     slot: Int64
     place: Int64
@@ -99,15 +120,11 @@ def _move_long_forward(order: Int64, sizes: Int64, sections: Int64, capacity: in
         array[at], array[other] = array[other], array[at]
 
 
-def _draw(sizes: Int64, sections: Int64, fewest: int, capacity: int, max_segments: int) -> _Draw:
-    """Steps 2 to 4."""
-    before = _offsets(sizes)
-    begin, end = _next_fit(sizes, before, sections, fewest, capacity, max_segments)
-    counts = end - begin
-    is_held = np.ones(len(sizes), np.bool_)
-    is_held[indexes(begin, counts)] = False
-    free = capacity - (before[end] - before[begin])
-    row, slot, place, left = _take_turns(sizes, np.flatnonzero(is_held), free, counts, max_segments)
+def _draw(sizes: Int64, started: _Started, sections: Int64, capacity: int, max_segments: int) -> _Draw:
+    """Steps 3 and 4."""
+    _, counts, filled, stop = started
+    held = indexes(stop, sections[1:] - stop)
+    row, slot, place, left = _take_turns(sizes, held, capacity - filled, counts, max_segments)
     n_rows = len(counts)
     if len(left):
         rest = best_fit(sizes[left], capacity, min(max_segments, len(left)), None)
@@ -116,51 +133,70 @@ def _draw(sizes: Int64, sections: Int64, fewest: int, capacity: int, max_segment
         slot = np.concatenate([slot, ranges(added)])
         place = np.concatenate([place, left[rest.order]])
         n_rows += len(added)
-    return _Draw(n_rows, begin, counts, row, slot, place)
+    return _Draw(n_rows, started, row, slot, place)
 
 
-def _written(drawn: _Draw, order: Int64, sizes: Int64, shuffle: Shuffle) -> RowAssignment:
-    """Each row's pieces of the draw, then those it took, both copied as runs."""
-    taken = np.bincount(drawn.row, minlength=drawn.n_rows)
-    first = _offsets(taken)
-    begin, counts = np.zeros((2, drawn.n_rows, 2), np.int64)
-    begin[: len(drawn.begin), 0], counts[: len(drawn.begin), 0] = drawn.begin, drawn.counts
-    begin[:, 1], counts[:, 1] = len(order) + first[:-1], taken
-    late = np.empty(len(drawn.place), np.int64)
-    late[(first[:-1] - counts[:, 0])[drawn.row] + drawn.slot] = drawn.place
-    if shuffle is not None:
+def _written(drawn: _Draw, pieces: Int64, bits: int, shuffle: Shuffle) -> RowAssignment:
+    """Each row's pieces of the draw, then those it took: a number in so many ``bits``, and above it the size."""
+    started = drawn.started
+    counts = np.bincount(drawn.row, minlength=drawn.n_rows)
+    counts[: len(started.counts)] += started.counts
+    start = np.empty(drawn.n_rows, np.int64)
+    if shuffle is None:
+        offsets = _offsets(counts)
+        start[:] = offsets[:-1]
+    else:
         rows = permutation(drawn.n_rows, shuffle)
-        begin, counts = begin.take(rows, axis=0), counts.take(rows, axis=0)
-    at = indexes(begin.reshape(-1), counts.reshape(-1))
-    offsets = _offsets(counts[:, 0] + counts[:, 1])
-    is_late = at >= len(order)
-    at[is_late] = late[at[is_late] - len(order)]
-    return RowAssignment(offsets, order.take(at), sizes.take(at))
+        offsets = _offsets(counts.take(rows))
+        start[rows] = offsets[:-1]
+    written = np.empty_like(pieces)
+    written[start.take(drawn.row) + drawn.slot] = pieces.take(drawn.place)
+    away = start[: len(started.begin)] - started.begin
+    for block in blocks(started.counts):  # in a cache
+        at = indexes(started.begin[block], started.counts[block])
+        written[at + np.repeat(away[block], started.counts[block])] = pieces.take(at)
+    np.bitwise_and(written, (1 << bits) - 1, out=pieces)
+    written >>= bits
+    return RowAssignment(offsets, pieces, written)
 
 
-def _next_fit(
-    sizes: Int64, before: Int64, sections: Int64, rows: int, capacity: int, max_segments: int
-) -> tuple[Int64, Int64]:
-    """Begin and end of each of at most ``rows`` rows, which are divided evenly among the sections.
+def _next_fit(sizes: Int64, sections: Int64, rows: int, capacity: int, max_segments: int) -> tuple[Int64, Int64]:
+    """Fills each section's share of ``rows`` rows by next fit.
 
-    Args:
-        before: [N + 1] units before each piece of the draw.
+    Returns:
+        int64 [K + 1, S]: the pieces from ``edges[k, s]`` to ``edges[k + 1, s]`` fill row k of section s; and [K, S],
+        how far they fill it.
     """
-    wanted = np.diff(_shares(rows, len(sections) - 1))
+    before = _offsets(sizes)
     most = min(max_segments, capacity // int(sizes.min()), int(np.diff(sections).max()))  # pieces of a row
+    near = (1 << (2 * len(sizes) // rows).bit_length()) - 1  # few rows have more
     begin, stop = sections[:-1], sections[1:]
-    edges = np.empty((int(wanted.max()) + 1, len(begin)), np.int64)
+    edges = np.empty((-(-rows // len(begin)) + 1, len(begin)), np.int64)
     edges[0] = begin
-    for k in range(1, len(edges)):  # of all sections at once: a binary search for the last piece that fits
-        last, room = np.minimum(begin + most, stop), before[begin] + capacity
-        end = begin
-        for width in (1 << bit for bit in reversed(range(most.bit_length()))):
-            further = np.minimum(end + width, last)
-            end = np.where(before[further] <= room, further, end)
+    for k in range(1, len(edges)):  # of all sections at once
+        last, room = np.minimum(begin + most, stop), before.take(begin) + capacity
+        end = _last_within(before, begin, np.minimum(begin + near, last), room)
+        further = np.flatnonzero((end == begin + near) & (end < last))
+        end[further] = _last_within(before, end[further], last[further], room[further])
         edges[k] = begin = end
-    edges = edges.T
-    made = (np.arange(edges.shape[1] - 1) < wanted[:, None]) & (edges[:, 1:] > edges[:, :-1])
-    return edges[:, :-1][made], edges[:, 1:][made]
+    return edges, np.diff(before.take(edges), axis=0)
+
+
+def _last_within(before: Int64, begin: Int64, last: Int64, room: Int64) -> Int64:
+    """The last of the places from ``begin`` to ``last`` with no more than ``room`` before it, by binary search."""
+    end = begin.copy()
+    for width in (1 << bit for bit in reversed(range(int((last - begin).max(initial=0)).bit_length()))):
+        further = np.minimum(end + width, last)
+        np.copyto(end, further, where=before.take(further) <= room)
+    return end
+
+
+def _first_rows(edges: Int64, filled: Int64, rows: int) -> _Started:
+    """At most ``rows`` of the rows, which are divided evenly among the sections."""
+    wanted = np.diff(_shares(rows, edges.shape[1]))
+    made = ((np.arange(len(filled))[:, None] < wanted) & (filled > 0)).T
+    begin, end = edges[:-1].T[made], edges[1:].T[made]
+    return _Started(begin, end - begin, filled.T[made], edges[wanted, np.arange(edges.shape[1])])
 
 
 def _take_turns(
@@ -171,22 +207,25 @@ def _take_turns(
     A row that gets nothing in a round never will, because everything that fits it went to others.
     """
     taken: list[tuple[Int64, Int64, Int64]] = [(held[:0],) * 3]
-    held, ascending = _sorted_together(sizes[held], held)
-    rows = np.arange(len(free))
-    for turn in range(len(held)):
-        rows = rows[counts[rows] + turn < max_segments]
-        fits = _fitting(ascending, free[rows])
-        takers = fits > 0
-        rows, fits = _sorted_together(fits[takers], rows[takers])
+    held, ascending = _sorted_together(sizes.take(held), held)
+    rows, most = np.arange(len(free)), int(counts.max(initial=0))
+    turn = 0
+    while len(held):
+        if most + turn >= max_segments:
+            rows = rows[counts.take(rows) + turn < max_segments]
+        rows = rows.take(np.flatnonzero(free.take(rows) >= ascending[0]))
+        rows, fits = _sorted_together(_fitting(ascending, free.take(rows)), rows)
         which, piece = _match(fits)
         if not len(which):
             break
-        rows = rows[which]
-        taken.append((rows, counts[rows] + turn, held[piece]))
-        free[rows] -= ascending[piece]
+        rows = rows.take(which)
+        taken.append((rows, counts.take(rows) + turn, held.take(piece)))
+        free[rows] -= ascending.take(piece)
         stays = np.ones(len(held), np.bool_)
         stays[piece] = False
-        held, ascending = held[stays], ascending[stays]
+        left = np.flatnonzero(stays)
+        held, ascending = held.take(left), ascending.take(left)
+        turn += 1
     row, slot, place = map(np.concatenate, zip(*taken))
     return row, slot, place, held
 
@@ -222,8 +261,8 @@ def _match(fits: Int64) -> tuple[Int64, Int64]:
     # These pieces and the rows in one sequence, each row after the pieces that fit it, match as opening and closing
     # brackets do: a closing bracket belongs to the nearest opening one of its depth.
     n = len(taken) + len(fits)
-    step = np.ones(n, np.int64)
-    step[np.searchsorted(taken, fits) + rows] = -1
+    step = np.ones(n, np.int8)
+    step[_count_below(fits, taken) + rows] = -1
     pieces = np.cumsum(step > 0)  # up to here
     depth = 2 * pieces - np.arange(1, n + 1) + (step < 0) + len(fits)  # both brackets of a pair have that of the first
     at, depth = _sorted_together(depth, np.arange(n))
@@ -232,5 +271,25 @@ def _match(fits: Int64) -> tuple[Int64, Int64]:
     return closing - pieces[closing], taken[pieces[opening] - 1]
 
 
+def _count_below(values: Int64, ascending: Int64) -> Int64:
+    """Counts the numbers below each of ascending values, all of them at least 1."""
+    if not len(values) or int(values[-1]) > 4 * len(values):
+        return np.searchsorted(ascending, values)
+    marks = np.zeros(int(values[-1]), np.int64)
+    marks[ascending] = 1
+    return np.cumsum(marks, out=marks).take(values - 1)
+
+
+def _counted(sizes: Int64) -> tuple[Int64, Int64]:
+    """The different sizes, ascending, and how many pieces have each."""
+    if int(sizes.max()) > len(sizes):
+        return np.unique(sizes, return_counts=True)
+    counts = np.bincount(sizes)  # faster than sorting where sizes are small
+    values = np.flatnonzero(counts)
+    return values, counts.take(values)
+
+
 def _offsets(counts: Int64) -> Int64:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    offsets = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets

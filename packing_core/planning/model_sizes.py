@@ -6,14 +6,12 @@ The names are those that the configs of transformers use; a config that lacks on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from packing_core.errors import PackingError
-from packing_core.planning.pieces import positive
-
-Read = Callable[..., Any]  # a size, or the default
+from packing_core.planning.config_reader import ConfigReader
 
 # Layers of these kinds have no attention: their work grows with the tokens alone.
 _RECURRENT = ("linear", "mamba", "conv", "recurrent", "rglru", "delta", "ssm", "mlp", "moe")
@@ -42,30 +40,27 @@ class ModelSizes:
         Raises:
             PackingError: the config does not say how large the model is, or a size is not one integer.
         """
-        text = _get(config, "text_config") or config
-        read = _reader(text)
+        whole = ConfigReader(config)
+        text = whole.find("text_config") or config
+        read = ConfigReader(text)
         hidden, count = read("hidden_size", "n_embd"), read("num_hidden_layers", "n_layer")
         layers = _layers(text, count or 0)
-        by_layer = [_reader(layer)("num_attention_heads", "n_head") for layer in layers]
+        by_layer = [ConfigReader(layer)("num_attention_heads", "n_head") for layer in layers]
         if not (hidden and by_layer and all(by_layer)):
             raise PackingError(
                 "the config names no hidden_size, num_hidden_layers and num_attention_heads: "
                 "pass Cost(tokens=..., squares=...)"
             )
         token, full, windows = 2 * hidden * read("vocab_size", default=0), 0, Counter[int]()
-        for number, (own, heads, window) in enumerate(zip(layers, by_layer, _windows(text, read, count), strict=True)):
-            attention, squares = _attention(_reader(own), hidden, heads)
+        for number, (own, heads, window) in enumerate(zip(layers, by_layer, _windows(read, count), strict=True)):
+            attention, squares = _attention(ConfigReader(own), hidden, heads)
             token += _recurrent(read, hidden, attention) if window == 0 else attention
-            token += _feed_forward(text, _reader(own), hidden, number)
+            token += _feed_forward(read, ConfigReader(own), hidden, number)
             if window is None:
                 full += squares
             elif window:
                 windows[window] += squares
-        return ModelSizes(token, full, windows, _vision(_get(config, "vision_config"), hidden))
-
-
-def _get(config: Any, name: str) -> Any:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        return ModelSizes(token, full, windows, _vision(whole.find("vision_config"), hidden))
 
 
 def _layers(config: Any, count: int) -> list[Any]:
@@ -78,20 +73,7 @@ def _layers(config: Any, count: int) -> list[Any]:
     return [config] * count
 
 
-def _reader(config: Any) -> Read:
-    """A function that reads the first size of several names that the config has."""
-
-    def read(*names: str, default: Any = None) -> Any:
-        for name in names:
-            value = _get(config, name)
-            if value is not None:
-                return positive(f"the config's {name}", value)
-        return default
-
-    return read
-
-
-def _attention(read: Read, hidden: int, heads: int) -> tuple[int, int]:
+def _attention(read: ConfigReader, hidden: int, heads: int) -> tuple[int, int]:
     """Operations of the projections for a token, and of a squared length."""
     latent = read("kv_lora_rank")
     if latent is not None:  # multi-head latent attention
@@ -106,27 +88,27 @@ def _attention(read: Read, hidden: int, heads: int) -> tuple[int, int]:
     return 2 * hidden * width * (2 * heads + 2 * kv_heads), 2 * heads * width
 
 
-def _windows(config: Any, read: Read, layers: int) -> list[int | None]:
+def _windows(read: ConfigReader, layers: int) -> list[int | None]:
     """The tokens that each layer's attention sees: None for all, 0 in layers without attention.
 
     A chunk of attention counts as a window of half of it, which has about as many pairs.
     """
     sliding = (
-        read("sliding_window", "attention_window_size") if _get(config, "use_sliding_window") in (None, True) else None
+        read("sliding_window", "attention_window_size") if read.find("use_sliding_window") in (None, True) else None
     )
-    kinds = _get(config, "layer_types") or _get(config, "layers_block_type") or _get(config, "block_types")
+    kinds = read.find("layer_types") or read.find("layers_block_type") or read.find("block_types")
     if isinstance(kinds, list | tuple) and kinds:
         return [_window_of(str(kinds[layer % len(kinds)]), sliding, read) for layer in range(layers)]
-    indices = _get(config, "attn_layer_indices")
+    indices = read.find("attn_layer_indices")
     if indices is None and (period := read("attn_layer_period")):  # jamba
-        offset = _get(config, "attn_layer_offset") or 0
+        offset = read.find("attn_layer_offset") or 0
         indices = range(offset, layers, period)
     if indices is not None:
         return [sliding if layer in indices else 0 for layer in range(layers)]
     return [sliding] * layers
 
 
-def _window_of(kind: str, sliding: int | None, read: Read) -> int | None:
+def _window_of(kind: str, sliding: int | None, read: ConfigReader) -> int | None:
     if kind == "linear_attention" or ("attention" not in kind and any(word in kind for word in _RECURRENT)):
         return 0
     chunk: int | None = read("attention_chunk_size")
@@ -135,7 +117,7 @@ def _window_of(kind: str, sliding: int | None, read: Read) -> int | None:
     return sliding if "sliding" in kind or "local" in kind else None
 
 
-def _recurrent(read: Read, hidden: int, attention: int) -> int:
+def _recurrent(read: ConfigReader, hidden: int, attention: int) -> int:
     """Operations of a recurrent layer for a token: its projections, and its state where the config has its sizes."""
     keys, values = read("linear_num_key_heads"), read("linear_num_value_heads")
     work: int = attention
@@ -148,16 +130,22 @@ def _recurrent(read: Read, hidden: int, attention: int) -> int:
     return work
 
 
-def _feed_forward(config: Any, read: Read, hidden: int, layer: int) -> int:
-    """Operations of a layer's feed-forward block for a token: the experts that it visits, or the dense block."""
+def _feed_forward(model: ConfigReader, read: ConfigReader, hidden: int, layer: int) -> int:
+    """Operations of a layer's feed-forward block for a token: the experts that it visits, or the dense block.
+
+    Args:
+        model: the config of all layers; read: that of this one.
+        hidden: width of the model.
+        layer: its number.
+    """
     dense: int = 6 * hidden * read("intermediate_size", "n_inner", default=4 * hidden)
     visited = read("num_experts_per_tok", "moe_k")
-    if visited is None or layer < (_get(config, "first_k_dense_replace") or 0):
+    if visited is None or layer < (model.find("first_k_dense_replace") or 0):
         return dense
-    if layer in (_get(config, "mlp_only_layers") or ()):
+    if layer in (model.find("mlp_only_layers") or ()):
         return dense
     inner = read("moe_intermediate_size", "intermediate_size", "n_inner", default=4 * hidden)
-    shared = _get(config, "shared_expert_intermediate_size") or inner * (_get(config, "n_shared_experts") or 0)
+    shared = model.find("shared_expert_intermediate_size") or inner * (model.find("n_shared_experts") or 0)
     experts: int = 6 * hidden * (inner * visited + shared)
     return experts
 
@@ -166,7 +154,7 @@ def _vision(config: Any, hidden: int) -> int:
     """Operations of the vision tower for an image token of the decoder, which stands for several patches."""
     if config is None:
         return 0
-    read = _reader(config)
+    read = ConfigReader(config)
     width, layers = read("hidden_size", "embed_dim"), read("num_hidden_layers", "depth", "num_layers")
     if not (width and layers):
         return 0

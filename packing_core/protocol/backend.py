@@ -69,6 +69,7 @@ class Backend:
         sinks: Array | None = None,
         alibi_slopes: Array | None = None,
         scale: float | None = None,
+        spans: Array | None = None,
         context_ranks: int = 1,
         dout: Array | None = None,
     ) -> tuple[Array, Gradients]:
@@ -87,6 +88,10 @@ class Backend:
             sinks: ``[H]`` logits.
             alibi_slopes: ``[H]``; the bias is ``-slope * (i - j)``.
             scale: None for ``D ** -0.5``.
+            spans: int64 ``[B, S]`` takes the option "both_ways", and comes with causal attention alone. Tokens of one
+                segment with the same number, 0 or above, are a span (an image, a prefix): they see one another in both
+                directions. A window counts keys behind the query alone. The same number in another segment is another
+                span; -1 is none, also at padding.
             context_ranks: above 1 takes the option "context_parallel": so many ranks each hold ``S / context_ranks``
                 neighbouring tokens of every row. The adapter splits the arrays and joins the answers.
             dout: ``[B, S, H, E]``, zero at padding; None for the forward alone.

@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         "alibi": "alibi_slopes=[H]",
         "gqa": "fewer key/value heads than query heads",
         "narrow_values": "values narrower than keys",
+        "both_ways": "spans=[B, S], tokens that see one another in both directions",
         "context_parallel": "context_ranks above 1",
         "arbitrary_ids": "segment ids that are any positive numbers; a promise",
         "nonfinite_padding": "NaN and Inf may stand at padding; a promise",

@@ -20,6 +20,7 @@ def attention_options(
     softcap: float | None = None,
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
+    spans: Array | None = None,
     context_ranks: int = 1,
     **_: Any,
 ) -> set[str]:
@@ -32,6 +33,7 @@ def attention_options(
         "alibi": alibi_slopes is not None,
         "gqa": k.shape[-2] < q.shape[-2],
         "narrow_values": v.shape[-1] < q.shape[-1],
+        "both_ways": spans is not None,
         "context_parallel": context_ranks > 1,
     }
     return {name for name, is_taken in taken.items() if is_taken}

@@ -16,7 +16,9 @@ from uuid import uuid4
 
 from packing_core.errors import PackingError
 from packing_core.training.files import check_own_folder, inside, remove_inside, replace, sha256, sync_tree
-from packing_core.training.job import Options, StepRecord, TrainJob
+from packing_core.training.job import TrainJob
+from packing_core.training.options import Options
+from packing_core.training.records import StepRecord, best_record
 
 FOLDER, STATE, PARTIAL = "checkpoints", "state.json", ".crosspack-partial-"
 # parts of a job's identity -> the options that decide them, where these have another name
@@ -28,7 +30,7 @@ _DECIDED_BY = {
 
 
 def save_checkpoint(job: TrainJob, records: list[StepRecord], write: Callable[[Path], None]) -> None:
-    """Save what ``write`` puts into a folder, after ``len(records)`` finished steps; older checkpoints are removed."""
+    """Save what ``write`` puts into a folder, after ``len(records)`` steps; remove what the job does not keep."""
     home = _home(job)
     if home is None:
         raise PackingError("--save-every needs --output, the folder that checkpoints go to")
@@ -51,15 +53,34 @@ def save_checkpoint(job: TrainJob, records: list[StepRecord], write: Callable[[P
         shutil.rmtree(partial)  # the disk may be full of it
         raise
     older = _finished(home)
-    target = home / f"step-{len(records):08d}"
+    target = _folder_after(home, len(records))
     if target in older:  # of a run that this one overwrites
         _remove(target)
     if target.exists():
         raise PackingError(f"{target} holds files that crosspack did not write: move them elsewhere")
     replace(partial, target)
+    # those of a later step are of a run that this one overwrites
+    kept = [target, *sorted(folder for folder in older if folder < target)[::-1][: job.keep_checkpoints - 1]]
+    best = best_record(records) if job.keep_best else None
     for folder in older:
-        if folder != target:
+        if folder not in kept and (best is None or folder != _folder_after(home, best.step + 1)):
             _remove(folder)
+
+
+def best_checkpoint(job: TrainJob, records: list[StepRecord]) -> Path | None:
+    """Returns the checkpoint of the step with the lowest evaluation loss; None if that is the last one.
+
+    Raises:
+        PackingError: it is not there in whole.
+    """
+    best, home = best_record(records), _home(job)
+    if best is None or home is None or best is records[-1]:
+        return None
+    folder = _folder_after(home, best.step + 1)
+    if not (folder / STATE).is_file():
+        raise PackingError(f"--keep-best: {folder} is gone, the checkpoint of the best step: start again")
+    _check_files(folder, _state(folder)["files"])
+    return folder
 
 
 def newest_checkpoint(job: TrainJob) -> tuple[Path, list[StepRecord]]:
@@ -130,11 +151,15 @@ def remove_checkpoints(home: Path) -> None:
         home.rmdir()
 
 
-def remove_older(home: Path) -> None:
-    """Remove all checkpoints below ``home`` but the newest: a run that was killed while it removed them left some."""
+def remove_older(home: Path, keep: int = 1) -> None:
+    """Remove all checkpoints below ``home`` but the newest ones, as a run ends that keeps so many."""
     _remove_unfinished(home)
-    for folder in _finished(home)[:-1]:
+    for folder in _finished(home)[:-keep]:
         _remove(folder)
+
+
+def _folder_after(home: Path, steps: int) -> Path:
+    return home / f"step-{steps:08d}"
 
 
 def _home(job: TrainJob) -> Path | None:

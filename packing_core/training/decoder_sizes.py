@@ -1,47 +1,99 @@
 """The sizes of a decoder that its memory follows from, read of a config: columns of a token, layers, parameters.
 
-A Hugging Face config, or its ``config.json`` -> :class:`DecoderSizes`. What each kind of mixer keeps is that of
-compiled layers, counted by ``tests/torch_backend/test_memory_count.py``.
+A Hugging Face config, or its ``config.json`` -> the kind of each layer -> :class:`DecoderSizes`: of each kind, what
+mixes its tokens (:mod:`.mixer_sizes`) and the MLP or experts behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from packing_core.errors import PackingError, UnsupportedModelError
-from packing_core.planning.pieces import positive
+from packing_core.planning.config_reader import ConfigReader
+from packing_core.training import mixer_sizes as mixers
+from packing_core.training.mixer_sizes import GATED_ATTENTION, Mixer, Read
 
 _NORMS_BEHIND = ("gemma2", "gemma3", "gemma3_text", "gemma4_text", "glm4", "olmo2", "olmo3")
-_GATED_ATTENTION = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-_NORMS_OF_QUERIES = (
-    *("gemma3", "gemma3_text", "gemma4_text", "hunyuan_v1_dense", "olmo2", "olmo3"),
-    *("olmoe", "qwen3", "qwen3_moe", "glm4_moe", *_GATED_ATTENTION),
-)
 _LATENT = ("deepseek_v3",)
-_NOT_GATED = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "nemotron", "opt", "phi", "starcoder2")
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-_DELTA = "linear_attention"
-_CHUNKS = {2: 64, 4: 32}  # bytes of an activation -> tokens of a chunk of the gated delta rule, whose inverses are kept
+_NOT_GATED = (
+    *("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "nemotron"),
+    *("nemotron_h", "opt", "phi", "starcoder2"),
+)
+_ONE_BLOCK = ("mamba2", "nemotron_h")  # whose layers are a norm and a mixer, or a norm and an MLP
+# Names of kinds of layers in configs -> the kind.
+_ATTENTION, _BOTH, _ALONE = "attention", "attention beside a recurrent layer", "no mixer"
+_DELTA, _MAMBA2, _RG_LRU = "the gated delta rule", "Mamba-2", "RG-LRU"
+_KINDS = {
+    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "attention", "*"), _ATTENTION),
+    **dict.fromkeys(("mlp", "moe", "-", "E"), _ALONE),
+}
+# Families -> what their recurrent layers are, by any of the names of these.
+_RECURRENT = {
+    **dict.fromkeys(GATED_ATTENTION, _DELTA),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"), _MAMBA2),
+    "recurrent_gemma": _RG_LRU,
+}
+_NAMES_OF_RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "M")
 
 
-class Mixer(NamedTuple):
-    """Describes what mixes tokens in some layers, in columns of a token.
+class FeedForward(NamedTuple):
+    """Describes the MLP or the experts of a layer, in columns of a token.
 
     Attributes:
-        layers: how many have it.
-        kept: what its backward reads.
-        gradients: those of what it reads and returns.
-        output: of these, what it returns.
-        parameters: of one layer.
+        inner: W, of all experts that a token visits.
+        routed: copies of a token's input for its experts.
+        routing: bytes of a token by which its experts are chosen and found.
+        gated: whether it has a gate.
+        untiled: of ``inner``, what tiles cannot compute.
+        parameters: of the weights of its products.
+        linear: inputs and outputs of its linear layers, added up.
     """
 
+    inner: int = 0
+    routed: int = 0
+    routing: int = 0
+    gated: bool = True
+    untiled: int = 0
+    parameters: int = 0
+    linear: int = 0
+
+    @property
+    def tiled(self) -> tuple[str, ...]:
+        """Returns the levels at which long rows compute it by tiles; experts keep a product at others."""
+        if self.untiled == self.inner:
+            return ()
+        return ("full", "offload") if self.routed else ("selective", "full", "offload")
+
+    @property
+    def inside(self) -> int:
+        """Returns the columns that it holds while it computes its gradients, beside its input and output.
+
+        An MLP holds inner columns, their product or activation, and the gradients of these. Experts hold them and a
+        gathered input, later inner columns and their gradients with two gathered inputs.
+        """
+        return max(self._once * self.inner + self.routed, 2 * (self.inner + self.routed) if self.routed else 0)
+
+    @property
+    def inside_tiles(self) -> int:
+        """Returns those of :attr:`inside` that exist for the whole row where the rest is computed by tiles."""
+        return self._once * self.untiled
+
+    @property
+    def _once(self) -> int:
+        return 3 if self.gated else 4
+
+
+class LayerSizes(NamedTuple):
+    """Describes equal layers of a decoder; ``norms``: inputs of norms that are as wide as the model."""
+
     layers: int
-    kept: int
-    gradients: int
-    output: int
-    parameters: int
+    mixer: Mixer
+    feed: FeedForward
+    norms: int
 
 
 @dataclass(frozen=True)
@@ -49,29 +101,17 @@ class DecoderSizes:
     """Columns of a token in a layer, where nothing else is said.
 
     Attributes:
-        mixers: of each kind that the model has.
-        inner: W, of all experts that a token visits.
-        routed: copies of a token's input for its experts.
-        norms: inputs of norms that are as wide as the model.
-        adapter_width: inputs and outputs of a layer's linear layers, added up.
+        kinds: of layers.
+        parameters: of the whole model.
+        linear: inputs and outputs of the linear layers in all layers, added up.
     """
 
     width: int
     layers: int
-    heads: int
-    mixers: tuple[Mixer, ...]
-    inner: int
-    routed: int
-    norms: int
-    gated: bool
+    kinds: tuple[LayerSizes, ...]
     vocabulary: int
     parameters: int
-    adapter_width: int
-
-    @property
-    def tiles(self) -> bool:
-        """Returns whether long rows compute MLPs by tiles: gated ones, and no experts."""
-        return self.gated and not self.routed
+    linear: int
 
     @classmethod
     def read(cls, config: Any, itemsize: int = 2) -> DecoderSizes:
@@ -82,99 +122,101 @@ class DecoderSizes:
             UnsupportedModelError: it has layers whose memory is not known.
         """
 
-        def find(*names: str) -> Any:
-            for name in names:
-                value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-                if value is not None:
-                    return value
-            return None
-
-        def read(*names: str, default: int = 0) -> int:
-            value = find(*names)
-            return default if value is None else positive(f"the config's {names[0]}", value)
-
+        find, read = ConfigReader(config).find, partial(ConfigReader(config), default=0)
         if (inside := find("text_config")) is not None:
             return cls.read(inside, itemsize)
-        kind, kinds = str(find("model_type")), tuple(find("layer_types") or ())
-        known = (*_ATTENTION, _DELTA) if kind in _GATED_ATTENTION else _ATTENTION
-        others = sorted({each for each in kinds if each not in known})
+        family, width = str(find("model_type")), read("hidden_size", "n_embd", "d_model")
+        named = find("layers_block_type", "layer_types", "block_types", "hybrid_override_pattern")
+        layers = read("num_hidden_layers", "n_layer", "n_layers") or len(named or ())
+        heads = read("num_attention_heads", "n_head", "n_heads")
+        if not (width and layers and (heads or family == "mamba2")):
+            raise PackingError("the config names no hidden_size, num_hidden_layers and num_attention_heads")
+        kinds = _kinds(family, layers, named or (), find("attn_layer_indices"))
         latent = find("kv_lora_rank") is not None
-        if (
-            others
-            or (latent and kind not in _LATENT)
-            or find("ssm_cfg", "state_size", "mamba_d_state", "rnn_hidden_size")
-        ):
+        strange = find("ssm_cfg", "moe_latent_size") or (
+            family not in _RECURRENT and find("state_size", "mamba_d_state", "rnn_hidden_size")
+        )
+        if kinds is None or (latent and family not in _LATENT) or strange:
+            others = sorted({str(x) for x in named or ()} - _KINDS.keys())
             what = f"layers of the kind {others[0]}" if others else "attention or recurrent layers of its own"
             raise UnsupportedModelError(
-                f"the memory of {kind} is not known beforehand, because it has {what}: choose a level by trying, "
+                f"the memory of {family} is not known beforehand, because it has {what}: choose a level by trying, "
                 'memory="selective" or "full"'
             )
-        width, layers = read("hidden_size", "n_embd", "d_model"), read("num_hidden_layers", "n_layer", "n_layers")
-        heads = read("num_attention_heads", "n_head", "n_heads")
-        if not (width and layers and heads):
-            raise PackingError("the config names no hidden_size, num_hidden_layers and num_attention_heads")
-        recurrent = sum(each == _DELTA for each in kinds)
-        mixers = [
-            (_latent_attention if latent else _attention)(kind, layers - recurrent, width, heads, read),
-            *([_gated_delta(recurrent, width, itemsize, read)] if recurrent else []),
-        ]
-        gated = kind not in _NOT_GATED
-        visited, experts = read("num_experts_per_tok"), read("num_local_experts", "num_experts", "n_routed_experts")
-        dense = read("intermediate_size", "n_inner", "ffn_dim", default=4 * width)
-        one = read("moe_intermediate_size", default=dense) if experts else dense
-        shared = read("shared_expert_intermediate_size") or one * read("n_shared_experts") if experts else 0
-        halves = 2 if gated else 1
+
+        def mixer(kind: str) -> Mixer:
+            if kind == _ALONE:
+                return Mixer()
+            if kind == _BOTH:
+                return mixer(_ATTENTION).beside(mixer(_MAMBA2))
+            if kind == _ATTENTION:
+                full = mixers.attention(family, width, heads, read)
+                return mixers.latent_attention(width, heads, read) if latent else full
+            recurrent = {_DELTA: mixers.gated_delta, _MAMBA2: mixers.mamba2, _RG_LRU: mixers.rg_lru}
+            return recurrent[kind](width, itemsize, read)
+
+        norms = 1 if family in _ONE_BLOCK else 3 if family in _NORMS_BEHIND else 2
+        found = []
+        for (kind, routed), count in kinds.items():
+            without = family in _ONE_BLOCK and kind != _ALONE
+            feed = FeedForward() if without else _feed_forward(family, width, find, read, routed=routed)
+            found.append(LayerSizes(count, mixer(kind), feed, norms))
         vocabulary = read("vocab_size", default=1)
         embedded = vocabulary * width * (1 if find("tie_word_embeddings") else 2)
-        mlp = (halves + 1) * width * ((experts or 1) * one + shared) + 2 * width + experts * width
         return cls(
             width=width,
             layers=layers,
-            heads=heads,
-            mixers=tuple(mixer for mixer in mixers if mixer.layers),
-            inner=halves * ((visited or 1) * one + shared),
-            routed=visited * width if experts else 0,
-            norms=3 if kind in _NORMS_BEHIND else 2,
-            gated=gated,
+            kinds=tuple(found),
             vocabulary=vocabulary,
-            parameters=embedded + layers * mlp + sum(m.layers * m.parameters for m in mixers) + width,
-            adapter_width=6 * width + mixers[0].gradients + (halves + 1) * one - (0 if gated else width),
+            parameters=embedded
+            + sum(k.layers * (k.mixer.parameters + k.feed.parameters + min(k.norms, 2) * width) for k in found)
+            + width,
+            linear=sum(k.layers * (k.mixer.linear + k.feed.linear) for k in found),
         )
 
 
-Read = Callable[..., int]
+def _kinds(family: str, layers: int, named: Sequence[str], attending: Any) -> Counter[tuple[str, bool]] | None:
+    """Counts the layers of each kind, with and without experts where the config names them; None if one is unknown."""
+    recurrent = _RECURRENT.get(family)
+    if family == "falcon_h1":
+        return Counter({(_BOTH, True): layers})
+    if family == "mamba2":
+        return Counter({(_MAMBA2, True): layers})
+    if family == "bamba":
+        named = ["attention" if number in (attending or ()) else "mamba" for number in range(layers)]
+    known = _KINDS | (dict.fromkeys(_NAMES_OF_RECURRENT, recurrent) if recurrent else {})
+    names = [str(named[number % len(named)]) if named else "attention" for number in range(layers)]
+    if any(name not in known for name in names):
+        return None
+    return Counter((known[name], name not in ("mlp", "-")) for name in names)
 
 
-def _attention(kind: str, layers: int, width: int, heads: int, read: Read) -> Mixer:
-    """Queries, keys, values and output; queries and keys before their norms, and the gate of the output."""
-    head = read("head_dim", default=width // heads)
-    keys, queries = read("num_key_value_heads", default=heads) * head, heads * head
-    again = queries + keys if kind in _NORMS_OF_QUERIES else 0
-    gate = queries if kind in _GATED_ATTENTION else 0
-    read_and_returned = 2 * queries + 2 * keys
-    weights = width * (2 * queries + 2 * keys + gate)
-    return Mixer(layers, read_and_returned + again + gate, read_and_returned + gate, queries, weights)
-
-
-def _latent_attention(kind: str, layers: int, width: int, heads: int, read: Read) -> Mixer:
-    """Queries and keys of both parts, values and output of each head; both latents, which their norms read."""
-    nope, turned = read("qk_nope_head_dim"), read("qk_rope_head_dim")
-    queries, values = heads * (nope + turned), heads * read("v_head_dim")
-    low, latent = read("q_lora_rank"), read("kv_lora_rank")
-    read_and_returned = 2 * queries + 2 * values
-    of_queries = low * (width + queries) if low else width * queries
-    weights = of_queries + width * (latent + turned) + latent * (heads * nope + values) + values * width
-    return Mixer(layers, read_and_returned + low + latent, read_and_returned, values, weights)
-
-
-def _gated_delta(layers: int, width: int, itemsize: int, read: Read) -> Mixer:
-    """The gated delta rule: what the convolution reads and returns, normalised queries and keys, gates, inverses."""
-    heads = read("linear_num_value_heads")
-    keys = read("linear_num_key_heads") * read("linear_key_head_dim")
-    values = heads * read("linear_value_head_dim")
-    before = 2 * keys + values
-    # of a head, in float32: both gates, and two sums of a chunk
-    gates = 4 * heads * 4 // itemsize
-    kept = 2 * before + 2 * keys + 3 * values + gates + heads * _CHUNKS.get(itemsize, 64)
-    weights = width * (before + values + 2 * heads) + values * width + before * read("linear_conv_kernel_dim")
-    return Mixer(layers, kept, 2 * before + 2 * values, values, weights)
+def _feed_forward(family: str, width: int, find: Any, read: Read, *, routed: bool) -> FeedForward:
+    """Reads the MLP or the experts of a layer; ``routed``: whether it has experts where the model has some."""
+    halves = 1 if family in _NOT_GATED else 2
+    has_experts = routed and bool(find("num_local_experts", "num_experts", "n_routed_experts"))
+    experts = read("num_local_experts", "num_experts", "n_routed_experts") if has_experts else 0
+    visited = read("num_experts_per_tok") if experts else 0
+    dense = read("intermediate_size", "n_inner", "ffn_dim", default=4 * width)
+    if family == "recurrent_gemma":
+        dense //= 2  # it counts both halves
+    one = read("moe_intermediate_size", default=dense) if experts else dense
+    always = find("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+    shared = (int(always or 0) or one * read("n_shared_experts")) if experts else 0
+    if family == "granitemoehybrid" and not experts:
+        one = int(always or dense)
+    inner = halves * ((visited or 1) * one + shared)
+    untiled = 0
+    if family == "falcon_h1" or (halves == 1 and not experts):
+        untiled = inner
+    elif family in ("granitemoehybrid", "nemotron_h"):  # whose MLPs have another form
+        untiled = halves * shared if experts else inner
+    return FeedForward(
+        inner=inner,
+        routed=visited * width,
+        routing=4 * experts + 24 * visited,
+        gated=halves == 2,
+        untiled=untiled,
+        parameters=(halves + 1) * width * ((experts or 1) * one + shared) + experts * width,
+        linear=(halves + 1) * (width + one),
+    )

@@ -12,12 +12,14 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from packing_core.errors import PackingError, UnsupportedError
+from packing_core.training.options import Options
+from packing_core.training.records import StepRecord, best_record, without_progress
 from packing_core.training.schedule import Run, Schedule
 
 GROUP = "crosspack.trainers"
@@ -52,93 +54,6 @@ def check_honoured(trainer: Callable[..., Any], backend: str, used: Iterable[str
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options that decide the losses, besides the data and the model.
-
-    Attributes:
-        lr: peak learning rate of AdamW (betas 0.9 and 0.999, eps 1e-8).
-        decay: ``cosine``, ``linear`` (both to zero) or ``constant``.
-        warmup: share of the steps over which the rate rises linearly to its peak.
-        weight_decay: decoupled weight decay.
-        clip: the gradient is scaled down to this norm; 0 leaves it.
-        precision: what the forward computes in; weights in bfloat16 compute in bfloat16.
-        seed: initial weights, dropout and the order of documents.
-        dtype: of the trained weights, and of the optimizer's states.
-        master_weights: with ``dtype="bfloat16"``, the optimizer keeps float32 copies of the weights and float32 states,
-            and rounds to bfloat16 after each step.
-        lora: rank of low-rank adapters, trained in place of the weights; 0 trains the weights.
-        lora_alpha: what the adapters are scaled by, times the rank; None is twice the rank.
-        lora_dropout: share of the adapters' inputs that is dropped; None is 0.
-        lora_targets: names of the layers that have adapters, with commas between; None is every linear layer but the
-            output layer.
-
-    Raises:
-        PackingError: two of them contradict each other.
-    """
-
-    lr: float = 1e-3
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    precision: Literal["float32", "bfloat16"] = "float32"
-    seed: int = 0
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    master_weights: bool = False
-    lora: int = 0
-    lora_alpha: float | None = None
-    lora_dropout: float | None = None
-    lora_targets: str | None = None
-
-    def __post_init__(self) -> None:
-        of_adapters = {"--lora-alpha": self.lora_alpha, "--lora-dropout": self.lora_dropout}
-        for option, value in (of_adapters | {"--lora-targets": self.lora_targets}).items():
-            if value is not None and not self.lora:
-                raise PackingError(f"{option} is of adapters, and none are trained: pass --lora RANK too")
-        if self.dtype == "bfloat16" and self.precision == "float32":
-            raise PackingError(
-                "--dtype bfloat16 computes in bfloat16 and --precision is float32: leave one of them out"
-            )
-        if self.master_weights and self.dtype == "float32":
-            raise PackingError("--master-weights keeps float32 copies of bfloat16 weights: pass --dtype bfloat16 too")
-
-    def learning_rate(self, step: int, steps: int) -> float:
-        """The rate of 0-based ``step`` of ``steps``."""
-        rising = math.ceil(self.warmup * steps)
-        if step < rising:
-            return self.lr * (step + 1) / rising
-        done = (step - rising) / max(1, steps - rising)
-        share = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[self.decay]
-        return self.lr * share
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """The record of one optimizer step of one run.
-
-    Attributes:
-        run: ``packed``, ``padded`` or ``grouped``.
-        step: 0-based.
-        loss: sum of the cross-entropies of the step's targets over their number, before the update.
-        tokens: real tokens.
-        slots: tokens that the model computed, padding included.
-        seconds: wall time, from building the first batch to the end of the update on the device.
-        eval_loss: sum of the cross-entropies of the evaluation's targets over their number, after the update; None
-            where there was no evaluation.
-        grad_norm: of the gradients of ``loss``, before clipping; None where the backend does not measure it.
-    """
-
-    run: Run
-    step: int
-    loss: float
-    tokens: int
-    slots: int
-    seconds: float
-    eval_loss: float | None = None
-    grad_norm: float | None = None
-
-
-@dataclass(frozen=True)
 class TrainJob:
     """Everything that a backend needs to train; see the module's docstring.
 
@@ -167,8 +82,13 @@ class TrainJob:
             writes.
         checkpoints: where checkpoints go; by default ``checkpoints`` in ``output``.
         save_every: steps between checkpoints; 0 for none.
+        keep_checkpoints: how many of the newest checkpoints stay.
+        keep_best: write the weights of the step with the lowest evaluation loss, in place of the last step's.
+        early_stopping: end after so many evaluations without a lower loss; 0 for never.
+        prompts: token ids that the model continues after every evaluation and at the end.
         resume: continue from the newest checkpoint.
         on_step: called after every step.
+        on_sample: called with the number of finished steps, that of a prompt, and the token ids of its continuation.
         on_phase: called with one line when something slow begins that is not a step.
     """
 
@@ -191,8 +111,13 @@ class TrainJob:
     output: Path | None = None
     checkpoints: Path | None = None
     save_every: int = 0
+    keep_checkpoints: int = 1
+    keep_best: bool = False
+    early_stopping: int = 0
+    prompts: tuple[tuple[int, ...], ...] = ()
     resume: bool = False
     on_step: Callable[[StepRecord], None] = lambda record: None
+    on_sample: Callable[[int, int, list[int]], None] = lambda steps, prompt, ids: None
     on_phase: Callable[[str], None] = lambda line: None
 
     def check_vocabulary(self, size: int) -> None:
@@ -229,6 +154,15 @@ class TrainJob:
         done = step + 1
         due = done == len(self.schedule) or (self.eval_every > 0 and done % self.eval_every == 0)
         return self.evaluation is not None and due
+
+    def saves_after(self, records: Sequence[StepRecord]) -> bool:
+        """Returns whether a checkpoint follows the last of these records: it is due, or the best one so far."""
+        due = self.save_every > 0 and len(records) % self.save_every == 0
+        return due or (self.keep_best and records[-1].eval_loss is not None and best_record(records) is records[-1])
+
+    def stops_after(self, records: Sequence[StepRecord]) -> bool:
+        """Returns whether the run ends early after these records."""
+        return 0 < self.early_stopping <= without_progress(records)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of 0-based ``step``."""

@@ -2,8 +2,8 @@
 
 A config -> sizes (:mod:`.decoder_sizes`) -> bytes that do not depend on the row (weights, gradients, optimizer) and
 bytes for a token at each level -> the longest row that fits a device, and the fastest level at which a row does. It
-holds for compiled layers of attention (plain or latent) or the gated delta rule, with or without experts, whose
-attention keeps no scores, and a loss that holds no logits.
+holds for compiled layers of attention (plain or latent), the gated delta rule, Mamba-2 or RG-LRU, with or without
+experts, whose attention keeps no scores, and a loss that holds no logits.
 
 Where the figures come from: for a token and layer of width D, queries Q, keys and values K and V, attention output O
 and an MLP of W inner columns (both halves of a gated one), the backward reads
@@ -23,7 +23,8 @@ attention and MLP the input of the latter, and other mixers what their sizes say
 
 While a layer computes its gradients it holds what it recomputed, and either three columns in place of each inner one
 (halves, their product and the gradients of these) or the gradients of O, queries, keys and values. In long rows the
-MLP holds a tile of these. Figures that this was compared with: benchmarks/RESULTS.md, levels of memory.
+MLP, or the experts, hold a tile of these. Experts keep their first product at "selective", in rows of any length.
+Figures that this was compared with: benchmarks/RESULTS.md, levels of memory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packing_core.training.decoder_sizes import DecoderSizes, Mixer
+from packing_core.training.decoder_sizes import DecoderSizes, LayerSizes
 
 GIB = 2**30
 LEVELS = ("none", "selective", "full", "offload")  # the fastest first
@@ -41,7 +42,7 @@ USABLE = 0.95  # of a device: its own context, and what the allocator cannot use
 # Chunks of the loss take a seventh of all logits, within these bounds: few sums in float32 where rows are long, and
 # little memory beside the activations where they are not. Each chunk reads and writes the gradient of the weight once.
 _CHUNKS, _LEAST_BYTES, _MOST_BYTES = 7, 2**29, 2**31
-# Rows from this length on compute their MLPs by tiles of so many tokens, at the levels that recompute them.
+# Rows from this length on compute MLPs and experts by tiles of so many tokens, at the levels that recompute them.
 TILED_FROM, TILE = 65_536, 8_192
 _ON_THEIR_WAY = 2  # inputs of layers that offloading holds on the device: the last two to leave, or to come back
 _WORKSPACES = 144 * 2**20  # of the libraries of matrix products, on the streams of a step
@@ -61,8 +62,8 @@ class MemoryModel:
         gradients: of these, the gradients, which the first microbatch of a step makes in its backward.
         kept: at each level, what all layers keep for a token.
         work: at each level, what one layer holds beside that for a token while it computes its gradients.
-        tiled: as ``work`` in rows whose MLPs are computed by tiles, without these; empty where none are.
-        tile: of a layer, for a tile of its MLP and the sums of its weights' gradients.
+        tiled: as ``work`` in rows whose MLPs or experts are computed by tiles, without these; empty where none are.
+        tile: of a layer, for a tile of its MLP or experts and the sums of their weights' gradients.
         hidden: of a token, one hidden state: the input of a layer.
         logits: of a token, in the dtype of the activations.
         layers: number of layers.
@@ -175,25 +176,25 @@ class MemoryModel:
         """
         sizes = DecoderSizes.read(config, itemsize)
         head = rank is None and not adapted if head is None else head
-        count = sizes.parameters if rank is None else 2 * sizes.layers * rank * sizes.adapter_width
+        count = sizes.parameters if rank is None else rank * sizes.linear
         if gradients is None:
             gradients = (itemsize if rank is None else 4) * count
         if fixed is None:
             fixed = itemsize * sizes.parameters + (1 + states) * gradients
         if adapted is None:
             adapted = 7 * rank if rank else 0
-        statistics = 4 * sizes.heads
-        kept = dict.fromkeys(("none", "selective", "full", "offload"), 0)
+        kept = dict.fromkeys(LEVELS, 0)
         works = []
-        for mixer in sizes.mixers:
-            narrow = sizes.norms * sizes.width + mixer.kept + adapted
-            kept["none"] += mixer.layers * (itemsize * (narrow + sizes.inner + sizes.routed) + statistics)
-            kept["selective"] += mixer.layers * (itemsize * narrow + statistics)
-            kept["full"] += mixer.layers * itemsize * sizes.width
-            works.append(_work(sizes, mixer, narrow, statistics, itemsize, trained=head))
+        for kind in sizes.kinds:
+            statistics = kind.mixer.statistics + kind.feed.routing
+            narrow = kind.norms * sizes.width + kind.mixer.kept + adapted
+            first_product = kind.feed.inner if kind.feed.routed else 0
+            kept["none"] += kind.layers * (itemsize * (narrow + kind.feed.inner) + statistics)
+            kept["selective"] += kind.layers * (itemsize * (narrow + first_product) + statistics)
+            kept["full"] += kind.layers * itemsize * sizes.width
+            works.append(_work(sizes.width, kind, narrow, statistics, itemsize, trained=head))
         work, tiled = ({level: max(each[level] for each in kinds) for level in kinds[0]} for kinds in zip(*works))
-        half = sizes.inner // 2 if sizes.gated else sizes.inner
-        columns = itemsize * TILE * (2 * sizes.inner + half)
+        levels = {level for kind in sizes.kinds for level in kind.feed.tiled}
         embedded = sizes.vocabulary * sizes.width if head else 0
         return cls(
             fixed=fixed,
@@ -205,22 +206,30 @@ class MemoryModel:
             logits=itemsize * sizes.vocabulary,
             head=itemsize * embedded,
             head_sum=4 * embedded,
-            tiled=tiled if sizes.tiles else {},
-            tile=columns + (0 if adapted else 4 * 3 * sizes.width * half),
+            tiled={level: tiled[level] for level in LEVELS if level in levels},
+            tile=max(_tile(sizes.width, kind, itemsize, trained=not adapted) for kind in sizes.kinds),
         )
 
 
+def _tile(width: int, kind: LayerSizes, itemsize: int, *, trained: bool) -> int:
+    """Returns what a layer holds for a tile of its MLP or experts, and their weights' gradients in float32."""
+    feed = kind.feed
+    if not feed.tiled:
+        return 0
+    columns = feed.inside + 2 * width if feed.routed else 5 * feed.inner // 2
+    return itemsize * TILE * columns + (4 * feed.parameters if trained else 0)
+
+
 def _work(
-    sizes: DecoderSizes, mixer: Mixer, narrow: int, statistics: int, itemsize: int, *, trained: bool
+    width: int, kind: LayerSizes, narrow: int, statistics: int, itemsize: int, *, trained: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Returns what a layer holds for a token while it computes its gradients, with a whole MLP and without one.
 
     Three times count: in the MLP, in attention, and at the end, where products with each projection's weight wait to be
     added up. The order is that of compiled layers, which compute the gradients of weights and norms last.
     """
-    width = sizes.width
-    # normalised input; inner columns, their product or activation, and the gradients of these; rows for the experts
-    mlp = width + (3 if sizes.gated else 4) * sizes.inner + 2 * sizes.routed
+    mixer, feed = kind.mixer, kind.feed
+    mlp = width + feed.inside  # with the normalised input
     # normalised input, gradients of what attention reads and returns
     around = width + mixer.gradients
     # normalised input, gradients of what attention reads, and of that input by each of three projections
@@ -230,16 +239,19 @@ def _work(
     second = width if trained else 0
     again = narrow - width  # what "full" recomputes, but for the inner columns
     work = {
-        "none": max(mlp - sizes.inner - sizes.routed, around + late, end + late),
-        "selective": max(mlp, around + late, end + late),
+        "none": max(mlp - feed.inner, around + late, end + late),
+        "selective": max(mlp - (feed.inner if feed.routed else 0), around + late, end + late),
         "full": max(again + width + mlp, again - width + second + around + late, end + mixer.output + second + late),
     }
     tiled = {
         "selective": max(2 * width, around + late_tiled, end + late_tiled),
         "full": max(
-            again + 3 * width, again - width + second + around + late_tiled, end + mixer.output + second + late_tiled
+            again + 3 * width + feed.inside_tiles,
+            again - width + second + around + late_tiled,
+            end + mixer.output + second + late_tiled,
         ),
     }
+    tiled = {level: tiled[level] if level in feed.tiled or not feed.inner else work[level] for level in tiled}
     recomputed = {"full": statistics}
     found = [
         {level: itemsize * columns + recomputed.get(level, 0) for level, columns in each.items()}

@@ -1,4 +1,6 @@
-"""The contract between ``crosspack train --task`` and the backends, for tasks other than the next token.
+"""The contract between ``crosspack train --task`` and the backends, for tasks that are trained by a Trainer.
+
+These are all but the next token of plain text: ``sft`` is one of them where records have images.
 
 The command reads the records, checks that each has the columns of the task, and fills a TaskJob. The function that the
 entry point ``crosspack.tasks`` names audits the packed trainer, trains it unless documents see each other, and returns
@@ -13,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from packing_core.errors import PackingError
-from packing_core.training.job import Audit, Options
+from packing_core.training.job import Audit
+from packing_core.training.options import Options
 
 GROUP = "crosspack.tasks"
 
-TaskName = Literal["dpo", "kto", "reward", "grpo", "classify", "mlm"]
+TaskName = Literal["sft", "dpo", "kto", "reward", "grpo", "classify", "mlm", "embed"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,15 @@ class Task:
         columns: the sets of columns of which a record must have one; the first that it has is used.
         rows: whether the documents of the whole data set are packed into rows. Otherwise the forwards of each batch of
             examples run without padding.
+        reads: parameters of the command that this task reads, besides those that every task does.
+        images: whether records may have images; those of ``sft`` do.
     """
 
     trains: str
     columns: tuple[tuple[str, ...], ...]
     rows: bool = False
+    reads: tuple[str, ...] = ()
+    images: bool = False
 
     def columns_of(self, record: Mapping[str, Any], where: str, task: str) -> tuple[str, ...]:
         """Returns the columns of a record that the task reads.
@@ -48,13 +55,22 @@ class Task:
         raise PackingError(f"{where} has {', '.join(record) or 'nothing'}: --task {task} reads {wanted}")
 
 
+_ROWS = ("capacity", "overflow")
 TASKS: Mapping[TaskName, Task] = {
-    "dpo": Task("preferences, by DPO", (("chosen", "rejected"),)),
-    "kto": Task("good and bad answers, by KTO", (("prompt", "completion", "label"),)),
+    "sft": Task(
+        "next tokens of documents with images",
+        (("messages",), ("prompt", "completion"), ("text",)),
+        rows=True,
+        reads=(*_ROWS, "loss"),
+        images=True,
+    ),
+    "dpo": Task("preferences, by DPO", (("chosen", "rejected"),), images=True),
+    "kto": Task("good and bad answers, by KTO", (("prompt", "completion", "label"),), images=True),
     "reward": Task("a reward model, on preferences", (("chosen", "rejected"),)),
-    "grpo": Task("a policy by its rewards, by GRPO", (("prompt",),)),
-    "classify": Task("classes of documents", (("text", "label"), ("input_ids", "label")), rows=True),
-    "mlm": Task("masked tokens", (("text",), ("input_ids",)), rows=True),
+    "grpo": Task("a policy by its rewards, by GRPO", (("prompt",),), images=True),
+    "classify": Task("classes of documents", (("text", "label"), ("input_ids", "label")), rows=True, reads=_ROWS),
+    "mlm": Task("masked tokens", (("text",), ("input_ids",)), rows=True, reads=_ROWS),
+    "embed": Task("embeddings of texts, on pairs", (("anchor", "positive"),), reads=("overflow",)),
 }
 
 
@@ -66,15 +82,22 @@ class TaskJob:
         task: which one.
         model: a local folder or a hub name.
         tokenizer: the same, of its tokenizer.
-        records, held_out: the examples to train and to evaluate on, each with the columns of the task.
+        records, held_out: the examples to train and to evaluate on, each with the columns of the task. One with an
+            attribute ``where`` is called by it in errors.
         options: the learning rate and what else is not of the task alone.
         arguments: further fields of the trainer's arguments, by name.
         batch_size: examples of an optimizer step, or rows where the task packs rows, of all processes together.
         capacity: tokens of a row, and ``overflow`` what to do with a longer document, where the task packs rows.
         epochs: over the records; ``steps`` ends the run earlier.
+        loss: of documents with images, ``completion`` trains completions and what the assistant says, ``all`` all text.
+        on_error: of a record whose images or tokens cannot be used: stop, or skip it.
+        images: whether some records have images, for which the model and the tokenizer's processor are loaded.
         rewards: functions that score completions, as TRL calls them.
         eval_every: steps between evaluations; 0 for one at the end.
         save_every: steps between checkpoints below ``checkpoints``; 0 for none.
+        keep_checkpoints: how many of the newest checkpoints stay.
+        keep_best: write the weights with the lowest evaluation loss.
+        early_stopping: end after so many evaluations without a lower loss; 0 for never.
         resume: continue from the newest checkpoint.
         merge_lora: add the adapters to the weights that are written.
         output: where the trained model goes; None keeps nothing.
@@ -93,6 +116,9 @@ class TaskJob:
     overflow: Literal["error", "truncate", "drop"] = "error"
     epochs: int = 1
     steps: int | None = None
+    loss: Literal["completion", "all"] = "completion"
+    on_error: Literal["stop", "skip"] = "stop"
+    images: bool = False
     rewards: Sequence[Callable[..., Any]] = ()
     device: str = "auto"
     attention: str = "auto"
@@ -100,6 +126,9 @@ class TaskJob:
     trust_remote_code: bool = False
     eval_every: int = 0
     save_every: int = 0
+    keep_checkpoints: int = 1
+    keep_best: bool = False
+    early_stopping: int = 0
     resume: bool = False
     merge_lora: bool = False
     checkpoints: Path | None = None
@@ -117,6 +146,7 @@ class TaskResult:
         examples: that this run trained on, repetitions counted.
         audit: the verdict on the packed trainer.
         device: what it ran on, for people.
+        skipped: why records were left out, each with its place.
     """
 
     steps: list[dict[str, float]]
@@ -124,3 +154,4 @@ class TaskResult:
     examples: int
     audit: Audit
     device: str
+    skipped: Sequence[str] = ()

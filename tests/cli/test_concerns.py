@@ -68,6 +68,14 @@ def test_warnings_are_about_what_is_in_the_data(documents, capacity, left_out, w
     assert found(documents, capacity, left_out) == wanted
 
 
+def test_the_capacity_that_is_advised_is_one_that_the_other_documents_fill() -> None:
+    seen = DocumentFigures()
+    for one in [*GOOD, *(document(-9000 * d, 4000, 2000) for d in range(1, 8))]:
+        seen.add(one)
+    (tail,) = concerns(seen, plan(seen.lengths, 4096))
+    assert "rows of 512 hold all others" in tail.text, "100 tokens leave a fifth of rows of 128 and 256 empty"
+
+
 def test_pieces_of_a_document_count_by_their_share() -> None:
     rows = plan([1600, 800, 800], 100, overflow="split", strategy="sequential", seed=None)
     assert near_empty_steps(rows, np.array([1600, 800, 800]), np.array([1600, 800, 10])) == 1

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from crosspack.cli import COMMANDS, app, console, progress, with_console_names
 from crosspack.cli.progress import TrainProgress, counted, tracked
 from packing_core.errors import ContaminationError, PackingError, plural
-from packing_core.training.job import StepRecord
+from packing_core.training.records import StepRecord
 from tests import processes
 
 

@@ -17,7 +17,8 @@ from packing_core.extras import registered
 from packing_core.planning.plan import plan
 from packing_core.training import timing
 from packing_core.training.checkpoints import check_resume, newest_checkpoint, save_checkpoint
-from packing_core.training.job import GROUP, Options, TrainJob
+from packing_core.training.job import GROUP, TrainJob
+from packing_core.training.options import Options
 from packing_core.training.schedule import Corpus, Schedule
 from packing_core.training.timing import in_turn
 

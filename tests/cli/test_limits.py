@@ -166,7 +166,8 @@ def test_an_alias_that_stands_for_little_is_read(tmp_path):
 
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-WRITING = "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'abcdefgh' * 100 }}{% endfor %}{% endfor %}"
+# A text that is made anew each time: of one that is known beforehand only references would add up.
+WRITING = "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'abcdef' * (99 + b % 2) }}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from crosspack.cli import charts
 from crosspack.cli.findings import by_cap, by_policy, by_rank, by_strategy, histogram, hours
 from crosspack.cli.page import DARK, LIGHT, _lengths
 from crosspack.cli.report import pictured
-from crosspack.cli.speed import SHAPES, Speed
+from crosspack.cli.speed import SHAPES, Speed, of_run
 from packing_core import Cost, PackingError, plan
 from tests.cli.test_commands import one_line, run
 
@@ -210,6 +210,15 @@ def test_a_measured_run_gives_the_time_of_its_own_rows_and_of_others_by_their_co
     longer = (200 * token + 200**2 * square) / (200 * token + 2 * 100**2 * square)
     assert speed.of_rows(plan([200] * 4, 200)) * 3600 == pytest.approx(4 * 0.5 * longer)
     assert speed.about["tokens_per_second"] == pytest.approx(400)
+    # The run's own rows were cheaper: documents of 50 tokens. Rows of longer ones take longer than its steps did.
+    (tmp_path / "crosspack.json").write_text(
+        json.dumps(
+            {"device": "cpu", "runs": {"packed": steps}, **of_run(tmp_path / "config.json", plan([50] * 8, 200))}
+        )
+    )
+    dearer = (100 * token + 100**2 * square) / (100 * token + 2 * 50**2 * square)
+    assert Speed.measured(tmp_path, rows).of_rows(rows) * 3600 == pytest.approx(4 * 0.5 * dearer)
+    assert of_run(tmp_path / "absent.json", rows) == {}
     with pytest.raises(PackingError, match="is not the output of a run that trained weights .FileNotFoundError"):
         Speed.measured(tmp_path / "absent", rows)
     (tmp_path / "crosspack.json").write_text("[]")

@@ -118,6 +118,77 @@ def test_masked_tokens_are_trained_in_rows(tokenizer, write, tmp_path):
     assert result.exit_code == 0, result.output
 
 
+PAIRS_OF_TEXTS = [{"anchor": text, "positive": text[: 1 + len(text) // 2]} for text in ANSWERS]
+
+
+@pytest.fixture
+def encoder(tokenizer, tmp_path) -> Path:
+    """A folder with a small BERT and a tokenizer that pads."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        **BERT,
+        num_attention_heads=2,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    AutoModel.from_config(config).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+@pytest.mark.parametrize("negatives", [False, True])
+def test_pairs_of_texts_are_trained_as_each_text_alone(negatives, encoder, write, tmp_path):
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    pairs = [{**pair, **({"negative": "jugs"} if negatives else {})} for pair in PAIRS_OF_TEXTS]
+    data = write("pairs.jsonl", pairs)
+    task = ("train", "--task", "embed", "--model", encoder, "--data", data, "--device", "cpu", "--batch-size", 4)
+    result = run(*task, "--eval-data", data, "--steps", 1, "--lr", 0.1, "--warmup", 0, "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    about = json.loads((tmp_path / "out" / "crosspack.json").read_text())
+    trained, evaluated = (next(s[name] for s in about["steps"] if name in s) for name in ("loss", "eval_loss"))
+
+    @torch.no_grad()
+    def loss(folder: Path) -> float:
+        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).double()
+
+        def embedded(text: str) -> torch.Tensor:
+            hidden = model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[0]
+            return torch.nn.functional.normalize(hidden.mean(0), dim=0)
+
+        anchors = torch.stack([embedded(pair["anchor"]) for pair in pairs])
+        names = ["positive", "negative"] if negatives else ["positive"]
+        others = torch.stack([embedded(pair[name]) for name in names for pair in pairs])
+        return float(torch.nn.functional.cross_entropy(20 * anchors @ others.T, torch.arange(len(pairs))))
+
+    assert trained == pytest.approx(loss(encoder), rel=1e-5)
+    assert evaluated == pytest.approx(loss(tmp_path / "out"), rel=1e-5)  # of the model that was written
+    assert evaluated != pytest.approx(trained, rel=1e-3)
+
+
+def test_pairs_that_are_uneven_or_too_long_are_refused_or_cut(encoder, write):
+    def said(records: list[dict[str, str]], *more: object) -> Any:
+        data = write("pairs.jsonl", records)
+        given = ("train", "--task", "embed", "--model", encoder, "--data", data, "--device", "cpu", "--steps", 1)
+        return run(*given, *more)
+
+    uneven = said([*PAIRS_OF_TEXTS, {**PAIRS_OF_TEXTS[0], "negative": "fox"}])
+    assert "record 4 has a negative, other than those before it: give all records one, or none" in uneven.stderr
+    other = [{"title": pair["anchor"], "body": pair["positive"]} for pair in PAIRS_OF_TEXTS]
+    assert said(other, "--column", "anchor=title", "--column", "positive=body").exit_code == 0
+    assert "has no name, only title, body: check --column" in one_line(said(other, "--column", "anchor=name"))
+    long = [*PAIRS_OF_TEXTS, {"anchor": "zebras " * 80, "positive": "jump"}]
+    assert "the model takes 64: pass --overflow truncate or drop" in said(long).stderr
+    assert said(long, "--overflow", "truncate").exit_code == 0
+    assert "--task embed has no --capacity: leave it out" in one_line(said(long, "--capacity", 64))
+
+
 @pytest.mark.slow
 def test_a_run_that_was_saved_goes_on_and_its_checkpoints_go(weights, write, tmp_path, monkeypatch):
     out = ("--steps", 3, "--save-every", 1, "--output", tmp_path / "out")
@@ -134,6 +205,21 @@ def test_a_run_that_was_saved_goes_on_and_its_checkpoints_go(weights, write, tmp
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
+@pytest.mark.slow
+def test_a_task_keeps_its_best_step_ends_early_and_leaves_out_what_cannot_be_used(weights, write, tmp_path):
+    held_out = write("held-out.jsonl", PAIRS[:2])
+    data = write("bad.jsonl", [*PAIRS, {"prompt": "a", "chosen": "b"}])
+    options = ("train", "--task", "dpo", "--model", weights, "--data", data, "--device", "cpu", "--batch-size", 2)
+    kept = ("--eval-data", held_out, "--eval-every", 1, "--keep-best", "--early-stopping", 1, "--lr", 10.0)
+    other = ("--optim", "sgd", "--neftune-alpha", 5, "--on-error", "skip", "--output", tmp_path / "out")
+    result = run(*options, *kept, *other)
+    assert result.exit_code == 0, result.output
+    assert "left out 1 record that cannot be used, the first: " in " ".join(result.output.split())
+    about = json.loads((tmp_path / "out" / "crosspack.json").read_text())
+    losses = [step["eval_loss"] for step in about["steps"] if "eval_loss" in step]
+    assert losses[-1] == min(losses)  # of the best weights, after the last step
+
+
 def refused(task: str, weights: Path, write: Any, *more: object) -> str:
     return one_line(run(*options(task, weights, write, *more)))
 
@@ -146,7 +232,8 @@ def test_what_has_no_effect_on_a_task_is_refused_by_name(weights, write, tmp_pat
     assert "no such folder or file" not in refused("mlm", weights, write, "--overflow", "split")
     absent = refused("grpo", weights, write, "--reward", f"{tmp_path / 'absent.py'}:score")
     assert "pass FILE.py:FUNCTION, a Python file and a function in it" in absent
-    assert "--set goes to the trainer of another task: pass --task too" in one_line(run("train", "--set", "beta=1"))
+    assert "--set beta: --task sft reads optim, lr_scheduler_type" in one_line(run("train", "--set", "beta=1"))
+    assert "--reward goes to the trainer of another task" in one_line(run("train", "--reward", "a.py:b"))
     assert "--task dpo trains a model that is there" in one_line(run("train", "--task", "dpo"))
     assert "--lora-alpha is of adapters" in refused("dpo", weights, write, "--lora-alpha", 4)
     unknown = run(*options("dpo", weights, write, "--set", "max_lenght=1"))

@@ -185,6 +185,46 @@ def test_tools_that_a_file_holds_as_json_reach_the_template(tokenizer):
             assert chat.decode(document.ids).startswith("fox;<|im_start|>user")
 
 
+TOOL_TURNS = [
+    {"from": "human", "value": "quick?"},
+    {"from": "function_call", "value": '{"name": "jump", "arguments": {"over": "dog"}}'},
+    {"from": "observation", "value": "lazy"},
+    {"from": "gpt", "value": "fox", "weight": 0},
+]
+
+
+def test_tool_calls_of_sharegpt_are_written_and_trained(tokenizer):
+    (document,) = encode(tokenizer, [{"conversations": TOOL_TURNS, "tools": '[{"name": "jump"}]'}])
+    call = '<tool_call>{"name": "jump", "arguments": {"over": "dog"}}</tool_call><|im_end|>\n'
+    assert tokenizer.decode(document.ids) == (
+        f"<|im_start|>user\nquick?<|im_end|>\n<|im_start|>assistant\n{call}<|im_start|>tool\nlazy<|im_end|>\n"
+        "<|im_start|>assistant\nfox<|im_end|>\n"
+    )
+    assert trained_text(tokenizer, document) == call
+    several = [TOOL_TURNS[0], {"from": "function-call", "value": [{"name": "a", "arguments": "{}"}, {"name": "b"}]}]
+    assert '{"name": "b", "arguments": {}}' in tokenizer.decode(encode(tokenizer, [{"conversations": several}])[0].ids)
+
+
+def test_a_template_that_leaves_tool_calls_out_is_refused(tokenizer):
+    plain = with_template(tokenizer, PLAIN_TEMPLATE)
+    with pytest.raises(PackingError, match="record 0: the chat template does not write the call of jump in message 1"):
+        encode(plain, [{"conversations": TOOL_TURNS}])
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("jump(dog)", "record 0: message 0 calls a tool by what is not JSON"),
+        ('{"arguments": {}}', 'message 0 calls a tool: pass {"name": ..., "arguments": {...}}, or a list of them'),
+        ([], "message 0 calls a tool: pass"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_named(tokenizer, value, says):
+    with pytest.raises(PackingError) as error:
+        encode(tokenizer, [{"conversations": [{"from": "function_call", "value": value}]}])
+    assert says in str(error.value)
+
+
 def test_a_conversational_prompt_trains_only_the_completion(tokenizer):
     (document,) = encode(tokenizer, [{"prompt": CHAT[:3], "completion": CHAT[3:]}])
     assert trained_text(tokenizer, document) == "liquor jugs<|im_end|>\n"
@@ -422,7 +462,9 @@ def test_a_tokenizer_that_is_nowhere_is_one_line(tmp_path):
     ],
 )
 def test_records_with_images_are_refused_and_not_trained_without_them(record, column):
-    message = f"record 0 has {column}, which this command does not read: train records with images by crosspack.enable"
+    message = (
+        f"record 0 has {column}, which is not read here: `crosspack train --model` trains records with images, of "
+    )
     with pytest.raises(PackingError, match=re.escape(message)):
         canonical(record, "record 0", ())
     without = {name: value for name, value in record.items() if name != column} | {column: []}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -77,6 +80,23 @@ def test_a_file_that_says_nothing_to_the_command_is_refused(content, says, tmp_p
         ),
         (["--nproc", "2", "--compare"], "--compare measures one process: pass it without --nproc and torchrun"),
         (["--compile"], "--compile is not possible, because the model computes on cpu: leave --compile out"),
+        (["--set", "lr_scheduler_type=absent"], "--decay absent is not served: pass one of cosine, linear"),
+        (["--set", "adam_beta2=high"], "--set adam_beta2 is 'high': pass a number"),
+        (["--set", "adam_beta=0.9"], "--set adam_beta: --task sft reads optim, lr_scheduler_type, "),
+        (["--set", "adam_beta=0.9"], " alone: is it adam_beta2?"),
+        (["--set", "dataset_num_proc=2"], "alone: call crosspack.enable_packing(trainer) in a script of SFTTrainer"),
+        (["--set", "max_length=64"], "--set max_length: pass --capacity in its place"),
+        (["--set", "optim=sgd", "--optim", "sgd"], "--set optim and --optim are the same: keep one of them"),
+        (["--set", "neftune_noise_alpha=-1"], "--set neftune_noise_alpha is -1: pass a number of 0 or more"),
+        (["--keep-best"], "--keep-best goes by evaluations: pass --eval-data and --eval-every"),
+        (["--early-stopping", "2"], "--early-stopping goes by evaluations: pass --eval-data and --eval-every"),
+        (["--keep-checkpoints", "2"], "--keep-checkpoints 2 needs --save-every, which makes them"),
+        (
+            ["--optim", "lion_8bit", "--save-every", "2", "--output", "out"],
+            "--optim lion_8bit keeps states that checkpoints do not hold: leave --save-every",
+        ),
+        (["--push-to-hub", "me/mine"], "--push-to-hub pushes the folder of the run: pass --output too"),
+        (["--push-to-hub", "a b/c", "--output", "out"], "--push-to-hub a b/c: pass a name on the hub, `owner/name`"),
         (["--report-to", "wandb"], "--report-to wandb: it is not installed: pip install wandb, or pass none"),
     ],
 )
@@ -114,6 +134,8 @@ def test_what_zero_does_otherwise_than_one_process_is_refused(small, arguments, 
         ("--compile", ["--no-compile"]),
         ("--nproc or torchrun", ["--nproc", "2"]),
         ("--nproc or torchrun", ["--nproc", "2", "--context-parallel", "2"]),
+        ("--optim, --neftune-alpha or --set", ["--neftune-alpha", "5"]),
+        ("--keep-best, --early-stopping or --sample", ["--sample", "fox"]),
     ],
 )
 def test_a_backend_without_an_option_refuses_it_by_name(small, option, arguments):
@@ -209,16 +231,16 @@ def test_adapters_of_a_model_with_weights_are_written_as_peft_reads_them(small, 
     assert (out / "adapter_model.safetensors").exists() and not (out / "README.md").exists()
 
 
-def test_rows_are_trained_in_the_order_of_a_column(tmp_path):
+@pytest.mark.parametrize(("order", "column"), [("grouped", "topic"), ("sorted", "day"), ("curriculum", None)])
+def test_rows_are_trained_in_the_order_of_a_column(order, column, tmp_path):
     records = [{"text": f"number {i} of a topic", "topic": "ab"[i % 2], "day": i * 7 % 40} for i in range(40)]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     options = ("train", "--data", data, "--capacity", 64, "--rows-per-step", 1, "--steps", 1)
-    for order, column in (("grouped", "topic"), ("sorted", "day"), ("curriculum", None)):
-        by = [] if column is None else ["--order-by", column]
-        result = run(*options, "--order", order, *by, "--output", tmp_path / order)
-        assert result.exit_code == 0, result.output
-        assert f'order: "{order}"' in (tmp_path / order / "run.yaml").read_text()
+    by = [] if column is None else ["--order-by", column]
+    result = run(*options, "--order", order, *by, "--output", tmp_path / order)
+    assert result.exit_code == 0, result.output
+    assert f'order: "{order}"' in (tmp_path / order / "run.yaml").read_text()
     del records[7]["topic"]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     refused = one_line(run(*options, "--order", "grouped", "--order-by", "topic"))
@@ -235,3 +257,95 @@ def test_rows_are_trained_in_the_order_of_a_column(tmp_path):
 )
 def test_orders_that_contradict_other_options_are_refused(given, says):
     assert says in one_line(run("train", *given))
+
+
+def test_records_that_cannot_be_used_are_left_out_and_counted_on_request(small, tmp_path):
+    path = tmp_path / "broken.jsonl"
+    good = '{"prompt": "lazy dog", "completion": " fox fox fox"}\n'
+    path.write_text("not JSON\n" + good * 4 + '{"body": "fox"}\n')
+    broken = ["--data", path, "--steps", 1]
+    assert "broken.jsonl:1" in one_line(run(*small, *broken))
+    result = run(*small, *broken, "--on-error", "skip", "--sample", "lazy dog", "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "left out 2 records that cannot be used, the first: " in words(result)
+    assert "after step 1: lazy dog -> " in words(result)
+    (sample,) = json.loads((tmp_path / "out" / "crosspack.json").read_text())["samples"]
+    assert (sample["steps"], sample["prompt"]) == (1, "lazy dog")
+
+
+def test_columns_of_other_names_are_read_where_they_are_named(small, tmp_path):
+    path = tmp_path / "qa.jsonl"
+    path.write_text('{"question": "lazy dog", "answer": " fox fox fox", "text": "zebras"}\n' * 4)
+    named = ["--data", path, "--eval-data", path, "--steps", 1, "--column", "prompt=question"]
+    at = small.index("--data")
+    small = (*small[:at], *small[at + 2 :])
+    result = run(*small, *named, "--column", "completion=answer")
+    assert result.exit_code == 0 and "evaluation loss" in words(result), result.output
+    assert "qa.jsonl:1 has no reply, only question" in one_line(run(*small, *named, "--column", "completion=reply"))
+    assert "--column chosen=a: chosen is not read: name one of text, " in one_line(run(*small, "--column", "chosen=a"))
+    assert "--column text: pass what is read and the column that holds it" in one_line(run(*small, "--column", "text"))
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A stand-in for the hub: takes a repository, says that files are sent in a commit, and keeps the commit."""
+
+    asked: ClassVar[list[tuple[str, str]]] = []
+    refuses = False
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode()
+        self.asked.append((self.path, body))
+        if self.refuses:
+            self.send_response(403)
+            self.end_headers()
+            return
+        answer: dict[str, object] = {"url": "http://localhost/me/mine", "id": "me/mine", "name": "me/mine"}
+        if "/preupload/" in self.path:
+            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
+            answer = {"files": [{**file, "shouldIgnore": False} for file in files]}
+        elif "/commit/" in self.path:
+            answer = {"commitUrl": "http://localhost/me/mine/commit/1", "commitOid": "1", "pullRequestUrl": None}
+        text = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_GET(self) -> None:
+        self.send_response(404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    from huggingface_hub import constants
+
+    server = ThreadingHTTPServer(("localhost", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(Hub, "asked", [])
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://localhost:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_folder_of_a_run_is_pushed_to_the_hub_without_its_checkpoints(small, hub, monkeypatch, tmp_path):
+    out = tmp_path / "out"
+    pushed = [*small, "--steps", 2, "--save-every", 1, "--push-to-hub", "me/mine", "--output", out]
+    result = run(*pushed)
+    assert result.exit_code == 0, result.output
+    paths = [path for path, _ in hub.asked]
+    assert paths[0] == "/api/repos/create" and paths[-1] == "/api/models/me/mine/commit/main"
+    files = {json.loads(line)["value"].get("path") for line in hub.asked[-1][1].splitlines()} - {None}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "run.yaml", "crosspack.json"} <= files
+    assert not any(name.startswith("checkpoints") for name in files)
+    monkeypatch.setattr(Hub, "refuses", True)
+    refused = run(*pushed, "--overwrite")
+    assert "--push-to-hub me/mine: " in one_line(refused) and "step 1" not in refused.output

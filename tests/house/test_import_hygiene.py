@@ -81,7 +81,10 @@ def test_the_probe_itself_sees_a_framework_that_is_loaded() -> None:
 
 @pytest.mark.parametrize(
     ("code", "extra"),
-    [("import crosspack; crosspack.patch", "torch"), ("import jax_backend; jax_backend.segment_attention", "jax")],
+    [
+        ("import crosspack; crosspack.patch(None)", "torch"),
+        ("import jax_backend; jax_backend.segment_attention", "jax"),
+    ],
 )
 def test_a_missing_extra_is_one_line_that_says_what_to_install(code: str, extra: str) -> None:
     result = run_python(BLOCK.format(names=[extra]) + code)

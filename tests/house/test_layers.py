@@ -32,9 +32,9 @@ FLOORS = [
     "trainers",
     "job",
 ]
-FLOORS += ["stacks", "doctor", "conformance"]
+FLOORS += ["stacks", "doctor", "interpretation", "conformance"]
 # the same of crosspack
-CONSOLE = ["reading", "encoding", "packing", "cli", "__main__"]
+CONSOLE = ["integrations", "reading", "encoding", "packing", "cli", "__main__"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -30,6 +30,7 @@ PAGES = (
     "docs/faq.md",
     "docs/hybrids.md",
     "docs/migration.md",
+    "docs/my-script.md",
     "docs/plain-loop.md",
     "docs/post-training.md",
     "docs/shared-prefixes.md",
@@ -52,6 +53,9 @@ def folder(tmp_path_factory) -> Path:
     here = tmp_path_factory.mktemp("readme")
     records = [record for _, record in zip(range(60), standard_library_records(), strict=False)]
     (here / "my-data.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+    roles = ("user", "prompt"), ("assistant", "completion")
+    chats = [[{"role": role, "content": record[name]} for role, name in roles] for record in records]
+    (here / "my-chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
     tokenizer = train_tokenizer((record["prompt"] + record["completion"] for record in records), 300)
     tokenizer.save_pretrained(here / "my-model")
     config = transformers.LlamaConfig(
@@ -83,10 +87,28 @@ def commands(page: str) -> list[list[str]]:
 @pytest.mark.parametrize("command", [c for c in commands("README.md") if c[0] == "crosspack"], ids=" ".join)
 def test_console_commands_run(command, folder, monkeypatch) -> None:
     monkeypatch.chdir(folder)
-    extra = ["--overflow", "split", "--steps", "2"] if command[1] == "train" else []
+    extra = ["--overflow", "split", "--steps", "2", "--capacity", "256"] if command[1] == "train" else []
     result = CliRunner().invoke(app, command[1:] + extra)
     contaminated_stock_path = command[1] == "audit"
     assert result.exit_code == int(contaminated_stock_path), result.output
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])
+def test_commands_do_not_scroll_sideways(page) -> None:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    shown = [line for language, text in fenced if language in ("", "console") for line in text.splitlines()]
+    assert not [line for line in shown if len(line) > 100]
+
+
+def test_the_commands_from_a_clone_to_a_model_of_ones_own_chats_run(folder, monkeypatch) -> None:
+    monkeypatch.chdir(folder)
+    named = [command for command in commands("docs/start.md") if command[0] == "crosspack"]
+    assert [command[1] for command in named] == ["report", "train"]
+    for command in named:
+        short = ["--overflow", "truncate", "--steps", "2"] if command[1] == "train" else []
+        result = CliRunner().invoke(app, command[1:] + short)
+        assert result.exit_code == 0, result.output
+    assert "audit: exact" in result.output and (folder / "runs/chats/adapter_model.safetensors").is_file()
 
 
 def test_the_command_of_a_trained_models_losses_runs(folder) -> None:

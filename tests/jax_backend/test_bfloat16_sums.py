@@ -85,6 +85,7 @@ SUMS: dict[str, tuple[Any, str, Any]] = {
 NAMES = {"kernels": "kernel", "biases": "bias", "norms": "norm", "embeddings": "embedding", "experts": "experts"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sums", SUMS)
 def test_a_sum_of_weights_gradients_in_bfloat16_is_noticed(sums: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family = "gpt-oss" if sums == "experts" else BIASED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -25,16 +25,22 @@ ROWS = P("data")
 INPUTS = ("input_ids", "segment_ids", "position_ids")  # jit hands a batch on with its keys sorted
 
 CONFIG = jax_backend.DecoderConfig.from_hf(CONFIGS["llama"]().to_dict() | {"num_hidden_layers": 2})
-DECODERS = {
-    "chunked": jax_backend.Decoder(CONFIG, rngs=nnx.Rngs(0), implementation="chunked"),
-    "kernel": jax_backend.Decoder(CONFIG, rngs=nnx.Rngs(0), implementation="pallas"),
-    "scanned": jax_backend.Decoder(CONFIG, rngs=nnx.Rngs(0), implementation="xla", scan_layers=True, remat=True),
+DECODERS: dict[str, dict[str, Any]] = {
+    "chunked": {"implementation": "chunked"},
+    "kernel": {"implementation": "pallas"},
+    "scanned": {"implementation": "xla", "scan_layers": True, "remat": True},
 }
+
+
+@cache
+def made(name: str) -> jax_backend.Decoder:
+    with jax.ensure_compile_time_eval():  # first used in a trace
+        return jax_backend.Decoder(CONFIG, rngs=nnx.Rngs(0), **DECODERS[name])
 
 
 def decoder(name: str, w: jax.Array) -> jax_backend.Decoder:
     """A decoder whose weights are operands, so that they have a gradient."""
-    graph, weights = nnx.split(DECODERS[name])
+    graph, weights = nnx.split(made(name))
     return nnx.merge(graph, jax.tree.map(lambda x: x * w[0, 0], weights))
 
 
@@ -82,7 +88,13 @@ def assert_close(found: Any, wanted: Any) -> None:
         assert np.abs(np.asarray(x) - np.asarray(y)).max() <= 1e-5 * np.abs(np.asarray(y)).max()
 
 
-@pytest.mark.parametrize("name", CALLS)
+# Outside of jit a scan compiles each of its operations.
+SCANS = ("delta rule", "ssd", "selective scan")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SCANS else []) for name in CALLS]
+)
 def test_rows_over_explicit_axes_give_the_numbers_of_one_device(name: str) -> None:
     run = jax.jit(jax.grad(squares, (1, 2), has_aux=True), static_argnums=0)
     q, w, batch = operands()
@@ -113,7 +125,7 @@ def test_tokens_over_explicit_axes_are_cut_where_context_attention_wants_them() 
 
 
 def test_a_decoder_with_random_streams_is_refused_over_explicit_axes() -> None:
-    model = nnx.clone(DECODERS["chunked"])
+    model = nnx.clone(made("chunked"))
     model.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     batch = jax.device_put(operands()[2], NamedSharding(mesh, ROWS))

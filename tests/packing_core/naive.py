@@ -70,6 +70,8 @@ def mixed(lengths, capacity, max_segments=None, alignment=1):
             started = next_fit([lengths[document] for document in section], capacity, max_segments, alignment)
             rows += [[section[place] for place in row] for row in started[: len(share)]]
             held += [section[place] for row in started[len(share) :] for place in row]
+        if percent == 100 and sum(sizes[document] for document in held) > 0.15 * sum(sizes):
+            continue
         rows += _in_turns(rows, held, lengths, capacity, max_segments, alignment)
         if len(rows) <= enough:
             return rows

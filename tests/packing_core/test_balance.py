@@ -109,6 +109,14 @@ def test_the_ratio_of_a_config_is_that_of_its_operations() -> None:
     assert Cost().squares == pytest.approx(wanted, rel=0.05)
 
 
+def test_latent_attention_costs_its_own_projections() -> None:
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    queries, keys = 4096 * 32 * 192, 4096 * (512 + 64) + 512 * 32 * (128 + 128)
+    layer = 2 * (queries + keys + 32 * 128 * 4096) + 3 * 2 * 4096 * 14336
+    wanted = 32 * 32 * (192 + 128) / (32 * layer + 2 * 4096 * 128256)
+    assert Cost.from_config(LLAMA_8B | latent).squares == pytest.approx(wanted)
+
+
 def test_a_config_that_leaves_the_widths_out_means_the_usual_ones() -> None:
     gpt2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     spelt_out = {

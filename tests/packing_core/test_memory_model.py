@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,18 @@ LLAMA = {
     "num_key_value_heads": 8,
     "intermediate_size": 14_336,
     "vocab_size": 128_256,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2_880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2_880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201_088,
 }
 
 
@@ -62,6 +76,12 @@ def test_a_layer_keeps_what_its_backward_reads() -> None:
     assert memory.kept["full"] == memory.host == 2 * 8
     weights = 2 * 10 * 8 + 8 * (8 + 4 + 4) + 8 * 8 + 3 * 8 * 24 + 2 * 8 + 8
     assert memory.fixed == 2 * weights * (1 + 1 + 2)
+
+
+def test_experts_keep_a_copy_of_each_token_and_columns_of_their_own() -> None:
+    moe = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    dense, experts = (MemoryModel.from_config(config).kept["none"] for config in (LLAMA, moe))
+    assert experts - dense == 32 * 2 * (2 * 4_096 + 2 * 14_336)
 
 
 def test_norms_of_queries_and_norms_behind_layers_keep_more() -> None:
@@ -108,6 +128,92 @@ def test_an_eight_billion_model_with_adapters_trains_on_a_document_of_1_200_000_
     assert memory.longest("offload", int(140e9), int(0.95 * 128e9)) > 1_200_000
 
 
+def test_experts_by_tiles_make_room_for_a_document_of_500_000_tokens_in_80_gb() -> None:
+    """gpt-oss-20b with adapters, its weights in bfloat16; whole, the rows of its experts ended it at 165,000."""
+    memory = MemoryModel.from_config(GPT_OSS, rank=16)
+    host = int(0.95 * 128e9)
+    assert memory.longest("offload", int(80e9), host) > 500_000
+    assert replace(memory, tiled={}).longest("offload", int(80e9), host) < 200_000
+
+
+def test_experts_keep_their_first_product_at_the_selective_level_and_have_no_tiles_there() -> None:
+    memory, dense = MemoryModel.from_config(GPT_OSS), MemoryModel.from_config(LLAMA)
+    first_product = 2 * 4 * 2 * 2_880
+    assert memory.kept["none"] == memory.kept["selective"] > 24 * first_product
+    assert memory.kept["full"] == 24 * 2 * 2_880
+    assert set(memory.tiled) == {"full", "offload"} and set(dense.tiled) == {"selective", "full", "offload"}
+
+
+MAMBA2 = {
+    "hidden_size": 64,
+    "vocab_size": 96,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "head_dim": 32,
+    "n_groups": 2,
+    "state_size": 16,
+    "conv_kernel": 4,
+}
+
+
+def test_a_layer_of_mamba_2_keeps_what_its_backward_reads() -> None:
+    """By hand: 128 inner columns, two groups of states of 16, so that 128 + 2 x 32 go through the convolution."""
+    memory = MemoryModel.from_config(MAMBA2 | {"model_type": "mamba2"}, itemsize=4)
+    through, gate_and_output, gates = 2 * 192, 2 * 128, 3 * 4
+    assert memory.kept["none"] == 2 * 4 * (64 + through + gate_and_output + gates)
+    assert memory.kept["full"] == 2 * 4 * 64 and memory.tiled == {}, "there is no MLP"
+    weights = 64 * (128 + 192 + 4) + 128 * 64 + 192 * 4 + 128 + 64
+    assert memory.gradients == 4 * (2 * weights + 2 * 96 * 64 + 64)
+
+
+def test_layers_of_hybrids_are_counted_by_kind() -> None:
+    hybrid = QWEN2 | {f"mamba_{name}": size for name, size in (("n_heads", 4), ("d_head", 64), ("d_state", 16))}
+    plain = MemoryModel.from_config(QWEN2 | {"head_dim": 64})
+    bamba = MemoryModel.from_config(hybrid | {"model_type": "bamba", "head_dim": 64, "attn_layer_indices": range(24)})
+    assert bamba.kept == plain.kept, "attention in every layer"
+    one = MemoryModel.from_config(hybrid | {"model_type": "bamba", "head_dim": 64, "attn_layer_indices": [3]})
+    mamba = 2 * (2 * (256 + 2 * 16) + 2 * 256) + 3 * 4 * 4
+    attention = 2 * (2 * 896 + 2 * 128) + 4 * 14
+    assert plain.kept["none"] - one.kept["none"] == 23 * (attention - mamba)
+    both = MemoryModel.from_config(hybrid | {"model_type": "falcon_h1", "head_dim": 64})
+    assert both.kept["none"] - plain.kept["none"] == 24 * mamba
+    assert both.tiled == {}, "its MLP multiplies by constants"
+
+
+def test_a_pattern_names_the_kind_of_each_layer() -> None:
+    sizes = {"model_type": "nemotron_h", "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16}
+    named = {"layers_block_type": ["mamba", "mlp", "attention", "moe"], "num_hidden_layers": None}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    written = {"hybrid_override_pattern": "M-*E", "num_hidden_layers": 4}
+    found, same = (MemoryModel.from_config(QWEN2 | sizes | experts | way) for way in (named, written))
+    assert found == same and found.layers == 4
+    griffin = {
+        "model_type": "recurrent_gemma",
+        "lru_width": 896,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    }
+    kept = MemoryModel.from_config(QWEN2 | griffin).kept["none"]
+    plain = MemoryModel.from_config(QWEN2 | {"intermediate_size": 4_864 // 2}).kept["none"]
+    attention, unit = 2 * (2 * 896 + 2 * 128) + 4 * 14, 2 * 9 * 896 + 4 * 2 * 896
+    assert kept - plain == 16 * (unit - attention)
+
+
+def test_the_table_of_longest_documents_is_that_of_the_formula() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "speed.md").read_text()
+    models: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "Qwen2-0.5B, all weights, AdamW": (QWEN2, {}),
+        "Llama-3.1-8B, LoRA of rank 16": (LLAMA, {"rank": 16}),
+        "Llama-3.1-8B, all weights, 8-bit AdamW": (LLAMA, {"states": 1}),
+        "Llama-3.1-8B, all weights, optimizer on the host": (LLAMA, {"states": 0}),
+        "gpt-oss-20b in bfloat16, LoRA of rank 16": (GPT_OSS, {"rank": 16}),
+    }
+    devices = {"80 GiB": 80 * GIB, "140 GB": int(140e9)}
+    for (name, (config, options)), (device, size) in product(models.items(), devices.items()):
+        memory = MemoryModel.from_config(config, **options)
+        longest = (memory.longest(level, size, int(0.95 * 128e9)) // 1_000 for level in LEVELS)
+        assert f"| {name} | {device} | {' | '.join(f'{tokens:,}' for tokens in longest)} |" in page
+
+
 def test_later_microbatches_find_gradients_in_the_loss() -> None:
     memory = MemoryModel.from_config(QWEN2)
     more = replace(memory, accumulates=True).bytes("none", 16_384) - memory.bytes("none", 16_384)
@@ -126,6 +232,8 @@ def test_the_loss_holds_a_seventh_of_the_logits_within_bounds() -> None:
         ({}, PackingError, "names no hidden_size, num_hidden_layers and num_attention_heads"),
         (QWEN2 | {"hidden_size": 8.5}, PackingError, "hidden_size"),
         (QWEN2 | {"layer_types": ["linear_attention"]}, UnsupportedModelError, "layers of the kind linear_attention"),
+        (QWEN2 | {"model_type": "jamba", "mamba_d_state": 16}, UnsupportedModelError, "recurrent layers of its own"),
+        (QWEN2 | {"model_type": "nemotron_h", "moe_latent_size": 64}, UnsupportedModelError, "layers of its own"),
         (QWEN2 | {"kv_lora_rank": 512}, UnsupportedModelError, "attention or recurrent layers of its own"),
     ],
 )

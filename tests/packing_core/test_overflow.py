@@ -87,7 +87,7 @@ def test_every_token_is_trained_at_most_once_and_overlap_trains_all_but_the_firs
         assert counts[0].tolist() == sorted(t for d in documents for t in d[1:])
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(problems(), st.integers(1, 6), st.sampled_from([None, 1]), st.booleans())
 def test_streams_hold_the_same_pieces_and_resume_exactly(problem, buffer, seed, as_lists) -> None:
     documents, capacity, options = problem

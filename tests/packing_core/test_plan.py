@@ -355,3 +355,10 @@ def test_a_document_over_capacity_is_named_with_the_ways_out():
 def test_dropping_everything_is_refused():
     with pytest.raises(CapacityError, match="nothing is left to pack: all 2 documents have more than 8 tokens"):
         plan([9, 10], 8, overflow="drop")
+
+
+def test_sizes_that_pass_an_int32_with_their_index_are_sorted_all_the_same() -> None:
+    lengths = [5, 2**30 - 1, 2**29 + 3]
+    made = plan(lengths, 2**30, strategy="best_fit", seed=None)
+    assert made.n_rows == 2
+    assert {source: made.length[made.source.tolist().index(source)] for source in range(3)} == dict(enumerate(lengths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,13 @@ def arguments(kind: Any, path: Any, **options: Any) -> Any:
     return kind(output_dir=str(path), **{**PLAIN_SGD, **defaults, **options})
 
 
-def one_document_per_call(model: nn.Module) -> None:
-    """Make a model run the rows of each padded batch one by one, without their padding."""
+def one_document_per_call(
+    model: nn.Module, more_of: Callable[[Tensor, Tensor, dict[str, Any]], list[dict[str, Any]]] | None = None
+) -> None:
+    """Make a model run the rows of each padded batch one by one, without their padding.
+
+    ``more_of(input_ids, mask, kwargs)`` gives the further arguments of each row; by default each has those of the call.
+    """
     root = causal_lm(model)
     stock = root.forward
 
@@ -75,12 +81,13 @@ def one_document_per_call(model: nn.Module) -> None:
         if attention_mask is None or kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             return stock(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
         width, outputs = input_ids.shape[1], []
+        more = [kwargs] * len(input_ids) if more_of is None else more_of(input_ids, attention_mask.bool(), kwargs)
         for row, mask in enumerate(attention_mask.bool()):
             start = int(mask.int().argmax())
             alone = {"input_ids": input_ids[row, mask][None]}
             if labels is not None:
                 alone["labels"] = labels[row, mask][None]
-            output = stock(**alone, **{k: v for k, v in kwargs.items() if k != "margin"})
+            output = stock(**alone, **{k: v for k, v in more[row].items() if k != "margin"})
             for name, value in output.items():
                 if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] >= int(mask.sum()) - 1:
                     missing = alone["input_ids"].shape[1] - value.shape[1]

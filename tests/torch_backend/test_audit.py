@@ -31,7 +31,7 @@ def test_patched_families_are_exact(family: str) -> None:
 
 def test_a_model_that_is_not_patched_is_judged_as_it_is() -> None:
     """The stock model, whose documents see each other; its patched clone was judged in its place, and exact."""
-    model = tiny("gpt_oss")
+    model = tiny("gpt2")
     report = torch_backend.audit(model)
     assert (report.verdict, report.audited) == ("contaminated", "as it is") and report.leak > 0.1, str(report)
     assert torch_backend.audit(model, patched=True).audited == "once patched"

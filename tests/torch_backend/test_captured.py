@@ -119,8 +119,8 @@ def mean_loss(model, batch) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "graphs"), [("qwen2", 2), ("qwen3_5_text", 3)]
-)  # of each kind of layer, of the norm
+    ("family", "graphs"), [("qwen2", 2), ("qwen3_5_text", 3), ("mamba2", 1)]
+)  # of each kind of layer, of the norm, which is plain in Mamba-2
 def test_compiled_layers_share_a_graph_over_layers_and_segmentations(interpreted, family, graphs, monkeypatch):
     model = patch(tiny(family), implementation="triton", verify=False)
     state_of(model).guard = DeviceGuard()  # boundaries on the CPU would be read, and have as many entries as segments
@@ -205,7 +205,7 @@ def test_compiling_needs_a_packed_batch_before():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text", "mamba2"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_captured_steps_are_the_steps_to_the_bit(compiled, family):
     for found, right in zip(trained(family, compiled, True), trained(family, compiled, False), strict=True):

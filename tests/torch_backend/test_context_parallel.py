@@ -10,7 +10,17 @@ import torch
 
 from tests.torch_backend.test_torchrun import RANKS
 from tests.torch_backend.torchrun import torchrun
-from tests.torch_backend.torchrun_context import AUDITS, CASES, COMPILED_HYBRIDS, MEMORY, METHODS, PARTS, run, train
+from tests.torch_backend.torchrun_context import (
+    AUDITS,
+    CASES,
+    COMPILED_HYBRIDS,
+    MEMORY,
+    METHODS,
+    PARTS,
+    ROUTED,
+    run,
+    train,
+)
 
 pytestmark = pytest.mark.slow  # starts processes that train
 
@@ -43,6 +53,12 @@ def test_steps_over_ranks_are_those_of_one_process(ranks: dict[str, Any], case: 
     if case == "two groups" and f"step, {case}" not in ranks:
         return  # two ranks are one group
     assert_same_steps(ranks[f"step, {case}"], train(), groups=2 if case == "two groups" else 1)
+
+
+def test_steps_over_ranks_add_the_loss_of_routers_once(ranks: dict[str, Any]) -> None:
+    one = train(family="qwen3_moe", changes=ROUTED)
+    assert one["metrics"][0]["loss"] > 1.1 * train(family="qwen3_moe")["metrics"][0]["loss"]
+    assert_same_steps(ranks["step, router"], one)
 
 
 @pytest.mark.parametrize("case", MEMORY)
@@ -119,8 +135,8 @@ REFUSALS = {
     "embeddings": r"UnsupportedError: a batch with inputs_embeds cannot be cut over ranks",
     "trainer": r"UnsupportedModelError: enable_packing\(trainer\) does not compute over ranks that hold parts of docum",
     "log-probabilities": r"UnsupportedModelError: \w+ does not compute over ranks that hold parts of documents",
-    "router": r"UnsupportedModelError: Qwen3MoeForCausalLM cannot be trained under .* the loss of its router",
-    "router of a call": r"UnsupportedError: output_router_logits=True: the loss of a router is not computed over ranks",
+    "router": r"UnsupportedModelError: DeepseekV3ForCausalLM cannot be trained under .* the loss of its router is n",
+    "router of a call": r"UnsupportedModelError: DeepseekV3ForCausalLM does not compute the loss of its router",
     "chunks": r"UnsupportedModelError: Llama4ForCausalLM cannot be trained under context parallelism, because its a",
     "heads": r'UnsupportedError: context_method="heads" needs heads that divide by the \d ranks',
     "method": r"PackingError: context_method is 'ring': pass auto, keys or heads",

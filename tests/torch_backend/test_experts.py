@@ -69,7 +69,7 @@ class Layer:
         scores = torch.rand(tokens, count, generator=torch.Generator().manual_seed(0))
         self.indices = scores.topk(top_k).indices.to(where.device)
 
-    def run(self, implementation: Any = "auto") -> torch.Tensor:
+    def run(self, implementation: Any = "auto", tile: int | None = None) -> torch.Tensor:
         given = dict(self.leaves)
         if self.transposed:
             given |= {name: given[name].mT for name in ("up", "down")}
@@ -79,11 +79,11 @@ class Layer:
         x, weights, up, down = (given.pop(name) for name in ("x", "weights", "up", "down"))
         return experts(
             x, self.indices, weights, up, down, activation=self.activation, interleaved=self.interleaved,
-            implementation=implementation, **given,
+            implementation=implementation, tile=tile, **given,
         )  # fmt: skip
 
-    def found(self, implementation: Any = "auto") -> dict[str, torch.Tensor]:
-        y = self.run(implementation)
+    def found(self, implementation: Any = "auto", tile: int | None = None) -> dict[str, torch.Tensor]:
+        y = self.run(implementation, tile)
         gradients = torch.autograd.grad(y, list(self.leaves.values()), self.dy)
         return {"y": y, **dict(zip(self.leaves, gradients, strict=True))}
 

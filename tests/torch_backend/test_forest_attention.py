@@ -13,7 +13,7 @@ from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.torch_backend.kernels import FLOAT32, ONE_DTYPE, Where, assert_within_budget, numpy
 from tests.torch_backend.test_triton_attention import OPTIONS, SMALL, drawn, with_tensors
-from torch_backend.ops.attention import IMPLEMENTATIONS, attention
+from torch_backend.ops.attention import IMPLEMENTATIONS, attention, triton_work
 from torch_backend.ops.attention.triton import TRITON
 from torch_backend.segments import PackedMetadata
 
@@ -46,6 +46,47 @@ def test_every_option_is_the_oracle(where, name, options):
 @pytest.mark.parametrize("options", CAUSAL.values(), ids=CAUSAL)
 def test_every_option_of_the_plain_reference_is_the_oracle(where, options):
     assert_is_the_oracle(where, "reference", options, forest(where, **ROOM), LENGTHS, parents=PARENTS)
+
+
+@pytest.fixture
+def short_walks(monkeypatch) -> int:
+    """Walks over the queries that see a block of keys are cut after 7 of them."""
+    monkeypatch.setattr(triton_work, "SHORTEST", 7)
+    monkeypatch.setattr(triton_work, "PROGRAMS", 1_000)
+    return 7
+
+
+@pytest.mark.usefixtures("short_walks")
+@pytest.mark.parametrize("options", [CAUSAL[name] for name in ("causal", "window", "all at once")])
+def test_walks_over_answers_that_are_cut_are_the_oracle(where, options):
+    assert_is_the_oracle(where, "triton", options, forest(where, **ROOM), LENGTHS, parents=PARENTS)
+
+
+@pytest.mark.usefixtures("short_walks")
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_gradients_of_walks_that_are_cut_repeat_to_the_bit(where):
+    assert_repeats(where, "triton")
+
+
+def test_shares_cover_each_walk_once_and_no_more_than_are_asked_for_are_cut(short_walks, monkeypatch):
+    packed = PackedMetadata.from_lengths(LENGTHS, parents=PARENTS)
+    shares: dict[tuple[int, int], list[list[int]]] = {}
+    for first, _, block, *_, begin, end, place in triton_work.key_tiles(packed, 4).tolist():
+        shares.setdefault((first, block), []).append([begin, end, place])
+    assert len(shares) == sum(-(-length // 4) for length in LENGTHS)
+    # the queries of a segment and of those that continue it
+    walks = dict(zip(np.cumsum([0, *LENGTHS[:-1]]).tolist(), (54, 5, 30, 1, 20, 8), strict=True))
+    places = []
+    for (first, block), found in shares.items():
+        assert [begin for begin, _, _ in found] == list(range(block, walks[first], short_walks))
+        assert all(end - begin == short_walks for begin, end, _ in found)
+        assert (len(found) == 1) == (found[0][2] == -1)
+        places += [place for *_, place in found if place >= 0]
+    sums = triton_work.key_sums(packed, 4)
+    assert sorted(places) == list(range(len(sums))) and int(sums[:, 3].sum()) == len(sums)
+    monkeypatch.setattr(triton_work, "PROGRAMS", 4)  # of 2 heads, so a walk is at most half of all
+    whole = PackedMetadata.from_lengths(LENGTHS, parents=PARENTS)
+    assert len(triton_work.key_tiles(whole, 4, 2)) == len(shares) and not triton_work.key_sums(whole, 4, 2).any()
 
 
 def assert_is_the_oracle(
@@ -92,6 +133,10 @@ def test_no_segment_moves_another_that_it_does_not_lead_to_by_a_bit(where, name,
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("name", SERVING)
 def test_gradients_repeat_to_the_bit(where, name):
+    assert_repeats(where, name)
+
+
+def assert_repeats(where: Where, name: str) -> None:
     q, k, v, dout = drawn(where, 4, 2, 16, 16, tokens=TOKENS)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     once, again = (

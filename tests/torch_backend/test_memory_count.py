@@ -24,9 +24,9 @@ from torch_backend.steps.memory import level_layers, recomputing_inside, set_lev
 TOKENS = 128
 
 
-def counted(family: str, level: Any, **changes: Any) -> tuple[int, Any]:
+def counted(family: str, level: Any, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[int, Any]:
     """Counts the bytes of a token that all layers keep, less what layers share, and returns them with the config."""
-    model = patch(tiny(family, **changes), implementation="triton", verify=False).train()
+    model = patch(tiny(family, **changes).to(dtype), implementation="triton", verify=False).train()
     state_of(model).guard = DeviceGuard()  # type: ignore[union-attr] # boundaries on the CPU would be read
     given = collate(documents((5, 19, 33, 71)), capacity=TOKENS, max_seqlen=TOKENS, bucket=16)
     given = {name: value for name, value in given.items() if name != "packed_lengths"}
@@ -78,16 +78,36 @@ DENSE = {"first_k_dense_replace": 2, "intermediate_size": 32}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "changes"),
-    [("qwen2", {}), ("qwen3", {}), ("gemma2", {}), ("qwen3_5_text", {}), ("deepseek_v3", DENSE)],
+    ("family", "changes", "level"),
+    [
+        *((family, {}, "none") for family in ("qwen2", "qwen3", "gemma2", "qwen3_5_text", "qwen3_moe", "gpt_oss")),
+        *((family, {}, "none") for family in ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")),
+        ("recurrent_gemma", {}, "none"),
+        ("deepseek_v3", DENSE, "none"),
+        ("gpt_oss", {}, "selective"),
+    ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_the_formula_counts_what_a_compiled_layer_keeps(
-    interpreted: None, family: str, changes: dict[str, Any]
+    interpreted: None, family: str, changes: dict[str, Any], level: str
 ) -> None:
-    found, config = counted(family, "none", **changes)
+    torch._dynamo.reset()
+    found, config = counted(family, level, **changes)
     sizes = config.to_dict()
     if family == "deepseek_v3":
         sizes["n_routed_experts"] = sizes["num_experts_per_tok"] = None
     memory = MemoryModel.from_config(sizes, itemsize=4)
-    assert memory.kept["none"] == pytest.approx(found, rel=0.05)
+    assert memory.kept[level] == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "changes"), [("mamba2", {}), ("recurrent_gemma", {"block_types": ["recurrent"] * 3})]
+)
+def test_what_scans_keep_in_float32_counts_twice_in_bfloat16(
+    interpreted: None, family: str, changes: dict[str, Any]
+) -> None:
+    """Without attention, whose interpreted kernel takes no bfloat16 on the CPU."""
+    torch._dynamo.reset()
+    found, config = counted(family, "none", torch.bfloat16, **changes)
+    assert MemoryModel.from_config(config).kept["none"] == pytest.approx(found, rel=0.05)

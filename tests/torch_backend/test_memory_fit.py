@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from packing_core.errors import CapacityError, PackingError, UnsupportedError
+from packing_core.training import memory_model
 from packing_core.training.memory_model import LEVELS, USABLE
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.test_packed_step import adapted, built
@@ -118,6 +119,32 @@ def test_a_row_that_fits_at_no_level_is_refused_before_the_first_step(
     with pytest.raises(CapacityError, match='128 tokens fits .* GiB at no level .* has 100, at memory="offload"'):
         step_of(model, memory="auto")([batch(), batch()])
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_row_too_long_for_the_level_that_was_named_is_announced_before_the_first_step(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory_model, "_WORKSPACES", 0)  # a hundred times what this model takes
+    give(monkeypatch, memory(model).bytes("full", 128) / USABLE)
+    step_of(model, memory="full")([batch(), batch()])
+    assert "128 tokens" not in capsys.readouterr().err
+    step = step_of(model, memory="none")
+    for _ in range(2):
+        step([batch(), batch()])
+    lines = [line for line in capsys.readouterr().err.splitlines() if "a row of 128 tokens needs about" in line]
+    assert len(lines) == 1 and lines[0].endswith('are there: memory="full" fits')
+
+
+def test_a_row_too_long_for_any_level_is_refused_whatever_level_was_named(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_model, "_WORKSPACES", 0)
+    give(monkeypatch, memory(model).bytes("offload", 128) / 1.1)
+    with pytest.raises(CapacityError, match="a row of 128 tokens fits .* GiB at no level of memory: the longest that"):
+        step_of(model, memory="none")([batch(), batch()])
+    give(monkeypatch, memory(model).fixed / 2)
+    with pytest.raises(CapacityError, match=r"no shorter one does: weights, gradients and optimizer take \d+\.\d GiB"):
+        step_of(model, memory="auto")([batch(), batch()])
 
 
 def test_an_out_of_memory_error_names_the_level_that_fits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from tests.torch_backend.vision_models import (
     IMAGE,
     VIDEO,
     Document,
+    gemma4_videos,
     image_documents,
     joined_images,
     kinds_of,
@@ -97,6 +98,7 @@ def test_every_family_and_every_key_of_the_table_is_proved_here() -> None:
         proved.setdefault(FAMILY.get(case, case), set()).update(keys)
     for family in M_ROPE:
         proved[family] |= {"pixel_values_videos", "video_grid_thw", "mm_token_type_ids"}
+    proved["gemma4"] |= {key for document in gemma4_videos() for key in document.images}  # test_gemma_videos.py
     assert proved == {family: set(keys) for family, keys in EXACT_KEYS.items() if family not in TEXT_ONLY}
 
 

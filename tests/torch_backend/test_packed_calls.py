@@ -108,22 +108,30 @@ def test_recurrent_layers_are_left_alone(possible: None) -> None:
 
 @pytest.mark.slow
 def test_rows_of_any_length_share_graphs(interpreted: None, possible: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for the first number of tokens, one for all others, of the layers and of the norm."""
+    """One of the layers and one of the norm, with gradients and without, whatever the first row was."""
+    torch._dynamo.reset()
     counter, stock = CompileCounterWithBackend("eager"), packed_calls.compile_layers
     monkeypatch.setattr(
         packed_calls, "compile_layers", lambda model, **options: stock(model, backend=counter, **options)
     )
-    model = patch(tiny("qwen2"), implementation="triton", verify=False)
+    model = patch(tiny("qwen2"), implementation="triton", verify=False).train()
     unpad_calls(model, always=True)
     calls = CompiledCalls(model)
-    for number, lengths in enumerate([(5, 9), (7, 3), (11, 4), (2, 30), (8, 8)]):
+    for number, lengths in enumerate([(5, 9), (7, 3), (11, 4, 6), (2, 40), (8, 8)]):
         ids = torch.nn.utils.rnn.pad_sequence(documents(lengths), batch_first=True)
-        mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
+        given = {
+            "input_ids": ids,
+            "attention_mask": (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long(),
+        }
         with torch.no_grad():
-            found = model(input_ids=ids, attention_mask=mask.long()).logits
+            found = model(**given).logits
+        trained = model(**given).logits
+        trained.sum().backward()
+        with torch.no_grad():
             for row, length in enumerate(lengths):
                 right = model(input_ids=ids[row : row + 1, :length]).logits[0]
                 assert error(found[row, :length], right) <= 1e-5, number
+                assert error(trained[row, :length], right) <= 1e-5, number
     assert calls.layers == COMPILED
     assert counter.frame_count == 4
 

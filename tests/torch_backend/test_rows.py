@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from packing_core import plan
+from packing_core import Cost, plan
 from packing_core.errors import CapacityError, PackingError, UnsupportedError
 from tests.processes import limited
 from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, differences, documents, llama, sft
@@ -147,6 +147,23 @@ def test_a_run_goes_on_with_another_number_of_ranks_between_epochs_alone(tmp_pat
     with pytest.raises(UnsupportedError, match="2 steps into an epoch whose rows were dealt to 2 ranks, and 1 rank"):
         resumed(7)
     resumed(5)
+
+
+def test_rows_of_equal_cost_are_dealt_to_the_ranks_and_refused_where_they_have_no_effect(tmp_path) -> None:
+    lengths = np.random.default_rng(0).lognormal(2, 1.2, 300).clip(2, CAPACITY).astype(int).tolist()
+    data = datasets.Dataset.from_dict({"input_ids": [[d % 90 + 3] * n for d, n in enumerate(lengths)]})
+
+    def rows(**options):
+        made = rows_of(enabled(build(tmp_path, data), **options))
+        made.ranks, made.options["cost"] = 8, Cost(tokens=1, squares=0.1)
+        return made.dealt(0)
+
+    mixed, even = rows(), rows(equal_cost=True)
+    assert even.imbalance < 0.99 * mixed.imbalance and even.plan.n_rows == mixed.plan.n_rows
+    with pytest.raises(PackingError, match="equal_cost=True has no effect, because train_sampling_strategy="):
+        enabled(build(tmp_path, data, train_sampling_strategy="sequential"), equal_cost=True)
+    with pytest.raises(PackingError, match='leave it or order="curriculum" out'):
+        enabled(build(tmp_path, data), equal_cost=True, order="curriculum")
 
 
 # Orders, and documents longer than a row.

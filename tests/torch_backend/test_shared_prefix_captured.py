@@ -15,7 +15,8 @@ from tests.torch_backend.test_captured import interpreted as interpreted
 from tests.torch_backend.test_train_step import graphs as graphs
 from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.losses.next_tokens import NextTokens
-from torch_backend.ops.attention.triton_work import key_parts, key_tiles, query_parts, query_tiles
+from torch_backend.ops.attention import triton_work
+from torch_backend.ops.attention.triton_work import key_parts, key_sums, key_tiles, query_parts, query_tiles
 from torch_backend.segments import PackedMetadata
 from torch_backend.steps.fixed_shapes import FixedShapes
 
@@ -32,19 +33,27 @@ def metadata(on_device: bool) -> PackedMetadata:
     return packed
 
 
+@pytest.mark.parametrize("shortest", [256, 7])
 @pytest.mark.parametrize("size", [4, 16])
 @pytest.mark.parametrize(("tiles", "parts"), [(query_tiles, query_parts), (key_tiles, key_parts)])
-def test_lists_made_on_the_device_are_those_of_the_host(tiles, parts, size) -> None:
+def test_lists_made_on_the_device_are_those_of_the_host(tiles, parts, size, shortest, monkeypatch) -> None:
+    monkeypatch.setattr(triton_work, "SHORTEST", shortest)  # of 7: walks of keys are cut
+    monkeypatch.setattr(triton_work, "PROGRAMS", 24)
+
     def read(packed: PackedMetadata) -> list[Any]:
         """Each tile that has tokens, with its parts."""
         found = []
-        for first, length, start, begin, end in tiles(packed, size).tolist():
+        for first, length, start, begin, end, *share in tiles(packed, size).tolist():
             if length:
-                found.append((first, length, start, parts(packed)[begin:end].tolist()))
+                found.append((first, length, start, parts(packed)[begin:end].tolist(), share))
         return found
 
     on_host, on_device = read(metadata(False)), read(metadata(True))
     assert on_device == on_host and len(on_host) > len(LENGTHS)
+    if tiles is key_tiles:
+        sums, room = key_sums(metadata(False), size), key_sums(metadata(True), size)
+        assert torch.equal(room[: len(sums)], sums) and not room[len(sums) :, 3].any()
+        assert (shortest == 7) == bool(sums[:, 3].any())
     other = metadata(True)
     other.parent_index = torch.full_like(other.parent_index, -1)
     assert [x.shape for x in (tiles(other, size), parts(other))] == [

@@ -8,12 +8,14 @@ import re
 import numpy as np
 import pytest
 
-from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
+from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
 from tests.torch_backend.preference import arguments, assert_same_training, model_of, text, tokenizer, trained
 from tests.torch_backend.test_preference import divide
 from tests.torch_backend.test_scored_trainers import LORA, rewards
 from tests.torch_backend.test_scored_trainers import alone as policy_alone
 from torch_backend import PackedCollator, explain
+from torch_backend.hf import shared_rows
+from torch_backend.hf.inputs import prefixes
 from torch_backend.ops.attention import load
 from torch_backend.trainers.enable_packing import enable_packing
 
@@ -73,6 +75,34 @@ def kto(path, family="qwen3", **options):
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer(),
     )
+
+
+def test_the_policy_and_its_reference_find_prefixes_once_on_the_host(tmp_path, monkeypatch):
+    searched = []
+    stock = shared_rows.shared_tokens
+    monkeypatch.setattr(shared_rows, "shared_tokens", lambda *a, **k: searched.append(len(a[0])) or stock(*a, **k))
+    monkeypatch.setattr(prefixes, "RowIds", None)  # what is read from the device
+    trainer = enable_packing(dpo(tmp_path), verify=False)
+    batches = []
+    collate = trainer.data_collator
+    monkeypatch.setattr(collate, "collator", lambda x, make=collate.collator: batches.append(make(x)) or batches[-1])
+    trainer.train()
+    tokens = [int(batch["attention_mask"].sum()) for batch in batches]  # the last one was fetched and not trained
+    assert len(searched) > 1 and searched == tokens[: len(searched)]
+
+
+def test_ids_that_changed_after_the_collator_are_refused(tmp_path):
+    trainer = enable_packing(dpo(tmp_path), verify=False)
+    stock = trainer.training_step
+
+    def step(model, inputs, *rest):
+        return stock(model, {**inputs, "input_ids": inputs["input_ids"].clamp(max=5)}, *rest)
+
+    trainer.training_step = step
+    with pytest.raises(
+        LayoutError, match=r"token \d+ of a call is not that of its data collator, .* change token ids in"
+    ):
+        trainer.train()
 
 
 def shared(trainer, least_saved=0.3, **options):

@@ -35,6 +35,7 @@ def plain() -> list[float]:
     return losses(train(small_job(LLAMA)))
 
 
+@pytest.mark.slow
 def test_padded_and_packed_runs_have_the_same_losses(job):
     result = train(dataclasses.replace(job, runs=("padded", "grouped", "packed")))
     packed = losses(result)

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from packing_core.errors import PackingError, UnsupportedError
 from packing_core.planning.plan import plan
-from packing_core.training.job import Options, TrainJob
+from packing_core.training.job import TrainJob
+from packing_core.training.options import Options
 from packing_core.training.schedule import Schedule
 from tests.training_jobs import LLAMA, losses, small_job
 from torch_backend.job.memory import states_bytes

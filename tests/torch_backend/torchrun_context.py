@@ -39,6 +39,7 @@ from torch_backend import (
 )
 from torch_backend.context_parallel import exchange
 from torch_backend.context_parallel.share import KeyLayout, RankShare
+from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits import stand_ins
 from torch_backend.hf.forward import AttentionChoice
 from torch_backend.hf.patch import Patched, state_of
@@ -83,6 +84,8 @@ LONGROPE: dict[str, Any] = {
     },
     "original_max_position_embeddings": 160,
 }
+OTHER_ROUTER = "deepseek_v3"  # takes the option, and its model adds no loss
+ROUTED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 FOUR_HEADS_OF_KEYS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
 CASES: dict[str, Case] = {
     "qwen3": Case("qwen3"),
@@ -107,7 +110,17 @@ CASES: dict[str, Case] = {
     "mamba": Case("mamba"),
     "recurrent_gemma": Case("recurrent_gemma"),
     "minimax": Case("minimax"),
+    "qwen3_moe, router": Case("qwen3_moe", ROUTED),
+    "gpt_oss, router, a few tokens": Case("gpt_oss", ROUTED, lengths=FEW),
 }
+
+
+def batch_of(model: Any, given: list[Tensor]) -> dict[str, Any]:
+    """One row of documents; with padding and its mask for a model whose loss counts the router's tokens."""
+    if not getattr(causal_lm(model).config, "output_router_logits", False):
+        return collate(given, capacity=None)
+    capacity = sum(map(len, given)) + 19
+    return PackedCollator(causal_lm(model), capacity=capacity)([{"input_ids": ids.tolist()} for ids in given])
 
 
 def run(case: Case, mesh: Any = None) -> dict[str, Any]:
@@ -116,7 +129,7 @@ def run(case: Case, mesh: Any = None) -> dict[str, Any]:
     model = patch(tiny(case.family, **case.changes), verify=False, **options)
     if case.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    output = model(**collate(documents(case.lengths), capacity=None))
+    output = model(**batch_of(model, documents(case.lengths)))
     output.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if mesh is not None:
@@ -151,8 +164,9 @@ def train(
     share: int = 0,
     family: str = "qwen3",
     memory: Any = None,
+    changes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The metrics of steps with weighted targets, and the weights after them.
+    """The metrics of steps, with weighted targets unless the config changes, and the weights after them.
 
     Args:
         wrap: what is around the model.
@@ -160,19 +174,20 @@ def train(
         shares, share: of the microbatches; every group of ranks takes one of these parts.
         family: of the model.
         memory: what its layers keep.
+        changes: of its config.
     """
-    model = patch(tiny(family), verify=False, mesh=mesh)
+    model = patch(tiny(family, **(changes or {})), verify=False, mesh=mesh)
     model = model if wrap is None else wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = make_train_step(model, optimizer, max_grad_norm=0.5, memory=memory)
     metrics = []
     for microbatches in STEPS:
-        batches = [collate(documents(lengths, seed), capacity=None) for seed, lengths in enumerate(microbatches)]
-        for batch in batches:
+        batches = [batch_of(model, documents(lengths, seed)) for seed, lengths in enumerate(microbatches)]
+        for batch in batches if changes is None else ():
             generator = torch.Generator().manual_seed(5)
             batch["loss_weights"] = torch.rand(batch["input_ids"].shape, generator=generator)
         metrics.append({name: float(x) for name, x in step(batches[share::shares]).items()})
-    held_out = [collate(documents(LENGTHS, 7), capacity=None)]
+    held_out = [batch_of(model, documents(LENGTHS, 7))]
     evaluated = {name: float(x) for name, x in step.evaluate(held_out).items()}
     weights = whole({name: p.detach() for name, p in model.named_parameters()})
     return {"metrics": metrics, "evaluated": evaluated, "weights": weights, "explained": str(explain(step))}
@@ -240,8 +255,8 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
         "embeddings": images,
         "trainer": trainer,
         "log-probabilities": lambda: token_logprobs(on_mesh(tiny("qwen3")), batch),
-        "router": lambda: on_mesh(tiny("qwen3_moe", output_router_logits=True)),
-        "router of a call": lambda: on_mesh(tiny("qwen3_moe"))(**batch, output_router_logits=True),
+        "router": lambda: on_mesh(tiny(OTHER_ROUTER, output_router_logits=True)),
+        "router of a call": lambda: on_mesh(tiny(OTHER_ROUTER))(**batch, output_router_logits=True),
         "chunks": lambda: on_mesh(tiny("llama4_text")),
         "heads": lambda: on_mesh(tiny("qwen3", num_key_value_heads=1), context_method="heads")(**batch),
         "method": lambda: on_mesh(tiny("qwen3"), context_method="ring"),
@@ -366,6 +381,8 @@ def steps(mesh: Any, world: Any) -> dict[str, Any]:
     for name, (family, memory) in MEMORY.items():
         recomputing = partial(train, DistributedDataParallel, mesh, family=family, memory=memory)
         results[f"memory, {name}"] = attempt(recomputing)
+    routed = partial(train, DistributedDataParallel, mesh, family="qwen3_moe", changes=ROUTED)
+    results["step, router"] = attempt(routed)
     if dist.get_world_size() == 4:
         several = partial(train, DistributedDataParallel, world["cp"], 2, world.get_local_rank("dp"))
         results["step, two groups"] = attempt(several)

@@ -298,6 +298,26 @@ def image_documents(case: str) -> list[list[Document]]:
     return [[document(*shape) for shape in row] for row in TWO_ROWS]
 
 
+def gemma4_videos() -> list[Document]:
+    """Documents of Gemma 4: two frames, none, three frames of two videos; text stands between frames."""
+    random, case = torch.Generator().manual_seed(4), CASES["gemma4"]
+
+    def text(length: int) -> Tensor:
+        return torch.randint(4, 90, (length,), generator=random)
+
+    def document(*videos: int) -> Document:
+        frames = sum(videos)
+        shown = [x for _ in range(frames) for x in (torch.full((case.tokens,), VIDEO), text(1))]
+        ids = torch.cat([text(3), *shown, text(2)])
+        if not frames:
+            return Document(ids)
+        found = case.images(frames, random)
+        images = {"pixel_values_videos": found["pixel_values"], "video_position_ids": found["image_position_ids"]}
+        return Document(ids, {**images, "num_frames_per_video": torch.tensor(videos)})
+
+    return [document(2), document(), document(1, 2)]
+
+
 def joined_images(case: str, rows: list[list[Document]]) -> dict[str, Tensor]:
     """The images of packed rows, as the family's processor gives them for a batch of rows."""
     axis = CASES[case].join

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from packing_core.errors import UnsupportedError
 from torch_backend.collate.image_tensors import Images
 from torch_backend.collate.vision import VisionRows
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.anatomy.vision import vision_of
+from torch_backend.hf.anatomy.vision import kinds_of_tokens, vision_of
+from torch_backend.hf.inputs.padded_images import image_keys
 
 
 def rows_with_images(collator: Any, features: Any) -> VisionRows | None:
@@ -39,9 +42,7 @@ def alone_with(model: Any, ids: Tensor, images: Images) -> dict[str, Any]:
         return {}
     inputs: dict[str, Any] = {name: x.to(ids.device) for name, x in images.items()}
     if (indexer := vision_of(model).indexer) is not None:
-        config = indexer.config
-        videos = ids == getattr(config, "video_token_id", -1)
-        inputs["mm_token_type_ids"] = (ids == config.image_token_id).long() + 2 * videos.long()
+        inputs["mm_token_type_ids"] = kinds_of_tokens(indexer.config, ids)
     return inputs
 
 
@@ -50,3 +51,42 @@ def is_placeholder(model: Any, ids: Tensor) -> Tensor:
     if getattr(causal_lm(model).config, "vision_config", None) is None:
         return torch.zeros_like(ids, dtype=torch.bool)
     return torch.isin(ids, torch.tensor(sorted(vision_of(model).placeholders), device=ids.device))
+
+
+def images_of_rows(root: Any, kwargs: Mapping[str, Any]) -> list[Images]:
+    """The images of each row of a padded call.
+
+    Images and their tokens come in one order. A grid says how many tokens an image has; without grids all images have
+    as many.
+
+    Raises:
+        UnsupportedError: images differ in their number of tokens, and nothing says which has how many.
+    """
+    ids_BS: Tensor = kwargs["input_ids"]
+    given = {name: kwargs[name] for name in image_keys(root) if kwargs.get(name) is not None}
+    if "pixel_values_videos" in given:
+        raise UnsupportedError("the audit cannot tell which videos belong to which answer: audit with images")
+    if "pixel_values" not in given:
+        return [{} for _ in ids_BS]
+    vision = vision_of(root)
+    tokens_B = is_placeholder(root, ids_BS).sum(1)
+    if vision.in_rows:
+        shown = tokens_B.tolist()
+        return [{name: x[[row]] for name, x in given.items()} if shown[row] else {} for row in range(len(shown))]
+    if vision.merge is not None:
+        patches = given["image_grid_thw"].prod(-1)
+        ends = (patches // vision.merge).cumsum(0)
+        counts = torch.searchsorted(ends, tokens_B.cumsum(0), right=True).diff(prepend=ends.new_zeros(1)).tolist()
+        pixels = [int(of_row.sum()) for of_row in patches.split(counts)]
+        sizes = {"pixel_values": pixels, "image_grid_thw": counts}
+    else:
+        units, total = len(given["pixel_values"]), int(tokens_B.sum())
+        if bool((tokens_B * units % total).any()):
+            raise UnsupportedError(
+                f"the audit cannot tell which images of {type(root).__name__} belong to which answer, because their "
+                "numbers of tokens differ: audit with images of one size"
+            )
+        sizes = dict.fromkeys(given, (tokens_B * units // total).tolist())
+    parts = {name: x.split(sizes[name]) for name, x in given.items()}
+    found = [{name: part[row] for name, part in parts.items()} for row in range(len(ids_BS))]
+    return [images if len(images["pixel_values"]) else {} for images in found]

@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.auditing.compare import cosine, gradients_error
+from torch_backend.auditing.images import images_of_rows, is_placeholder
 from torch_backend.collate import Batch
+from torch_backend.collate.image_tensors import Images
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import METADATA_KEYS
+from torch_backend.hf.inputs.padded_images import image_keys
 from torch_backend.hf.inputs.trl_trainers import generates
-from torch_backend.hf.inputs.unpadding import LENGTHS, Padded, lengths_of, padded_calls
+from torch_backend.hf.inputs.unpadding import IDS, LENGTHS, Padded, lengths_of, padded_calls
 
 SMALLEST_LOSS = 1.0  # a smaller loss is compared with this much: advantages, whose mean is 0, cancel in it
 _MARKS = ("position_ids", *METADATA_KEYS)
@@ -92,6 +95,8 @@ class ScoredStep:
         ids, mask, labels = call[_ROWS], call["attention_mask"].bool(), call.get("labels")
         if len(ids) < 2:
             raise PackingError("the trainer's first batch holds one document: raise its batch size to audit packing")
+        if call.get("pixel_values") is not None:
+            mask = mask & ~is_placeholder(self.root, ids)
         known = torch.unique(ids[mask])
         exchanged = known[(torch.searchsorted(known, ids) + max(len(known) // 2, 1)) % len(known)]
         other = torch.where(mask, exchanged, ids)
@@ -177,9 +182,12 @@ def _divided(root: Any) -> Iterator[None]:
             )
         if args or ids is None or mask is None or mask.shape != ids.shape or kwargs.get("past_key_values") is not None:
             return stock(*args, **kwargs)
-        kwargs.pop(LENGTHS, None)
+        for name in (LENGTHS, IDS):  # of all rows together
+            kwargs.pop(name, None)
         per_token = root.get_output_embeddings() is not None
-        outputs = [_alone(stock, kwargs, row, per_token) for row in range(len(ids))]
+        images = images_of_rows(root, kwargs)
+        rest = {name: x for name, x in kwargs.items() if name not in image_keys(root)}
+        outputs = [_alone(stock, rest, row, per_token, images[row]) for row in range(len(ids))]
         first = outputs[0]
         joined = {k: torch.cat([o[k] for o in outputs]) for k, x in first.items() if isinstance(x, Tensor) and x.ndim}
         return type(first)(**joined)
@@ -194,7 +202,7 @@ def _divided(root: Any) -> Iterator[None]:
             del root.forward
 
 
-def _alone(stock: Any, kwargs: Batch, row: int, per_token: bool) -> Any:
+def _alone(stock: Any, kwargs: Batch, row: int, per_token: bool, images: Images) -> Any:
     """One row of a call without its padding; outputs per token, if the model has such, where the row has them."""
     mask = kwargs["attention_mask"][row : row + 1]
     padded = Padded.of(mask, lengths_of(mask))
@@ -203,7 +211,7 @@ def _alone(stock: Any, kwargs: Batch, row: int, per_token: bool) -> Any:
         for name, x in kwargs.items()
         if name not in ("attention_mask", "margin")
     }
-    output = stock(**alone)
+    output = stock(**alone, **images)
     for name, value in output.items() if per_token else ():
         if (returned := padded.returned(name, value)) is not value:
             output[name] = returned
@@ -213,9 +221,12 @@ def _alone(stock: Any, kwargs: Batch, row: int, per_token: bool) -> Any:
 @contextmanager
 def without_workers(trainer: Any) -> Iterator[None]:
     """Inside, a trainer's dataloader reads in this process."""
-    workers, trainer.args.dataloader_num_workers = trainer.args.dataloader_num_workers, 0
-    factor, trainer.args.dataloader_prefetch_factor = trainer.args.dataloader_prefetch_factor, None
+    args, none = trainer.args, {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+    before = {name: getattr(args, f"dataloader_{name}") for name in none}
     try:
+        for name, value in none.items():
+            setattr(args, f"dataloader_{name}", value)
         yield
     finally:
-        trainer.args.dataloader_num_workers, trainer.args.dataloader_prefetch_factor = workers, factor
+        for name, value in before.items():
+            setattr(args, f"dataloader_{name}", value)

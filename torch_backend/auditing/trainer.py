@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from packing_core import PackedBatch
-from packing_core.batches.columns import documents_of
+from packing_core.batches.columns import READ, documents_of
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from torch_backend.auditing.compare import MOVED, cosine, gradients_error
@@ -314,13 +314,18 @@ def _half(trainer: Any) -> str:
     return str(min(dtypes, key=str)).removeprefix("torch.") if dtypes else ""
 
 
+def _flat(features: Any) -> list[Any]:
+    """Returns the features of a batch; those of a row that is a list of documents one by one."""
+    return [x for each in features for x in (each if isinstance(each, list) else [each])]
+
+
 def _batches(trainer: Any, count: int) -> Iterator[tuple[Batch, list[Any]]]:
     """The first batches of the trainer's own dataloader, on its device, each with what its collator was given."""
     collator, seen = trainer.data_collator, []
 
     def recorded(features: Any) -> Any:
         rows = rows_with_images(collator, features)
-        seen.append(list(features) if rows is None else [rows])
+        seen.append(_flat(features) if rows is None else [rows])
         return collator(features if rows is None else rows)
 
     trainer.data_collator = recorded
@@ -392,7 +397,8 @@ def _pieces(feature: Any) -> list[NDArray[np.int64]]:
         return [np.asarray(flat[a : a + n], np.int64) for a, n in zip(starts, feature.lengths, strict=True)]
     if not isinstance(feature, Mapping) or "input_ids" not in feature:
         raise LayoutError("the trainer's collator is given features without input_ids, which cannot be audited")
-    return [np.asarray(document["input_ids"], np.int64) for document in documents_of(feature)]
+    read = {name: feature[name] for name in ("input_ids", *READ) if name in feature}  # others may be one number each
+    return [np.asarray(document["input_ids"], np.int64) for document in documents_of(read)]
 
 
 def _find(documents: list[NDArray[np.int64]], rows: NDArray[np.int64]) -> list[tuple[int, slice]]:

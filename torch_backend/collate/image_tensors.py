@@ -15,7 +15,10 @@ from torch.nn import functional as F
 from packing_core.errors import LayoutError
 
 Images = Mapping[str, Tensor]
-PADDING = {"image_position_ids": -1}  # what fills up images of unequal size, where it is not 0
+PADDING = {
+    "image_position_ids": -1,
+    "video_position_ids": -1,
+}  # what fills up images of unequal size, where it is not 0
 
 
 def join_images(images: Sequence[Images], rows: Sequence[int], count: int, *, in_rows: bool) -> dict[str, Tensor]:

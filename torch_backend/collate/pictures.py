@@ -48,6 +48,12 @@ def asks_for_video(example: Mapping[str, Any], turns: Iterable[Mapping[str, Any]
     return shown or any(part.get("type") == "video" for part in _parts(turns))
 
 
+def has_own_pictures(chat: Any) -> bool:
+    """Returns whether a part of a chat holds or names an image itself; False of text."""
+    parts = [] if chat is None or isinstance(chat, str) else _parts(chat)
+    return any(part.get("type") == "image" and any(part.get(name) is not None for name in _SOURCES) for part in parts)
+
+
 def _parts(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     contents = [turn.get("content") for turn in turns]
     return [part for content in contents if content and not isinstance(content, str) for part in content]

@@ -127,8 +127,8 @@ class VisionReader:
             return VisionRows(joined, tuple(images for rows in features for images in rows.images))
         documents = []
         for number, example in enumerate(features):
-            documents.append(self.read(example, f"example {number}"))
-            self.check_length(documents[-1], capacity, overflow, f"example {number}")
+            documents.append(self.read(example, place_of(example, number)))
+            self.check_length(documents[-1], capacity, overflow, place_of(example, number))
         return rows_of(pack([document.columns for document in documents]), documents.__getitem__)
 
     def check_length(self, document: VisionDocument, capacity: int | None, overflow: str, where: str) -> None:
@@ -301,6 +301,11 @@ class VisionReader:
 def rows_of(batch: PackedBatch, document: Callable[[int], VisionDocument]) -> VisionRows:
     """Rows with the images of their segments; ``document`` gives that of a source."""
     return VisionRows(batch, tuple(document(source).images for source in batch.sources.tolist()))
+
+
+def place_of(example: Any, number: int) -> str:
+    """Names an example for errors: by its attribute ``where``, such as a file and a line, or by its number."""
+    return str(getattr(example, "where", f"example {number}"))
 
 
 def _turns(value: Any) -> Sequence[Any]:

@@ -17,7 +17,7 @@ from packing_core import PackedDataset, plan
 from packing_core.batches.columns import Documents, read_examples
 from packing_core.errors import LayoutError, PackingError
 from packing_core.hints import hinted
-from torch_backend.collate.vision import Loss, VisionDocument, VisionReader, VisionRows, rows_of
+from torch_backend.collate.vision import Loss, VisionDocument, VisionReader, VisionRows, place_of, rows_of
 
 OnError = Literal["raise", "skip"]
 
@@ -107,9 +107,10 @@ def read_all(
     numbers: list[int] = []
     skipped: dict[int, str] = {}
     for number in range(len(examples)):
+        where = place_of(example := examples[number], number)
         try:
-            document = reader.read(examples[number], f"example {number}")
-            reader.check_length(document, capacity, overflow, f"example {number}")
+            document = reader.read(example, where)
+            reader.check_length(document, capacity, overflow, where)
         except PackingError as error:
             if on_error == "raise":
                 raise
@@ -129,10 +130,11 @@ def read_again(reader: VisionReader, examples: Any, number: int, tokens: Any) ->
     Raises:
         LayoutError: it has other tokens than when its row was planned.
     """
-    document = reader.read(examples[number], f"example {number}")
+    where = place_of(example := examples[number], number)
+    document = reader.read(example, where)
     if not np.array_equal(document.columns["input_ids"], np.asarray(tokens)):
         raise LayoutError(
-            f"example {number} has other tokens than when its row was planned: let the processor make the same of an "
+            f"{where} has other tokens than when its row was planned: let the processor make the same of an "
             "example each time, without random sizes"
         )
     return document

@@ -37,6 +37,7 @@ from torch_backend.conformance.ranks import ContextMethods, on_ranks
 from torch_backend.conformance.reductions import DocumentMethods
 from torch_backend.conformance.scans import ScanMethods
 from torch_backend.conformance.tensors import TensorMethods, to_numpy
+from torch_backend.interpretation import interpret_quickly
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections
@@ -54,6 +55,7 @@ _ASKS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": True},
     "gqa": {"kv_heads": 2},
     "narrow_values": {"value_dim": 32},
+    "both_ways": {"both_ways": True},
 }
 # Implementations whose padding is seen to reach no other product: 0 times NaN is NaN.
 _LEAVES_PADDING_OUT = {"sdpa", "reference", "triton"}
@@ -74,6 +76,8 @@ def _make(name: str) -> Backend:
     if reason is not None:
         hint = "; TRITON_INTERPRET=1 runs its kernels on the CPU" if declared.interpreted else ""
         raise UnsupportedError(reason + hint)
+    if declared.interpreted:
+        interpret_quickly()
     return (Stack if name == "sdpa" else AttentionStack)(name, device, declared)
 
 
@@ -98,6 +102,8 @@ def capabilities(name: str, device: torch.device) -> Capabilities:
         options.add("nonfinite_padding")
     if not getattr(served, "parents", False):
         options -= {"shared_prefixes"}
+    if not getattr(served, "both_ways", False):
+        options -= {"both_ways"}
     if device.type == "cuda":  # gloo has no all-to-all of its tensors
         options -= {"cut_documents"}
     if "window" not in options:
@@ -155,20 +161,25 @@ class AttentionStack(TensorMethods):
         dtype: str,
         sinks: Array | None = None,
         alibi_slopes: Array | None = None,
+        spans: Array | None = None,
         context_ranks: int = 1,
         dout: Array | None = None,
         **options: Any,
     ) -> tuple[Array, Gradients]:
         # Some serve an option in one case alone, which is not what declaring it means.
         asked = {"sinks": sinks, "alibi_slopes": alibi_slopes, "context_ranks": context_ranks, **options}
+        asked["spans"] = spans
         protocol.require_declared(self, options=protocol.attention_options(q, k, v, **asked))
         operands = self._operands({"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks}), dtype)
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, device=self.device)
+        packed = self._packed(segment_ids)
+        if spans is not None:
+            packed = packed.with_spans(torch.tensor(spans, device=self.device).flatten())
 
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
             chosen = {"sinks": sinks, "alibi_slopes": slopes, "implementation": self.name, **options}
-            return attention(q, k, v, self._packed(segment_ids), **chosen).unflatten(0, segment_ids.shape)
+            return attention(q, k, v, packed, **chosen).unflatten(0, segment_ids.shape)
 
         return self._out_and_gradients(attend, operands, dout)
 

@@ -30,6 +30,7 @@ from torch_backend.hf.inputs.context import SHARE, cut_batch
 from torch_backend.hf.inputs.forests import check_forest, check_shared_row, refuse_over_ranks
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.inputs.spans import add_spans
+from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
 from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, compiles_parents, needs_host_lengths, prepare
@@ -144,6 +145,12 @@ class BatchReader:
             return dict(batch)
         if kwargs.get("packed_parents") is not None:
             refuse_over_ranks(self.root)
+        routed = asks_for_router_loss(self.root, kwargs)
+        if routed and (reason := why_not_over_ranks(self.root)) is not None:
+            raise UnsupportedModelError(
+                f"{type(self.root).__name__} does not compute the loss of its router over ranks, because {reason}: "
+                "leave output_router_logits out"
+            )
         weights = kwargs.pop("loss_weights", None)
         tokens, wait = inputs.tokens_of(kwargs), self.root.training
         inputs.check_arguments(self.root, kwargs, self.guard, wait=wait)
@@ -153,7 +160,7 @@ class BatchReader:
         check_lengths(segments, segments.position_ids, self.anatomy.positions, type(self.root).__name__)
         if weights is not None:
             kwargs["loss_weights"] = weights
-        return cut_batch(kwargs, segments.to(self.device), self.context)
+        return cut_batch(kwargs, segments.to(self.device), self.context, masked=routed)
 
     def with_count(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments with the number of targets on all ranks, by which the model divides its sum."""

@@ -24,6 +24,7 @@ from torch_backend.ops.experts import Adapter, ExpertsRequest, experts, request_
 
 NAME = "crosspack"
 LAYOUT = "_crosspack_experts"
+TILE_OF_EXPERTS = "_crosspack_tile"  # of a module in a step on a long row: tokens that are computed at a time
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ def run_experts(
         forward.experts[id(module)] = ExpertsChoice(select(request), request)
     if makes_weights(module, layout) and not (up.requires_grad or down.requires_grad):
         options["again"] = partial(weights_of, module, layout, dtype)
-    return experts(*tensors, **options).to(hidden.dtype)
+    tile = getattr(module, TILE_OF_EXPERTS, None)
+    return experts(*tensors, **options, tile=tile).to(hidden.dtype)
 
 
 def _in_dtype(adapter: Adapter | None, dtype: torch.dtype) -> Adapter | None:

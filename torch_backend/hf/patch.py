@@ -29,7 +29,7 @@ from torch_backend.hf.edits.kinds import AttentionName, ContinuousBatching, Edit
 from torch_backend.hf.edits.mixers import overrides, run_per_document
 from torch_backend.hf.edits.override import is_reached
 from torch_backend.hf.edits.rotary import override_frequencies, restore_frequencies
-from torch_backend.hf.edits.towers import PACKED, override_tower_layer, tower_layers, tower_of
+from torch_backend.hf.edits.towers import PACKED, tower_edits
 from torch_backend.hf.entry import Call, override_entries, require_entry, restore_entry, run_inside, running
 from torch_backend.hf.experts import ExpertsChoice
 from torch_backend.hf.foreign_kernels import refuse_replaced_layers
@@ -192,11 +192,7 @@ class Patched(BatchReader):
         yield from self.rows.edits(self.current)
         if "pixel_values" in EXACT_KEYS.get(self.root.config.model_type, ()):
             yield Hook(partial(self.root.get_input_embeddings().register_forward_hook, self._tie_blank_image))
-        if (tower := tower_of(self.root)) is not None:
-            yield AttentionName(tower.config)
-            for layer in tower_layers(tower):
-                yield LayerOverride(layer, override_tower_layer)
-            yield Hook(partial(tower.register_forward_pre_hook, self._hand_to_tower, with_kwargs=True))
+        yield from tower_edits(self.root, self._hand_to_tower)
         if both_ways_of(self.root.config) is not None:
             between = self.root.base_model  # it would make masks [S, S] of every batch, for layers that read none
             yield Hook(partial(between.register_forward_pre_hook, self._hand_over, with_kwargs=True))
@@ -231,6 +227,12 @@ class Patched(BatchReader):
         return [edit for edit in self.edits if isinstance(edit, AttentionName)]
 
     @property
+    def _compiles(self) -> bool:
+        """Returns whether compiled layers run, among them layers without attention, which make no requests."""
+        alone = self.context is None and not (self.anatomy.attention or self.layers_need_lengths)
+        return bool(self.compiled) or (alone and has_compiled_layers(self.decoder))
+
+    @property
     def requests(self) -> list[AttentionRequest]:
         """The attention requests of the layers in the last packed forward that left a record."""
         return [choice.request for choice in self.choices.values() if isinstance(choice, AttentionChoice)]
@@ -253,6 +255,7 @@ class Patched(BatchReader):
             return run_inside(self, None, call, *args, **kwargs)
         kwargs = self.rows.begin(forward, kwargs)
         forward.wants_blank_image = wants_blank_image(self.root, self.decoder, kwargs)
+        call = router.over_ranks(self.root, call, forward.context, kwargs, whole=whole)
         output = run_inside(self, forward, call, *args, **kwargs)
         if not forward.handed_over:
             raise UnsupportedModelError(
@@ -308,7 +311,7 @@ class Patched(BatchReader):
             if self.anatomy.head == "next token" or kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = None
             return kwargs
-        if self.compiled and (forward.segments.parents is None or self.why_no_compiled_forest(self.compiled) is None):
+        if self._compiles and (forward.segments.parents is None or self.why_no_compiled_forest(self.compiled) is None):
             self.prepare(forward)
         kwargs["attention_mask"] = forward
         if self.anatomy.mixers:  # some layers pass on what they do not know, some only the argument of fused kernels

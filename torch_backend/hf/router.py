@@ -4,19 +4,31 @@ transformers averages a router's statistics over the tokens that a 2-D ``attenti
 there is none. It does so in the causal language model, outside of its decoder. So a packed batch with padding carries
 this mask beside its boundaries. The model reads it for the auxiliary loss alone: the hook on the decoder replaces it
 there. Layers that run on batches of documents are refused, because they also route the padding of these batches.
+
+Where documents are cut over ranks, the function of the modeling file that computes the loss sees the tokens of one
+rank. The model's forward then calls :func:`~torch_backend.context_parallel.router_loss.balancing_loss` in its place, if
+the two agree on random numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, UnsupportedModelError
+from torch_backend.context_parallel.router_loss import balancing_loss
+from torch_backend.context_parallel.share import RankShare
+from torch_backend.hf.edits.override import has_own_forward, original_class
+from torch_backend.hf.edits.rebinding import called, rebound
 
 SWITCH = "output_router_logits"
+FUNCTION = "load_balancing_loss_func"
 
 
 def asks_for_router_loss(root: Any, batch: Mapping[str, Any]) -> bool:
@@ -69,3 +81,74 @@ def no_router_loss(model: nn.Module) -> Iterator[None]:
     finally:
         for config in configs.values():
             setattr(config, SWITCH, True)
+
+
+# -- over ranks ----------------------------------------------------------------------------------------------------
+
+
+def why_not_over_ranks(root: nn.Module) -> str | None:
+    """Explains why a router's loss is not computed over ranks; None if it is."""
+    if has_own_forward(root):
+        return "somebody set a forward on this instance"
+    found = _forward_over_ranks(original_class(root).forward)
+    return found if isinstance(found, str) else None
+
+
+def over_ranks(
+    root: nn.Module, call: Callable[..., Any], share: RankShare | None, batch: Mapping[str, Any], *, whole: bool
+) -> Callable[..., Any]:
+    """Returns the model's forward with a router's loss over ranks, where the batch asks for one and is cut.
+
+    Args:
+        root: the model, of which :func:`why_not_over_ranks` is None where it computes such a loss over ranks.
+        call: its own forward.
+        share: what the rank holds of the batch; None for all of it.
+        batch: the arguments.
+        whole: whether the losses of the ranks are added up, so that each adds its part of the router's loss. The loss
+            of a batch that was cut before weighs it by the rank's targets.
+    """
+    forward = _forward_over_ranks(original_class(root).forward)
+    if share is None or not asks_for_router_loss(root, batch) or isinstance(forward, str):
+        return call
+
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        before, _thread.share, _thread.ranks = (_thread.share, _thread.ranks), share, share.ranks if whole else 1
+        try:
+            return forward(root, *args, **kwargs)
+        finally:
+            _thread.share, _thread.ranks = before
+
+    return routed
+
+
+class _Rank(threading.local):
+    """Keeps what this rank holds of the batch whose forward runs on the thread."""
+
+    def __init__(self) -> None:
+        self.share: RankShare | None = None
+        self.ranks = 1  # by which the router's loss is divided
+
+
+_thread = _Rank()
+
+
+def _of_all_ranks(gate_logits: Any, experts: int, top_k: int = 2, attention_mask: Tensor | None = None) -> Tensor:
+    """Replaces ``load_balancing_loss_func``."""
+    assert _thread.share is not None
+    loss = balancing_loss(gate_logits, experts, top_k, attention_mask, group=_thread.share.group)
+    return loss / _thread.ranks
+
+
+@cache
+def _forward_over_ranks(forward: Callable[..., Any]) -> Callable[..., Any] | str:
+    """``forward`` with the loss over ranks, or the reason why there is none."""
+    function = called(forward).get(FUNCTION)
+    if function is None:
+        return f"it does not call {FUNCTION}"
+    generator = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(9, 4, generator=generator) for _ in range(2))
+    for mask in (None, torch.tensor([[1, 1, 0, 1, 1, 1, 0, 1, 1]])):
+        theirs = function(logits, 4, 2, mask)
+        if not torch.allclose(torch.as_tensor(theirs), balancing_loss(logits, 4, 2, mask), rtol=1e-5):
+            return f"its {FUNCTION} is another one than that of Mixtral"
+    return rebound(forward, {FUNCTION: _of_all_ranks}) or "a decorator hides its forward"

@@ -79,15 +79,59 @@ class SharedRow:
         return repeated(x[0], self.give)[None]
 
 
-def share_row(
-    ids: NDArray[np.int64], lengths: Sequence[int], *, shortest: int, device: torch.device | str
-) -> SharedRow:
+class RowIds:
+    """The token ids of a batch's documents on the host, which a collator adds, so that no call reads the device.
+
+    What moves tensors leaves it as it is. The policy and the reference of a trainer find the same beginnings in it, and
+    the second one does not look again.
+
+    Attributes:
+        ids: int [T'] of the documents, one after the other.
+    """
+
+    def __init__(self, ids: NDArray[Any]) -> None:
+        self.ids = ids
+        self._found: dict[int, SharedTokens] = {}
+
+    def shared(self, lengths: Sequence[int], *, shortest: int) -> SharedTokens:
+        """As :func:`shared_tokens`, of which each is found once."""
+        if shortest not in self._found:
+            self._found[shortest] = shared_tokens(self.ids, lengths, shortest=shortest)
+        return self._found[shortest]
+
+
+@dataclass(frozen=True, eq=False)
+class SharedTokens:
+    """The common beginnings of the documents of a row, on the host.
+
+    Attributes:
+        lengths, parents: of the segments.
+        take, give: as those of a :class:`SharedRow`.
+    """
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    take: NDArray[np.int64]
+    give: NDArray[np.int64]
+
+    def row(self, device: torch.device | str) -> SharedRow:
+        """The shared row, with segments of its own: what a call derives from them may not outlive it."""
+        segments = PackedMetadata.from_lengths(self.lengths, device=device, parents=self.parents)
+        return SharedRow(segments, *(copied(x, device) for x in (self.take, self.give)))
+
+
+def copied(x: NDArray[Any], device: torch.device | str) -> Tensor:
+    """Copies to the device, from pinned memory: CUDA makes the host wait for copies of more than 64 KiB from other."""
+    host = torch.from_numpy(x)
+    return to_device(host.pin_memory() if torch.device(device).type == "cuda" else host, device)
+
+
+def shared_tokens(ids: NDArray[Any], lengths: Sequence[int], *, shortest: int) -> SharedTokens:
     """Find the common beginnings of the documents of a row.
 
     Args:
         ids: [T'] token ids of the documents, one after the other; lengths: of each.
         shortest: a common beginning of fewer tokens is not shared.
-        device: where the indexes go.
     """
     documents = Ragged.of([part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])])
     untrained = [np.zeros(length, np.bool_) for length in lengths]  # a target is read from the whole row
@@ -98,5 +142,4 @@ def share_row(
     take = np.empty(tree.n_tokens, np.int64)
     take[give[::-1]] = np.arange(len(give))[::-1]
     assert tree.parents is not None
-    segments = PackedMetadata.from_lengths(tree.lengths.tolist(), device=device, parents=tree.parents.tolist())
-    return SharedRow(segments, *(to_device(torch.from_numpy(x), device) for x in (take, give)))
+    return SharedTokens(tuple(tree.lengths.tolist()), tuple(tree.parents.tolist()), take, give)

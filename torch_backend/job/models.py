@@ -10,7 +10,8 @@ from torch import nn
 
 from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
-from packing_core.training.job import Options, TrainJob, is_hub_name
+from packing_core.training.job import TrainJob, is_hub_name
+from packing_core.training.options import Options
 from torch_backend.patching import unpatch
 
 
@@ -32,6 +33,7 @@ def build_model(job: TrainJob) -> Any:
         if not Path(job.model).is_dir() and not is_hub_name(job.model):
             raise PackingError(f"--model {job.model}: no such folder or file, and not a hub name (`owner/name`)")
         config = transformers.AutoConfig.from_pretrained(job.model, **arguments)
+        _refuse_images_alone(job.model, config, transformers)
         return transformers.AutoModelForCausalLM.from_pretrained(
             job.model, config=_settled(config, job), dtype=dtype, use_safetensors=True, **arguments
         )
@@ -39,6 +41,16 @@ def build_model(job: TrainJob) -> Any:
         raise
     except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
         raise PackingError(f"--model {job.model}: {first_line(error)}") from error
+
+
+def _refuse_images_alone(model: str, config: Any, transformers: Any) -> None:
+    """Raises PackingError for a vision-language model that transformers has no language model of text alone of."""
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if hasattr(config, "vision_config") and config.model_type not in known and not hasattr(config, "auto_map"):
+        raise PackingError(
+            f"--model {model} takes images ({config.model_type}), and none of the first records of --data has any: "
+            "pass records with images, or a language model of text"
+        )
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:

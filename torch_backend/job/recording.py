@@ -6,6 +6,7 @@ The first step of a resumed run begins with the states of its checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from packing_core.extras import require
 from packing_core.training.checkpoints import save_checkpoint
-from packing_core.training.job import StepRecord
+from packing_core.training.records import StepRecord
 from torch_backend.job import states
 from torch_backend.job.trainer import JobTrainer
 
@@ -41,6 +42,8 @@ class Recording(TrainerCallback):
         self.begun = False
         self.loss = self.seconds = 0.0
         self.grad_norm: float | None = None
+        self.sampled = 0
+        self.control: Any = None
         trainer.add_callback(self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -57,6 +60,7 @@ class Recording(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.loss, self.seconds = self.trainer.end_step()
         job = self.trainer.job
+        self.control = control
         control.should_evaluate = self.trainer.run_name == "packed" and job.evaluates_after(len(self.records))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -73,7 +77,7 @@ class Recording(TrainerCallback):
         self._record(metrics["eval_loss"])
 
     def _record(self, eval_loss: float | None) -> None:
-        """Records the step, and saves a checkpoint if one is due.
+        """Records the step, saves a checkpoint if one is due, and ends a run that makes no progress.
 
         Raises:
             PackingError: a figure of the step is not finite.
@@ -82,7 +86,43 @@ class Recording(TrainerCallback):
         self.records.append(
             job.record(trainer.run_name, step, self.loss, self.seconds, grad_norm=self.grad_norm, eval_loss=eval_loss)
         )
-        if job.save_every and len(self.records) % job.save_every == 0:
+        if eval_loss is not None:
+            self._sample()
+        if job.stops_after(self.records):
+            job.on_phase(f"no lower evaluation loss in {job.early_stopping} evaluations: the run ends here")
+            self.control.should_training_stop = True
+        if job.saves_after(self.records):
             found = states.gathered(trainer.model, trainer.optimizer, trainer.process.ranks)
             if trainer.process.ranks.rank == 0:
                 save_checkpoint(job, self.records, lambda folder: states.save(folder, *found))
+
+    def _sample(self) -> None:
+        """Lets the model continue the prompts of the job, on the first rank."""
+        trainer, job = self.trainer, self.trainer.job
+        self.sampled = len(self.records)
+        if trainer.run_name == "packed" and trainer.process.ranks.rank == 0:
+            for number, prompt in enumerate(job.prompts):
+                job.on_sample(self.sampled, number, continuation(trainer, prompt))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.sampled < len(self.records):
+            self._sample()
+
+
+@torch.no_grad()
+def continuation(trainer: JobTrainer, prompt: Sequence[int], tokens: int = 64) -> list[int]:
+    """Returns the most probable continuation of a prompt, up to the end of text or ``tokens`` tokens."""
+    model, ids = trainer.model, torch.tensor([prompt], device=trainer.args.device)
+    model.eval()
+    with trainer.compute_loss_context_manager():
+        found = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=trainer.job.schedule.pad_id,
+        )
+    model.train()
+    made: list[int] = found[0, len(prompt) :].tolist()
+    return made

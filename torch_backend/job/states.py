@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
-from packing_core.training.job import Options
+from packing_core.training.options import Options
 from torch_backend.job.ranks import Ranks, like, whole, whole_weights
 
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -65,15 +66,37 @@ class MasterWeights(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": {n: values for n, values in states.items() if values}})
 
 
-def make_optimizer(model: nn.Module, options: Options, *, master_weights: bool = False) -> torch.optim.Optimizer:
-    """AdamW over what is trained, at the rate 1, which a schedule multiplies; weight decay acts on matrices alone."""
+def make_optimizer(
+    model: nn.Module,
+    options: Options,
+    *,
+    master_weights: bool = False,
+    named: Callable[[], tuple[Any, dict[str, Any]]] | None = None,
+) -> torch.optim.Optimizer:
+    """Makes the optimizer of what is trained, at the rate 1, which a schedule multiplies.
+
+    Weight decay acts on matrices alone.
+
+    Args:
+        named: returns the class of ``options.optim`` and its arguments; None makes fused AdamW.
+
+    Raises:
+        PackingError: the library of the optimizer is not installed, or it refuses an argument.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    adamw = MasterWeights if master_weights else torch.optim.AdamW
-    return adamw(groups, lr=1.0, fused=True)
+    if named is None or master_weights:
+        adamw = MasterWeights if master_weights else torch.optim.AdamW
+        return adamw(groups, lr=1.0, fused=True)
+    try:
+        kind, arguments = named()
+        made: torch.optim.Optimizer = kind(groups, **arguments)
+    except (ImportError, TypeError, ValueError) as error:
+        raise PackingError(f"--optim {options.optim or 'adamw_torch_fused'}: {first_line(error)}") from error
+    return made
 
 
 def gathered(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> tuple[Tensors, Tensors]:
@@ -82,9 +105,10 @@ def gathered(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -
     Every rank must call it; sharded tensors are gathered.
     """
     found = {
-        f"{number}.{key}": whole(value)
+        f"{number}.{key}": whole(value) if isinstance(value, Tensor) else torch.tensor(value)
         for number, values in optimizer.state_dict()["state"].items()
         for key, value in values.items()
+        if value is not None
     }
     for rank, states in enumerate(ranks.everyones(_random_states())):
         found |= {f"{_RANDOM}{rank}.{kind}": state for kind, state in states.items()}

@@ -1,8 +1,8 @@
 """The torch trainers behind ``crosspack train --task``: a TaskJob goes in, a TaskResult comes out.
 
-Records -> a ``datasets.Dataset`` -> the task's own trainer (TRL's, or transformers' with a head for the task) ->
-``enable_packing`` -> an audit -> ``train()`` -> the model, written unpatched. The loop, the loss and the checkpoints
-are the trainer's own.
+Records -> a ``datasets.Dataset``, or packed rows where they have images -> the task's own trainer (TRL's, or
+transformers' with a head for the task) -> ``enable_packing`` -> an audit -> ``train()`` -> the model, written
+unpatched. The loop, the loss and the checkpoints are the trainer's own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ from packing_core.training.job import Audit
 from packing_core.training.tasks import TASKS, TaskJob, TaskResult
 from torch_backend.auditing.model import verify
 from torch_backend.auditing.trainer import audit_trainer
+from torch_backend.collate import PackedCollator
+from torch_backend.job.embeddings import EmbeddingTrainer, PairCollator, tokenized
+from torch_backend.job.images import image_dataset, image_rows
 from torch_backend.job.models import with_adapters, write_model
 from torch_backend.job.train import device_name
+from torch_backend.patching import unpad
 from torch_backend.trainers.enable_packing import enable_packing
 
 require("transformers", extra="hf")
 
 import transformers  # noqa: E402
-from transformers import PrinterCallback, TrainerCallback  # noqa: E402
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
 # task -> names in TRL of its trainer and of the trainer's arguments
@@ -45,8 +49,13 @@ _HEADS = {
     "classify": "AutoModelForSequenceClassification",
     "reward": "AutoModelForSequenceClassification",
     "mlm": "AutoModelForMaskedLM",
+    "embed": "AutoModel",
 }
-_ADAPTERS = {"classify": "SEQ_CLS", "reward": "SEQ_CLS"}  # peft's names of tasks; others train no head
+_ADAPTERS = {
+    "classify": "SEQ_CLS",
+    "reward": "SEQ_CLS",
+    "embed": "FEATURE_EXTRACTION",
+}  # peft's names of tasks; others train no head
 
 
 def train(job: TaskJob) -> TaskResult:
@@ -62,12 +71,14 @@ def train(job: TaskJob) -> TaskResult:
     model = _model(job, tokenizer, labels)
     if job.options.lora:
         model = with_adapters(model, job.options, _ADAPTERS.get(job.task, "CAUSAL_LM"))
+    skipped: list[str] = []
     with TemporaryDirectory() as scratch:
         trainer = _trainer(
             job,
             model,
             tokenizer,
             labels,
+            skipped,
             folder=job.checkpoints if job.checkpoints and job.save_every else Path(scratch),
         )
         job.on_phase("patching and auditing it")
@@ -81,6 +92,7 @@ def train(job: TaskJob) -> TaskResult:
             examples=steps * job.batch_size,
             audit=audit,
             device=device_name(trainer.args.device),
+            skipped=skipped,
         )
     if job.output is not None and trainer.is_world_process_zero():
         write_model(trainer.accelerator.unwrap_model(trainer.model), job.output, merge_lora=job.merge_lora)
@@ -89,18 +101,27 @@ def train(job: TaskJob) -> TaskResult:
 
 
 def _tokenizer(job: TaskJob) -> Any:
-    """The tokenizer, which pads with its EOS if it has nothing else.
+    """The tokenizer, or the processor of records with images; it pads with its EOS if it has nothing else.
 
     Raises:
         PackingError: it cannot be loaded.
     """
+    what, auto = ("processor", "AutoProcessor") if job.images else ("tokenizer", "AutoTokenizer")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(job.tokenizer, trust_remote_code=job.trust_remote_code)
+        loaded = getattr(transformers, auto).from_pretrained(job.tokenizer, trust_remote_code=job.trust_remote_code)
     except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
-        raise PackingError(f"tokenizer {job.tokenizer}: {first_line(error)}") from error
+        raise PackingError(f"{what} {job.tokenizer}: {first_line(error)}") from error
+    if job.images and getattr(loaded, "image_processor", None) is None:
+        raise PackingError(
+            f"records have images, and {job.tokenizer} has no processor of images, only {type(loaded).__name__}: pass "
+            "a vision-language model, or leave the images out of the records"
+        )
+    tokenizer = loaded.tokenizer if job.images else loaded
+    if job.images and job.task == "grpo":
+        tokenizer.padding_side = "left"  # TRL completes prompts as the processor pads them
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return loaded
 
 
 def _labels(job: TaskJob) -> list[Any]:
@@ -130,25 +151,38 @@ def _model(job: TaskJob, tokenizer: Any, labels: Sequence[Any]) -> Any:
     if labels:
         options["id2label"] = {number: str(label) for number, label in enumerate(labels)}
         options["label2id"] = {name: number for number, name in options["id2label"].items()}
-    auto = getattr(transformers, _HEADS.get(job.task, "AutoModelForCausalLM"))
+    plain = "AutoModelForImageTextToText" if job.images else "AutoModelForCausalLM"
+    auto = getattr(transformers, _HEADS.get(job.task, plain))
     try:
         model = auto.from_pretrained(job.model, **options)
     except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
         raise PackingError(f"--model {job.model}: {first_line(error)}") from error
-    if model.config.pad_token_id is None:  # by which a decoder's classifier finds the end of a document
+    # a decoder's classifier finds the end of a document by it
+    if not job.images and model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return model
 
 
-def _trainer(job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], *, folder: Path) -> Any:
-    """The trainer of the task, as its library builds it."""
-    data = {"train_dataset": _dataset(job, job.records, tokenizer, labels)}
-    if job.held_out:
-        data["eval_dataset"] = _dataset(job, job.held_out, tokenizer, labels)
+def _trainer(
+    job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], skipped: list[str], *, folder: Path
+) -> Any:
+    """The trainer of the task, as its library builds it; ``skipped`` gets why records with images are left out."""
+    sets = {"train_dataset": job.records, **({"eval_dataset": job.held_out} if job.held_out else {})}
+    data: dict[str, Any]
+    if job.images:
+        job.on_phase("reading the images")
+    if job.task == "sft":
+        data = {name: image_rows(job, records, model, tokenizer, skipped) for name, records in sets.items()}
+    elif job.images:
+        data = {name: image_dataset(job, records, skipped) for name, records in sets.items()}
+    else:
+        longest = _longest(model, tokenizer)
+        data = {name: _dataset(job, records, tokenizer, labels, longest) for name, records in sets.items()}
+    stopping = [EarlyStoppingCallback(job.early_stopping)] if job.early_stopping else []
     common: dict[str, Any] = {
         "model": model,
         "processing_class": tokenizer,
-        "callbacks": [_StepLines(job.on_phase)],
+        "callbacks": [_StepLines(job.on_phase), *stopping],
         **data,
     }
     if job.task in _OF_TRL:
@@ -156,21 +190,36 @@ def _trainer(job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], *,
         kind, config = (getattr(trl, name) for name in _OF_TRL[job.task])
         rewards = {"reward_funcs": list(job.rewards)} if job.task == "grpo" else {}
         trainer = kind(args=_arguments(job, config, folder), **rewards, **common)
+    elif job.task == "embed":
+        arguments = _arguments(job, transformers.TrainingArguments, folder)
+        texts = len(data["train_dataset"].column_names)
+        trainer = EmbeddingTrainer(args=arguments, data_collator=PairCollator(tokenizer), texts=texts, **common)
     else:
-        collator: Any = (
-            transformers.DataCollatorForLanguageModeling(tokenizer)
-            if job.task == "mlm"
-            else transformers.DataCollatorWithPadding(tokenizer)
-        )
+        collators: dict[str, Callable[[], Any]] = {
+            "sft": lambda: PackedCollator(model, processor=tokenizer),
+            "mlm": lambda: transformers.DataCollatorForLanguageModeling(tokenizer),
+            "classify": lambda: transformers.DataCollatorWithPadding(tokenizer),
+        }
+        collator = collators[job.task]()
         arguments = _arguments(job, transformers.TrainingArguments, folder)
         trainer = transformers.Trainer(args=arguments, data_collator=collator, **common)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def _dataset(job: TaskJob, records: Sequence[Mapping[str, Any]], tokenizer: Any, labels: Sequence[Any]) -> Any:
+def _longest(model: Any, tokenizer: Any) -> int:
+    """Returns the number of tokens of a text that both the model and its tokenizer take."""
+    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(int(tokenizer.model_max_length), positions or int(tokenizer.model_max_length))
+
+
+def _dataset(
+    job: TaskJob, records: Sequence[Mapping[str, Any]], tokenizer: Any, labels: Sequence[Any], longest: int
+) -> Any:
     """The records as the trainer of the task reads them."""
     datasets = require("datasets", extra="hf")
+    if job.task == "embed":
+        return datasets.Dataset.from_list(tokenized(records, tokenizer, longest=longest, overflow=job.overflow))
     if not TASKS[job.task].rows:
         return datasets.Dataset.from_list([dict(record) for record in records])
     numbers = {label: number for number, label in enumerate(labels)}
@@ -199,7 +248,15 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
     if job.batch_size % ranks:
         raise PackingError(f"--batch-size {job.batch_size} does not divide over {ranks} processes: pass a multiple")
     evaluates = {"eval_strategy": "steps", "eval_steps": job.eval_every} if job.held_out and job.eval_every else {}
-    saves = {"save_strategy": "steps", "save_steps": job.save_every, "save_total_limit": 1} if job.save_every else {}
+    saves: dict[str, Any] = {}
+    if job.save_every or job.keep_best:
+        every = job.save_every or job.eval_every
+        saves = {"save_strategy": "steps", "save_steps": every, "save_total_limit": job.keep_checkpoints}
+    if job.keep_best or job.early_stopping:
+        saves |= {"metric_for_best_model": "eval_loss", "greater_is_better": False}
+        saves |= {"load_best_model_at_end": job.keep_best}
+    if options.optim is not None:
+        saves["optim"] = options.optim
     settled = {
         "output_dir": str(folder),
         "per_device_train_batch_size": job.batch_size // ranks,
@@ -222,6 +279,8 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
+        "remove_unused_columns": job.task not in ("embed", "sft"),
+        "neftune_noise_alpha": options.neftune_alpha,
         **evaluates,
         **saves,
     }
@@ -235,13 +294,15 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
 
 def _packed(job: TaskJob, trainer: Any) -> Audit:
     """Packs the trainer in place; returns the verdict on it."""
-    rows: dict[str, Any] = {"capacity": job.capacity, "overflow": job.overflow} if TASKS[job.task].rows else {}
-    if job.task in _OF_TRL:
-        enable_packing(trainer, implementation=job.attention, verify=False, **rows)
+    if job.task in _OF_TRL or job.task == "sft":  # their batches, or their rows, are there
+        enable_packing(trainer, implementation=job.attention, verify=False)
         report: Any = audit_trainer(trainer)
         return Audit(exact=report.verdict == "exact", line=str(report))
     found = verify(trainer.model, job.attention)
-    enable_packing(trainer, implementation=job.attention, verify=False, **rows)
+    if job.task == "embed":
+        unpad(trainer.model, implementation=job.attention, verify=False)
+        return Audit(exact=found.verdict == "exact", line=str(found))
+    enable_packing(trainer, implementation=job.attention, verify=False, capacity=job.capacity, overflow=job.overflow)
     return Audit(exact=found.verdict == "exact", line=str(found))
 
 

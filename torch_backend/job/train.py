@@ -19,8 +19,9 @@ import torch
 
 from packing_core.errors import PackingError, first_line, plural
 from packing_core.extras import require
-from packing_core.training.checkpoints import newest_checkpoint
-from packing_core.training.job import ZERO, Audit, StepRecord, TrainJob, TrainResult, honours
+from packing_core.training.checkpoints import best_checkpoint, newest_checkpoint
+from packing_core.training.job import ZERO, Audit, TrainJob, TrainResult, honours
+from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run
 from packing_core.training.timing import Clock
 from torch_backend.auditing.model import AuditReport, verify
@@ -56,6 +57,8 @@ class _Finished:
     "--compile",
     "--nproc or torchrun",
     "--context-parallel",
+    "--optim, --neftune-alpha or --set",
+    "--keep-best, --early-stopping or --sample",
 )
 def train(job: TrainJob) -> TrainResult:
     """Run the job; see ``packing_core.training.job``.
@@ -102,8 +105,12 @@ def _train(job: TrainJob, run: Run, process: Process) -> _Finished:
         with _keeping(model.config, "use_cache"):
             trainer = job_trainer(job, run, model, process, first=len(records), folder=folder)
             recording = Recording(trainer, records, checkpoint)
-            if trainer.first < len(job.schedule):
+            if trainer.first < len(job.schedule) and not job.stops_after(records):
                 trainer.train()
+            best = best_checkpoint(job, recording.records) if job.keep_best and run == "packed" else None
+            if best is not None:
+                job.on_phase(f"taking the weights of {best.name}, which had the lowest evaluation loss")
+                states.load_weights(best, model)
         if job.strategy in ZERO:  # or the next model of this process would be partitioned while it is made
             unset_hf_deepspeed_config()
     attention = ""

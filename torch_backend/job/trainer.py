@@ -116,7 +116,9 @@ class JobTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             copies = self.job.options.master_weights and self.job.strategy not in ZERO  # which makes them itself
-            self.optimizer = make_optimizer(self.model, self.job.options, master_weights=copies)
+            options, named = self.job.options, partial(self.get_optimizer_cls_and_kwargs, self.args)
+            own = options.optim is None and not options.settings
+            self.optimizer = make_optimizer(self.model, options, master_weights=copies, named=None if own else named)
         made: torch.optim.Optimizer = self.optimizer
         return made
 
@@ -218,6 +220,10 @@ def _arguments(job: TrainJob, *, steps: int, device: torch.device, folder: str) 
         disable_tqdm=True,
         remove_unused_columns=False,
         ddp_find_unused_parameters=False,
+        learning_rate=1.0,  # which the schedule multiplies
+        optim=job.options.optim or "adamw_torch_fused",
+        neftune_noise_alpha=job.options.neftune_alpha,
+        **(job.options.settings or {}),
     )
 
 

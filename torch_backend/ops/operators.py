@@ -57,9 +57,18 @@ def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def runs_triton(x: torch.Tensor) -> bool:
-    """Returns whether Triton kernels support this tensor: it is on a GPU, or the kernels are interpreted on the CPU."""
-    served = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    """Returns whether Triton kernels support this tensor: it is on a GPU, or the kernels are interpreted on the CPU.
+
+    Bfloat16 needs a GPU that computes in it; plain torch, which emulates it, runs on others (a T4).
+    """
+    served = x.dtype in (torch.float16, torch.float32) or (x.dtype == torch.bfloat16 and has_bfloat16(x.device))
     return TRITON and served and (x.is_cuda or INTERPRETED)
+
+
+@torch.compiler.assume_constant_result  # as shared_memory
+def has_bfloat16(device: torch.device) -> bool:
+    """Returns whether a device computes in bfloat16: GPUs from compute capability 8.0, and CPUs."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @torch.compiler.assume_constant_result  # a trace reads a cached function anew, and warns the user of it

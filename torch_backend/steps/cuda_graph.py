@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from packing_core.errors import LayoutError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
+from torch_backend.hf.forward import forward_among
 from torch_backend.hf.patch import state_of
 from torch_backend.steps.memory import Level, marked
 from torch_backend.steps.progress import announced
@@ -32,8 +35,7 @@ from torch_backend.steps.progress import announced
 _HOST_ONLY = ("packed_lengths", "packed_documents", "packed_parents")
 DEVICE = "cuda"
 # Graphs of one layer class where rows differ in length: for each kind of layer with gradients and without, with an
-# adapter on and off, with shared prefixes and without, each at the first number of tokens and at any. All classes of
-# layers count together.
+# adapter on and off, with shared prefixes and without. All classes of layers count together.
 GRAPHS = 64
 
 
@@ -55,8 +57,8 @@ def compile_layers(
         recompute: do not keep between the passes what a layer's backward can make again from what it reads anyway: a
             normalised input, the product inside a gated MLP. Saves memory for about one percent of the time.
         backend: of ``torch.compile``.
-        dynamic: of ``torch.compile``. False compiles a graph for each number of tokens; None one for all of them, at
-            the second or third number that it sees.
+        dynamic: of ``torch.compile``. False compiles a graph for each number of tokens; None one for all of them,
+            where documents are cut over ranks at the second or third number that it sees.
         memory: what those layers keep that :func:`torch_backend.steps.memory.set_level` lets recompute.
 
     Raises:
@@ -64,7 +66,7 @@ def compile_layers(
     """
     root = causal_lm(model)
     state = state_of(root)
-    if state is None or not state.requests:
+    if state is None or not (state.requests or (state.choices and not state.layers_need_lengths)):
         raise LayoutError("compile_layers takes a patched model that has run a packed batch: call patch(model) and it")
     state.compiled = {replace(request, requires_grad=True) for request in state.requests}
     chosen = _recompute_cheap if recompute and backend == "inductor" else backend
@@ -72,6 +74,23 @@ def compile_layers(
     for module in layers_of(state.decoder):
         recomputed = getattr(module, "gradient_checkpointing", False) and memory != "none"
         module.compile(backend=by_level if recomputed else chosen, dynamic=dynamic)
+        if dynamic is None and state.context is None:
+            compiled: Any = module._compiled_call_impl
+            module._compiled_call_impl = partial(_of_any_length, compiled)
+
+
+def _of_any_length(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a compiled layer whose first graph runs rows of all lengths.
+
+    By itself torch.compile makes a graph for the first number of tokens that it sees, and a second one for all others.
+    """
+    arguments = (*args, *kwargs.values())
+    for x in chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in arguments):
+        if isinstance(x, Tensor) and x.ndim > 1:
+            torch._dynamo.maybe_mark_dynamic(x, 1)  # [1, T, ...]
+    if (forward := forward_among(arguments)) is not None:
+        forward.segments.mark_any_length()
+    return call(*args, **kwargs)
 
 
 def whole_layers() -> AbstractContextManager[None]:

@@ -43,8 +43,6 @@ def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None
     if any(isinstance(module, OptimizedModule) or module._compiled_call_impl for module in model.modules()):
         return "it is compiled already"
     state = state_of(causal_lm(model))
-    if state is not None and not state.anatomy.attention:
-        return "it has recurrent layers alone"
     if state is not None and (part := unknown_part(layers_of(state.decoder))) is not None:
         return f"{part} stands in them, which torch.compile may run wrongly: leave it out"
     return _why_not_fixed(model, batch) if context_of(model) is None else _why_not_pieces(model)

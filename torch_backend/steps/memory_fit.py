@@ -20,10 +20,14 @@ from packing_core.training.memory_model import GIB, LEVELS, USABLE, MemoryModel
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
+from torch_backend.hf.patch import context_of
 from torch_backend.steps.boundaries import why_not_shared
 from torch_backend.steps.eligibility import why_not_compiled
 from torch_backend.steps.memory import Level, level_of, set_level
 from torch_backend.steps.progress import announce
+from torch_backend.steps.tiled_layers import can_be_tiled
+
+_UNSURE = 1.05  # what the formula may be wrong by
 
 
 def memory_of(
@@ -58,6 +62,8 @@ def memory_of(
         adapted=_ranks(root) // layers,
         head=output is not None and any(p.requires_grad for p in output.parameters()),
     )
+    if not can_be_tiled(root):
+        memory = replace(memory, tiled={})
     # buckets of DDP are there from the beginning too
     return replace(memory, accumulates=accumulates or isinstance(model, nn.parallel.DistributedDataParallel))
 
@@ -89,12 +95,7 @@ def choose_level(
     there -= _others(model, optimizer, device)
     found = memory.fastest(tokens, there, host)
     if found is None:
-        longest = {level: memory.longest(level, there, host) for level in LEVELS}
-        best = max(longest, key=lambda level: longest[level])
-        raise CapacityError(
-            f"a row of {tokens:,} tokens fits {there / GIB:.1f} GiB at no level of memory: the longest that does has "
-            f'{longest[best]:,}, at memory="{best}". Pack or cut documents to that capacity'
-        )
+        raise _too_long(memory, tokens, there, host)
     level: Any = found
     group = (memory.group(tokens, host) or 1) if found == "offload" else 1
     need = memory.bytes(found, tokens, group=group) / GIB
@@ -102,14 +103,70 @@ def choose_level(
     return level, f"{tokens:,} tokens need {need:.1f} of {there / GIB:.1f} GiB{shared}"
 
 
+def check_fit(
+    model: nn.Module,
+    tokens: int,
+    optimizer: Any = None,
+    autocast: torch.dtype | None = None,
+    *,
+    accumulates: bool = False,
+) -> None:
+    """Announce a microbatch that probably does not fit at the level that a model has, where the formula knows it.
+
+    Args:
+        model, optimizer, autocast, accumulates: as of :func:`memory_of`.
+
+    Raises:
+        CapacityError: it fits at no level, by more than the formula may be wrong.
+    """
+    device = execution_device(causal_lm(model))
+    there = device_bytes(device)
+    if there is None or context_of(model) is not None or why_not_compiled(model) is not None:
+        return
+    try:
+        memory = memory_of(model, optimizer, autocast, accumulates=accumulates)
+    except (PackingError, UnsupportedModelError):
+        return
+    there, host = there - _others(model, optimizer, device), host_bytes()
+    level = level_of(model)
+    need = memory.bytes(level, tokens, group=(memory.group(tokens, host) or 1) if level == "offload" else 1)
+    if need <= USABLE * there:
+        return
+    if memory.fastest(tokens, int(_UNSURE * there / USABLE), host) is None:
+        raise _too_long(memory, tokens, there, host)
+    found = memory.fastest(tokens, there, host)
+    way = f'memory="{found}" fits' if found is not None else "no level surely fits"
+    announce(
+        f'a row of {tokens:,} tokens needs about {need / GIB:.1f} GiB at memory="{level}", and {there / GIB:.1f} are '
+        f"there: {way}"
+    )
+
+
+def _too_long(memory: MemoryModel, tokens: int, there: int, host: int | None) -> CapacityError:
+    longest = {level: memory.longest(level, there, host) for level in LEVELS}
+    best = max(longest, key=lambda level: longest[level])
+    row = f"a row of {tokens:,} tokens fits {there / GIB:.1f} GiB at no level of memory"
+    if not longest[best]:
+        return CapacityError(
+            f"{row}, and no shorter one does: weights, gradients and optimizer take {memory.fixed / GIB:.1f} GiB. "
+            "Train adapters, or shard the model over ranks"
+        )
+    return CapacityError(
+        f'{row}: the longest that does has {longest[best]:,}, at memory="{best}". '
+        "Pack or cut documents to that capacity"
+    )
+
+
 class FittedLevel:
-    """``memory="auto"`` of one step: the level of a model, chosen again where a longer microbatch comes.
+    """The level of a model in one step, looked at again where a longer microbatch comes.
 
     Attributes:
+        chooses: whether the level is chosen (``memory="auto"``), or only checked.
         tokens: of the longest microbatch so far; accumulates: whether a step had several; reason: of the level.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, chooses: bool = True) -> None:
+        self.chooses = chooses
         self.tokens = 0
         self.accumulates = False
         self.reason = ""
@@ -128,6 +185,10 @@ class FittedLevel:
             return False
         before = level_of(model)
         longest, accumulates = max(tokens, self.tokens), accumulates or self.accumulates
+        if not self.chooses:
+            self.tokens, self.accumulates = longest, accumulates
+            check_fit(model, longest, optimizer, autocast, accumulates=accumulates)
+            return False
         level, self.reason = choose_level(model, longest, optimizer, autocast, accumulates=accumulates)
         self.tokens, self.accumulates = longest, accumulates
         set_level(model, level)

@@ -1,8 +1,8 @@
-"""MLPs of layers by tiles of tokens, in steps on long rows whose layers recompute their MLPs anyway.
+"""MLPs and experts of layers by tiles of tokens, in steps on long rows whose layers recompute them anyway.
 
 A model, the level of its memory and the tokens of a row -> the MLPs of known form, which during the step run by
-:func:`torch_backend.ops.tiled_mlp.tiled_mlp`. Attention and scans need no tiles: their kernels hold nothing that is
-larger than their inputs.
+:func:`torch_backend.ops.tiled_mlp.tiled_mlp`, and the experts on our kernels, which take a tile at a time. Attention
+and scans need no tiles: their kernels hold nothing that is larger than their inputs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from packing_core.training.memory_model import TILE, TILED_FROM
+from torch_backend.hf.anatomy.experts import is_spread
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.rebinding import names
+from torch_backend.hf.experts import LAYOUT, TILE_OF_EXPERTS
 from torch_backend.ops.tiled_mlp import Projection, tiled_mlp
 from torch_backend.steps.memory import level_of
 
@@ -29,18 +31,27 @@ _ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh
 
 
 def tiled_modules(model: nn.Module, tokens: int) -> list[nn.Module]:
-    """Returns the MLPs that a step on a row of ``tokens`` computes by tiles; none where the row is short.
+    """Returns the MLPs and experts that a step on a row of ``tokens`` computes by tiles; none where the row is short.
 
-    At ``"none"`` layers keep the inner columns of their MLPs, and there is nothing to save.
+    At ``"none"`` layers keep the inner columns of their MLPs, and there is nothing to save; experts keep their first
+    product at ``"selective"`` too.
     """
-    if tokens < TILED_FROM or level_of(model) == "none":
+    level = level_of(model)
+    if tokens < TILED_FROM or level == "none":
         return []
+    return [m for m in can_be_tiled(model) if level != "selective" or LAYOUT not in m.__dict__]
+
+
+def can_be_tiled(model: nn.Module) -> list[nn.Module]:
+    """Returns the MLPs and experts of a patched model that tiles can compute."""
     layers = [m for m in causal_lm(model).modules() if isinstance(m, DecoderLayer)]
     return [m for layer in layers for m in layer.modules() if why_not_tiled(m) is None]
 
 
 def why_not_tiled(module: nn.Module) -> str | None:
-    """Explains why a module is not an MLP that tiles can compute, None if it is."""
+    """Explains why a module is no MLP, and no experts, that tiles can compute, None if it is."""
+    if LAYOUT in module.__dict__:
+        return "ranks exchange its tokens" if is_spread(module) else None
     if not {name for name, _ in module.named_children()} >= _PARTS or "forward" in module.__dict__:
         return "it is no gated MLP"
     if names(type(module).forward) != {*_PARTS, "act_fn"}:
@@ -54,15 +65,20 @@ def why_not_tiled(module: nn.Module) -> str | None:
 
 @contextmanager
 def tiled(modules: list[nn.Module]) -> Iterator[None]:
-    """Inside, these MLPs run by tiles."""
-    before = [(module, type(module)) for module in modules]
+    """Inside, these MLPs and experts run by tiles."""
+    experts = [module for module in modules if LAYOUT in module.__dict__]
+    before = [(module, type(module)) for module in modules if LAYOUT not in module.__dict__]
     for module, kind in before:
         module.__class__ = _tiled_class(kind)  # type: ignore[arg-type] # a class is hashable
+    for module in experts:
+        module.__dict__[TILE_OF_EXPERTS] = TILE
     try:
         yield
     finally:
         for module, kind in before:
             module.__class__ = kind
+        for module in experts:
+            del module.__dict__[TILE_OF_EXPERTS]
 
 
 @cache

@@ -77,7 +77,7 @@ class TrainStep:
 
     Args:
         fixed: shapes that the data are known to need, so that no later batch needs others.
-        fitted: chooses the level of memory; None leaves it as it is.
+        fitted: chooses the level of memory, or checks it.
 
     Attributes:
         parts: "loss", "layers" and "graph": what of the step is fast, and why the rest is not; known after a step. On
@@ -357,7 +357,7 @@ def make_train_step(
         compile=compile,
         capture=capture,
         group=group,
-        fitted=FittedLevel() if memory == "auto" else None,
+        fitted=FittedLevel(chooses=memory == "auto"),
     )
     if state_of(root := causal_lm(model)) is None:
         raise UnsupportedModelError(

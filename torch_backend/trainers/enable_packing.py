@@ -42,8 +42,8 @@ Trainer = TypeVar("Trainer")
 @hinted()
 def enable_packing(
     trainer: Trainer,
-    *,
     capacity: int | None = None,
+    *,
     overflow: Overflow = "error",
     context: int | None = None,
     min_piece: int = 1,
@@ -51,6 +51,7 @@ def enable_packing(
     order: Order = "random",
     keys: str | None = None,
     weights: Mapping[Any, float] | None = None,
+    equal_cost: bool = False,
     implementation: str | Sequence[str] = "auto",
     verify: bool = True,
     fast: bool = True,
@@ -89,6 +90,8 @@ def enable_packing(
         order: the order in which the documents of an epoch are trained, as in ``packing_core.plan``; a run that is
             killed resumes in it. ``keys`` is the name of the column of the training data that holds each document's
             key, ``weights`` the weight of each key.
+        equal_cost: makes the rows of each step for its ranks, as in ``packing_core.planning.epochs.plan_epoch``, where
+            the slowest rank would take more than 2% longer than the mean.
         implementation, verify: as in :func:`torch_backend.patch`.
         fast: train without logits, through compiled layers and as a CUDA graph, each where nothing forbids it
             (:mod:`.fast_step`); of TRL's preference, reward and policy trainers the layers alone
@@ -131,7 +134,7 @@ def enable_packing(
                 'memory="auto" follows from rows that the fast step trains, and here it trains none: name a level, '
                 'memory="full" for example'
             )
-    rows = RowOptions(capacity, overflow, context, min_piece, max_segments, order, keys, weights)
+    rows = RowOptions(capacity, overflow, context, min_piece, max_segments, order, keys, weights, equal_cost)
     if share_prefix not in (True, False, "auto"):
         raise PackingError(f'share_prefix is {share_prefix!r}: pass True, False or "auto"')
     if kind_of(trainer) is not None:

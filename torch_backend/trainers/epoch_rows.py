@@ -133,6 +133,7 @@ class EpochRows(Dataset[PackedBatch]):
                 self.capacity,
                 epoch=epoch,
                 ranks=self.ranks,
+                equal_cost=given.equal_cost,
                 **self.options,
                 **given.packing,
                 **ordered,

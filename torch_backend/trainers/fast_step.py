@@ -74,7 +74,7 @@ class PackedStep:
         self.capture: Choice = "auto"
         self.fixed: FixedShapes | None = None
         self.in_place_of_compile = False  # of the whole model, torch_compile=True
-        self.fitted: FittedLevel | None = None  # memory="auto"
+        self.fitted = FittedLevel(chooses=False)
         self.gradients: Gradients | None = None
         self.size = 0  # of the batches that it was made for
         copies = 1 if self.over_ranks is None else self.over_ranks.context.ranks
@@ -122,10 +122,9 @@ class PackedStep:
         size = self.trainer._train_batch_size  # auto_find_batch_size reduces it
         fresh = self.gradients is None or self.gradients.model is not model or size != self.size
         rule = {"accumulates": self.trainer.args.gradient_accumulation_steps > 1}
-        if self.fitted is not None:
-            if fresh:
-                self.fitted.tokens = 0
-            fresh |= self.fitted.fit(self.model, tokens_of(inputs), self.trainer.optimizer, self.autocast, **rule)
+        if fresh:
+            self.fitted.tokens = 0
+        fresh |= self.fitted.fit(self.model, tokens_of(inputs), self.trainer.optimizer, self.autocast, **rule)
         if fresh:
             self.size, self.gradients = size, self._gradients(model)
         if self.metrics is not None:

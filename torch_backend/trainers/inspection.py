@@ -168,6 +168,10 @@ def _refuse_untrained(trainer: Any, collator: PackedCollator | BoundaryCollator)
         return
     vision = getattr(collator, "vision", None)
     for number, example in enumerate(data):
+        if isinstance(collator, BoundaryCollator) and not isinstance(example, Mapping | PackedBatch):
+            if (np.asarray(collator([example])["labels"]) != IGNORE_INDEX).any():  # a row that its collator alone reads
+                return
+            continue
         if isinstance(example, PackedBatch | VisionRows):
             batch = example if isinstance(example, PackedBatch) else example.batch
         elif vision is not None:

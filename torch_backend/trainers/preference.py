@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.vision import vision_of
 from torch_backend.hf.edits.rotary import find_batch_dependent
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.hf.inputs.prefixes import Sharing
 from torch_backend.hf.inputs.trl_trainers import generates, kind_of, rows_of_example
-from torch_backend.hf.inputs.unpadding import LENGTHS, LengthsCollator, unpad_calls
+from torch_backend.hf.inputs.unpadding import IDS, LENGTHS, LengthsCollator, unpad_calls
 from torch_backend.hf.patch import refuse_context_of, state_of
 from torch_backend.patching import patch, unpatch
 from torch_backend.steps.dynamic_compile import CompiledCalls
@@ -73,7 +75,7 @@ def enable_unpadding(
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     trainer.accelerator.dataloader_config.dispatch_batches = False
     if not isinstance(trainer.data_collator, LengthsCollator):
-        trainer.data_collator = LengthsCollator(trainer.data_collator)
+        trainer.data_collator = LengthsCollator(trainer.data_collator, ids=share_prefix is not False)
         _MeanOverStep(trainer)
         if kind_of(trainer) == "KTOTrainer":
             _tell_lengths_of_kl(trainer)
@@ -90,13 +92,28 @@ def _refuse(trainer: Any) -> None:
         )
     columns = getattr(trainer.train_dataset, "column_names", None) or ()
     if getattr(trainer, "_is_vision_dataset", False) or {"image", "images"} & set(columns):
-        raise UnsupportedError(f"{name} trains on images, which are not packed: leave it as it is")
+        _refuse_images(trainer)
     for config in (getattr(trainer.model, "peft_config", None) or {}).values():
         if getattr(config, "is_prompt_learning", False):
             raise UnsupportedError(
                 f"{name} trains a {config.peft_type} adapter, whose virtual tokens every document of a row would need: "
                 "use LoRA"
             )
+
+
+def _refuse_images(trainer: Any) -> None:
+    """Raise for trainers and families that cannot train on the images of their data."""
+    name = type(trainer).__name__
+    if kind_of(trainer) == "RewardTrainer":
+        raise UnsupportedError(
+            f"{name} of TRL {version('trl')} reads no images and would score answers without them: leave the column out"
+        )
+    both_ways = vision_of(trainer.model).both_ways
+    if both_ways is not None and both_ways.prefix:
+        raise UnsupportedError(
+            f"{name} does not mark where a prompt ends, and {type(causal_lm(trainer.model)).__name__} sees all its "
+            "tokens in both directions: leave the trainer as it is"
+        )
 
 
 class PreferenceStep:
@@ -177,7 +194,7 @@ def _tell_lengths_of_kl(trainer: Any) -> None:
     stock = trainer._compute_kl_logps
 
     def compute(model: Any, batch: Any) -> Any:
-        return stock(model, {**batch, LENGTHS: batch.get("KL_" + LENGTHS)})
+        return stock(model, {**batch, **{name: batch.get("KL_" + name) for name in (LENGTHS, IDS)}})
 
     trainer._compute_kl_logps = compute
 

@@ -24,6 +24,7 @@ class RowOptions:
     order: Order = "random"
     keys: str | None = None
     weights: Mapping[Any, float] | None = None
+    equal_cost: bool = False
 
     @property
     def given(self) -> str | None:
@@ -53,8 +54,10 @@ class RowOptions:
     def refuse_order(self, why: str) -> None:
         """
         Raises:
-            PackingError: an order is given, which has no effect because of ``why``.
+            PackingError: an order or ``equal_cost`` is given, which has no effect because of ``why``.
         """
+        if self.equal_cost:
+            raise PackingError(f"equal_cost=True has no effect, because {why}: leave it out")
         if (self.order, self.keys, self.weights) != ("random", None, None):
             raise PackingError(
                 f'order="{self.order}" has no effect, because {why}: put the documents in that order before, and leave '

@@ -19,6 +19,7 @@ for _name in (
     "trainer",
     "trees",
     "context",
+    "spans",
     "larger",
     "combined",
 ):

@@ -134,6 +134,7 @@ ROWS_OF_IMAGES = ("idefics2", "idefics3", "smolvlm")
 _GRIDS = frozenset(("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids"))
 _PIXELS = frozenset(("pixel_values",))
 _SIZES = _PIXELS | {"image_sizes"}
+_FRAMES = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")  # Gemma 4's videos
 _PIXEL_MASK = _PIXELS | {"pixel_attention_mask"}
 # Tensor arguments with which a family is exact when packed; tests/torch_backend/test_multimodal.py proves every one.
 # Others are refused: nothing else tells whether tokens attend in both directions or positions depend on the row.
@@ -144,7 +145,7 @@ EXACT_KEYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), _PIXEL_MASK),
     "lfm2_vl": _PIXEL_MASK | {"spatial_shapes"},
     **dict.fromkeys(("gemma3", "paligemma"), _PIXELS | {"token_type_ids"}),
-    "gemma4": _PIXELS | {"image_position_ids", "mm_token_type_ids"},
+    "gemma4": _PIXELS | {"image_position_ids", "mm_token_type_ids", *_FRAMES},
     "gpt2": frozenset(("token_type_ids",)),
 }
 

@@ -61,15 +61,8 @@ class Vision:
             LayoutError: images stand side by side without a token between them, which the family numbers as one.
         """
         if types is None:
-            config = self.indexer.config
-            types = (ids == config.image_token_id).long() + 2 * (ids == getattr(config, "video_token_id", -1)).long()
-        shown = torch.cat((types.new_zeros(1), types)) == 1
-        runs, count = int((shown[1:] & ~shown[:-1]).sum()), len(images.get("image_grid_thw", ()))
-        if runs != count:
-            raise LayoutError(
-                f"there are {count} images in {runs} runs of image tokens: put a token between images, as the family's "
-                "chat template does"
-            )
+            types = kinds_of_tokens(self.indexer.config, ids)
+        refuse_joined_images(types[None], len(images.get("image_grid_thw", ())))
         given = {name: images.get(name) for name in (*GRIDS.values(), "second_per_grid_ts") if name in images}
         found: Tensor = self.indexer.get_rope_index(ids[None], mm_token_type_ids=types[None], **given)[0]
         return found[:, 0].long()
@@ -122,6 +115,31 @@ class Vision:
             raise LayoutError(f"{where} has {has}: placeholders and images must agree")
 
 
+def kinds_of_tokens(config: Any, ids: Tensor) -> Tensor:
+    """Returns 0 for text, 1 for images and 2 for videos, as ``ids``; the config is that of an M-RoPE family."""
+    return (ids == config.image_token_id).long() + 2 * (ids == getattr(config, "video_token_id", -1)).long()
+
+
+def refuse_joined_images(types_BS: Tensor, count: int) -> None:
+    """Raises LayoutError if the image tokens of documents are not in as many runs as there are images."""
+    shown = torch.cat((types_BS.new_zeros(len(types_BS), 1), types_BS), 1) == 1
+    runs = int((shown[:, 1:] & ~shown[:, :-1]).sum())
+    if runs != count:
+        raise LayoutError(
+            f"there are {count} images in {runs} runs of image tokens: put a token between images, as the family's "
+            "chat template does"
+        )
+
+
+def indexer_of(root: nn.Module) -> Any:
+    """Returns an object without weights whose ``get_rope_index`` numbers documents as an M-RoPE model does."""
+    own: Any = next(module for module in root.modules() if hasattr(type(module), "get_rope_index"))
+    indexer: Any = object.__new__(type(own))
+    nn.Module.__init__(indexer)
+    indexer.config = own.config
+    return indexer
+
+
 def vision_of(model: nn.Module) -> Vision:
     """Describes how a model takes images.
 
@@ -136,12 +154,7 @@ def vision_of(model: nn.Module) -> Vision:
             f"{type(root).__name__} is not known to be exact with images in packed rows: pack text alone, without "
             "processor=, and give the model documents with images unpacked"
         )
-    indexer = None
-    if config.model_type in M_ROPE:
-        own = next(module for module in root.modules() if hasattr(type(module), "get_rope_index"))
-        indexer = object.__new__(type(own))
-        nn.Module.__init__(indexer)
-        indexer.config = own.config
+    indexer = indexer_of(root) if config.model_type in M_ROPE else None
     both_ways = both_ways_of(config)
     merge = getattr(config.vision_config, "spatial_merge_size", None) if indexer is not None else None
     return Vision(

@@ -24,6 +24,7 @@ from torch_backend.hf.anatomy.families import both_ways_of
 from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.model import Anatomy
 from torch_backend.hf.inputs.boundaries import METADATA_KEYS
+from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
 from torch_backend.segments import PackedMetadata, to_device
 
 SHARE = "packed_context"  # of a batch that is cut: what this rank holds of it
@@ -56,21 +57,21 @@ def _why_not(anatomy: Anatomy) -> str | None:
         return "its decoder numbers the tokens of its input itself"
     if (both_ways := both_ways_of(anatomy.root.config)) is not None and both_ways.prefix:
         return "the tokens of a document's prefix see each other both ways, and a rank may hold a part of them"
-    if getattr(anatomy.root.config, "output_router_logits", False):
-        return (
-            "the loss of its router is a statistic over all tokens, of which a rank holds a part "
-            "(set config.output_router_logits = False)"
-        )
+    if asks_for_router_loss(anatomy.root, {}) and (reason := why_not_over_ranks(anatomy.root)) is not None:
+        return f"the loss of its router is not computed over ranks, {reason} (set config.output_router_logits = False)"
     return None
 
 
-def cut_batch(batch: Mapping[str, Any], segments: PackedMetadata, context: ContextGroup) -> dict[str, Any]:
+def cut_batch(
+    batch: Mapping[str, Any], segments: PackedMetadata, context: ContextGroup, *, masked: bool = False
+) -> dict[str, Any]:
     """This rank's part of a packed batch.
 
     Args:
         batch: keyword arguments of a model, checked; the same on all ranks.
         segments: its documents, their lengths on the host, on the device of the model.
         context: the group.
+        masked: keep the ``attention_mask``, which a router's loss reads.
 
     Returns:
         The batch with the rank's tokens in a row [1, T], ``position_ids`` of their whole documents, ``shift_labels`` if
@@ -88,10 +89,6 @@ def cut_batch(batch: Mapping[str, Any], segments: PackedMetadata, context: Conte
         what = ", ".join(others) if others else "no input_ids"
         raise UnsupportedError(
             f"a batch with {what} cannot be cut over ranks: context parallelism takes token ids alone"
-        )
-    if batch.get("output_router_logits"):
-        raise UnsupportedError(
-            "output_router_logits=True: the loss of a router is not computed over ranks, leave it out"
         )
     if isinstance(batch.get("position_ids"), Tensor) and batch["position_ids"].ndim != 2:
         raise UnsupportedError("positions on several axes are not cut over ranks: leave position_ids out")
@@ -111,6 +108,8 @@ def cut_batch(batch: Mapping[str, Any], segments: PackedMetadata, context: Conte
         if targets is None:
             targets = _shifted(batch["labels"], segments.lengths, IGNORE_INDEX)
         found["labels"] = found["shift_labels"] = cut(targets)
+    if masked and batch.get("attention_mask") is not None:
+        found["attention_mask"] = cut(batch["attention_mask"])
     if batch.get("loss_weights") is not None:
         weights = batch["loss_weights"]
         shifted = batch.get("shift_labels") is not None

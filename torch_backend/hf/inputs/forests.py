@@ -90,9 +90,11 @@ def check_shared_row(
 ) -> None:
     """Refuse a row of whole documents, of which the decoder computes each beginning once, if that would not be exact.
 
+    The model itself was asked when the row was made, by :func:`why_not_this_call`.
+
     Args, Raises: as :func:`check_forest`; ``packed`` are the whole documents.
     """
-    _refuse(anatomy.root, why_not_this_call(anatomy, kwargs))
+    _refuse(anatomy.root, _why_not_these(anatomy.root, kwargs))
     _check_positions(kwargs.get("position_ids"), packed, guard, wait=wait)
 
 
@@ -163,9 +165,16 @@ def find_dropout(root: nn.Module, *, ever: bool = False) -> str | None:
     """Names a dropout of a model that is on, or with ``ever`` one that training would turn on; None without one."""
     if not (root.training or ever):
         return None
-    for name, module in root.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and (module.training or ever) and module.p > 0:
-            return f"dropout ({name}, p={module.p:g})"
+
+    def drops(module: nn.Module) -> bool:
+        return isinstance(module, nn.modules.dropout._DropoutNd) and (module.training or ever) and module.p > 0
+
+    waiting = [root]  # named_modules() takes several times as long, which every call of a model would wait for
+    while waiting:
+        waiting += filter(None, (module := waiting.pop())._modules.values())
+        if drops(module):
+            name, found = next((name, each) for name, each in root.named_modules() if drops(each))
+            return f"dropout ({name}, p={found.p:g})"
     config: Any = root.config
     for name, value in config.get_text_config().to_dict().items():
         named = "drop" in name and "classifier" not in name

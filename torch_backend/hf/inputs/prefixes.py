@@ -1,7 +1,7 @@
 """Decides which calls of a patched model share the beginnings of their documents, and counts the tokens it saves.
 
-The token ids of a packed row, read from the device once -> :func:`~torch_backend.hf.shared_rows.share_row` -> a
-SharedRow where it is worth it.
+The token ids of a packed row, of its collator or read from the device -> the beginnings that its documents share
+(:mod:`torch_backend.hf.shared_rows`) -> a SharedRow where it is worth it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,22 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from packing_core.batches.trees import LEAST_SAVED, LONG, SHORTEST, part_saved
-from packing_core.errors import UnsupportedModelError
+from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from packing_core.planning.cost import cost_of
 from torch_backend.hf.inputs.forests import WAY_OUT, why_no_attention, why_not_this_call
-from torch_backend.hf.shared_rows import SharedRow, share_row
+from torch_backend.hf.shared_rows import RowIds, SharedRow, copied
 
 Sharing = bool | Literal["auto"]
+
+
+def changed(token: int) -> PackingError:
+    return LayoutError(
+        f"token {token} of a call is not that of its data collator, by whose batch common beginnings are found: change "
+        "token ids in the data collator, or pass share_prefix=False"
+    )
 
 
 class Prefixes:
@@ -42,11 +50,12 @@ class Prefixes:
         self.declined: float | None = None
         self.cost = cost_of([state.decoder.config])
 
-    def of(self, kwargs: Mapping[str, Any]) -> SharedRow | None:
+    def of(self, kwargs: Mapping[str, Any], given: RowIds | None = None) -> SharedRow | None:
         """The shared row of a call, None where its documents run as they are.
 
         Args:
             kwargs: all arguments of the packed call, whose ids are [1, T].
+            given: the ids on the host; read from the device if None, which waits for it.
 
         Raises:
             UnsupportedModelError: the model cannot, and ``sharing`` is True.
@@ -63,17 +72,28 @@ class Prefixes:
         shortest = LONG if self.sharing == "auto" else SHORTEST
         if len(lengths) == 1 or sorted(lengths)[-2] <= shortest:
             return None
-        shared = share_row(ids[0].cpu().numpy(), lengths, shortest=shortest, device=ids.device)
-        segments = shared.segments
-        if segments.parents is None:
+        if given is None:
+            given = RowIds(ids[0].cpu().numpy())
+        else:
+            self._check(ids[0], given)
+        shared = given.shared(lengths, shortest=shortest)
+        if max(shared.parents) < 0:
             return None
-        assert segments.lengths is not None
-        saved = part_saved(segments.lengths, segments.parents, lengths, self.cost)
+        saved = part_saved(shared.lengths, shared.parents, lengths, self.cost)
         if self.sharing == "auto" and saved < LEAST_SAVED:
             self.declined = saved
             return None
-        self.computed -= sum(lengths) - segments.tokens
-        return shared
+        self.computed -= sum(lengths) - sum(shared.lengths)
+        return shared.row(ids.device)
+
+    def _check(self, ids: Tensor, given: RowIds) -> None:
+        """Raise, perhaps in a later call, if the ids of a call are not those that its collator saw."""
+        if len(ids) != len(given.ids):
+            raise changed(0)
+        root = self.state.root
+        self.state.guard.check(
+            "input_ids of shared prefixes", lambda: ids != copied(given.ids, ids.device), changed, wait=root.training
+        )
 
     def _why_not(self, kwargs: Mapping[str, Any]) -> str | None:
         state = self.state

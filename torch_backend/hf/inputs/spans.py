@@ -14,6 +14,7 @@ from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.families import both_ways_of
+from torch_backend.hf.anatomy.vision import PIXELS
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.inputs.arguments import UNPACKED
 from torch_backend.hf.inputs.guard import Guard
@@ -36,7 +37,8 @@ def add_spans(root: Any, kwargs: Mapping[str, Any], forward: PackedForward, guar
     found, name = both_ways_of(root.config), type(root).__name__
     if found is None:
         return
-    kinds, images = kwargs.get(found.key), kwargs.get("pixel_values") is not None
+    kinds = kwargs.get(found.key)
+    images = any(kwargs.get(name) is not None for name in PIXELS)
     if kinds is None:
         if images or found.prefix:
             raise UnsupportedModelError(

@@ -30,13 +30,15 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.arguments import CACHES
 from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.no_cache import NoCache
+from torch_backend.hf.inputs.padded_images import image_keys, positions_of_rows
 from torch_backend.hf.inputs.prefixes import Prefixes, Sharing
 from torch_backend.hf.patch import Patched, state_of
-from torch_backend.hf.shared_rows import SHARED_ROW
+from torch_backend.hf.shared_rows import SHARED_ROW, RowIds
 from torch_backend.seal import SEALED
 from torch_backend.segments import to_device
 
 LENGTHS = "document_lengths"  # key of a batch: real tokens of each row, a tuple of ints on the host
+IDS = f"ids_of_{LENGTHS}"  # key of a batch: the ids of its real tokens on the host, RowIds
 SCORED = "fused_lm_head"  # argument by which TRL's trainers ask a model for log-probabilities
 _OF_DOCUMENTS = ("pooler_output",)  # outputs that are one for each document already
 _OF_IMAGES = ("image_hidden_states", "video_hidden_states")  # outputs that are one for each image
@@ -87,16 +89,21 @@ class LengthsCollator:
     """Calls another collator and adds the number of real tokens of each row, as far as its batches are padded.
 
     With them no forward waits for the device. A batch of several inputs, as KTO's, has one tuple for each of them,
-    under the prefix of its ``attention_mask``.
+    under the prefix of its ``attention_mask``. With ``ids``, it has the token ids on the host too, which shared
+    prefixes are found by.
     """
 
-    def __init__(self, collator: Callable[[Any], Mapping[str, Any]]) -> None:
+    def __init__(self, collator: Callable[[Any], Mapping[str, Any]], *, ids: bool = False) -> None:
         self.collator = collator
+        self.ids = ids
 
     def __call__(self, features: Any) -> dict[str, Any]:
         batch = dict(self.collator(features))
         for name in [name for name in batch if name.endswith("attention_mask")]:
-            batch[name.removesuffix("attention_mask") + LENGTHS] = lengths_of(batch[name])
+            mask, prefix = batch[name], name.removesuffix("attention_mask")
+            batch[prefix + LENGTHS] = lengths_of(mask)
+            if self.ids and (ids := batch.get(prefix + "input_ids")) is not None:
+                batch[prefix + IDS] = RowIds(ids[mask != 0].cpu().numpy())
         return batch | SEALED
 
 
@@ -211,7 +218,7 @@ class Unpadding:
         """The arguments of the packed call, and what its caller expects; None and the call's own if it stays padded."""
         root, kwargs = self.root, dict(kwargs)
         NoCache.refuse(kwargs)
-        lengths = kwargs.pop(LENGTHS, None)
+        lengths, ids_on_host = kwargs.pop(LENGTHS, None), kwargs.pop(IDS, None)
         for name in [name for name in kwargs if name.endswith(LENGTHS)]:
             del kwargs[name]  # of another input of the same batch
         mask, ids, state = kwargs.get("attention_mask"), kwargs.get("input_ids"), state_of(root)
@@ -228,7 +235,10 @@ class Unpadding:
         for name in _NOT_OF_THE_MODEL:
             kwargs.pop(name, None)
         labels = kwargs.pop("labels", None) if state.anatomy.head == "document" else None  # of documents, however many
-        row = {name: padded.row(x) for name, x in kwargs.items() if padded.per_token(x)}
+        if (positions := positions_of_rows(root, kwargs)) is not None:
+            kwargs["position_ids"] = positions
+        images = image_keys(root)
+        row = {name: padded.row(x) for name, x in kwargs.items() if name not in images and padded.per_token(x)}
         if state.shifted and "labels" in row:
             row["labels"] = padded.labels(kwargs["labels"])
         if labels is not None:
@@ -238,7 +248,7 @@ class Unpadding:
             kwargs["return_dict"] = True  # by whose names the outputs are put back
         expected = PaddedOutput(padded, kept, as_tuple, caches=_caches(root, state, kwargs) and not by_trainer)
         kwargs = {**kwargs, **row, "packed_lengths": padded.lengths}
-        shared = None if self.prefixes is None else self.prefixes.of(kwargs)
+        shared = None if self.prefixes is None else self.prefixes.of(kwargs, ids_on_host)
         return expected, kwargs if shared is None else {**kwargs, SHARED_ROW: shared}
 
     def put_back(self, expected: PaddedOutput, output: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from packing_core.errors import UnsupportedError
 from torch_backend.ops.attention.probe import Probed
 from torch_backend.ops.attention.request import AttentionRequest
-from torch_backend.ops.attention.triton_work import key_parts, key_tiles, query_parts, query_tiles
+from torch_backend.ops.attention.triton_work import key_parts, key_sums, key_tiles, query_parts, query_tiles
 from torch_backend.ops.operators import operator, runs_triton, shared_memory
 from torch_backend.segments import PackedMetadata
 
@@ -99,26 +99,28 @@ def packed_attention(
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention with given tile shapes; see :func:`torch_backend.ops.attention.attention` for the rest."""
-    work, work_q, work_k = _work_lists(packed, request, tiles)
+    lists = _work_lists(packed, request, tiles)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     options = request.causal, request.window or 0, request.softcap or 0.0, request.scale
     parts = query_parts(packed), key_parts(packed) if request.requires_grad else None
     begins, ends = (None, None) if packed.spans is None else packed.spans
-    return _Attention.apply(q, k, v, sinks, alibi_slopes, work, work_q, work_k, *parts, begins, ends, tiles, options)
+    return _Attention.apply(q, k, v, sinks, alibi_slopes, *lists, *parts, begins, ends, tiles, options)
 
 
 def _work_lists(
     packed: PackedMetadata, request: AttentionRequest, tiles: KernelTiles, *, fixed_shape: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Makes the work lists of forward, gradient of q (None: the forward's) and of k and v (None: no backward)."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Makes the work lists of forward, gradient of q (None: the forward's), and of k and v (None: no backward), and the
+    list of blocks of keys whose shares are added (None: no shared prefixes)."""
     group = request.heads // request.kv_heads
     work = query_tiles(packed, tiles.forward.rows // group, fixed_shape=fixed_shape)
     if not request.requires_grad:
-        return work, None, None
+        return work, None, None, None
     # one list is not passed twice: torch.compile breaks its graph at a tensor that is
     same = tiles.queries.rows == tiles.forward.rows
     work_q = None if same else query_tiles(packed, tiles.queries.rows // group, fixed_shape=fixed_shape)
-    return work, work_q, key_tiles(packed, tiles.keys.keys, fixed_shape=fixed_shape)
+    work_k = key_tiles(packed, tiles.keys.keys, request.kv_heads, fixed_shape=fixed_shape)
+    return work, work_q, work_k, key_sums(packed, tiles.keys.keys, request.kv_heads)
 
 
 class _Attention(torch.autograd.Function):
@@ -133,6 +135,7 @@ class _Attention(torch.autograd.Function):
         work: Tensor,
         work_q: Tensor | None,
         work_k: Tensor | None,
+        sums_k: Tensor | None,
         parts_q: Tensor | None,
         parts_k: Tensor | None,
         begins: Tensor | None,
@@ -141,7 +144,7 @@ class _Attention(torch.autograd.Function):
         options: tuple[bool, int, float, float],
     ) -> Tensor:
         out, lse = _forward(q, k, v, sinks, slopes, work, parts_q, ends, list(tiles.forward), *options)
-        lists = work if work_q is None else work_q, work_k, parts_q, parts_k, begins, ends
+        lists = work if work_q is None else work_q, work_k, sums_k, parts_q, parts_k, begins, ends
         ctx.save_for_backward(q, k, v, sinks, slopes, out, lse, *lists)
         ctx.tiles, ctx.options = tiles, options
         return out
@@ -158,7 +161,7 @@ class _Attention(torch.autograd.Function):
             # the sink's weight is exp(sink) over the denominator, and its value is a zero vector
             weights = (sinks.float().view(k.shape[1], 1, -1) * LOG2E - lse).exp2()
             dsinks = -(weights * stats[..., 1]).sum(1).flatten().to(sinks.dtype)
-        return dq, dk, dv, dsinks, *[None] * 10
+        return dq, dk, dv, dsinks, *[None] * 11
 
 
 # Measured on an H200 (benchmarks/RESULTS.md); those of small shared memory fit the 99 KB of consumer cards. Tiles for
@@ -167,10 +170,12 @@ def choose_tiles(request: AttentionRequest) -> KernelTiles:
     """Tile shapes for a head, a dtype and a device; they do not depend on the segments, so neither do the results."""
     width = max(16, _power_of_two(max(request.head_dim, request.value_dim)))
     group = _power_of_two(request.heads // request.kv_heads)
+    memory = shared_memory(request.device) or _CONSUMER  # 0: interpreted
     if request.dtype == torch.float32:
-        tile = Tile(max(32, group), 32, 4, 1) if width <= 128 else Tile(max(16, group), 16, 4, 1)
+        wide = width > 128
+        tile = Tile(max(16 if wide else 32, group), 16 if wide or memory < _CONSUMER else 32, 4, 1)
         return KernelTiles(tile, tile, tile)
-    tiles = _LARGE if shared_memory(request.device) >= 200 * 1024 else _SMALL
+    tiles = _LARGE if memory >= 200 * 1024 else _SMALL if memory >= _CONSUMER else _TURING
     return KernelTiles(*(tile._replace(rows=max(tile.rows, group)) for tile in tiles[width]))
 
 
@@ -181,10 +186,16 @@ _LARGE = {
     # compiled for sm_90: 196, 192 and 130 KB of shared memory, 0, 0 and 20 bytes of registers spilled
     512: KernelTiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 2)),
 }
+_CONSUMER = 99 * 1024  # bytes of shared memory that one program can have on consumer cards from compute capability 8.6
 _SMALL = {
     **dict.fromkeys((16, 32, 64, 128), KernelTiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))),
     256: KernelTiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     512: KernelTiles(Tile(32, 16, 8, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+}
+# Fit the 64 KB of compute capability 7.5 (a T4): compiled for it in float16, at most 48 KB. Heads of 512 do not fit.
+_TURING = _SMALL | {
+    128: KernelTiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    256: KernelTiles(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
 
 
@@ -232,6 +243,7 @@ def _launch_backward(
     lse: Tensor,
     work_q: Tensor,
     work_k: Tensor,
+    sums_k: Tensor | None,
     parts_q: Tensor | None,
     parts_k: Tensor | None,
     begins: Tensor | None,
@@ -252,11 +264,18 @@ def _launch_backward(
         q, k, v, out, dout, lse, slopes, dq, stats, work_q, parts_q, ends, q.shape[0], scale, softcap, window,
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_q),
     )  # fmt: skip
+    blocks, shares = _blocks(q, v, tile_k), stats  # any pointer: without sums no walk is cut
+    if sums_k is not None:
+        shares = stats.new_empty(sums_k.shape[0], k.shape[1], blocks["BLOCK_N"], k.shape[2] + v.shape[2])
     kernels.backward_keys[work_k.shape[0] * k.shape[1],](
-        q, k, v, dout, stats, slopes, dk, dv, work_k, parts_k, begins, q.shape[0], scale, softcap,
-        min(window, k.shape[0]),
-        *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_k),
+        q, k, v, dout, stats, slopes, dk, dv, shares, work_k, parts_k, begins, q.shape[0], scale, softcap,
+        min(window, k.shape[0]), *strides, *_shape(q, k, v), *options, **blocks,
     )  # fmt: skip
+    if sums_k is not None:
+        kernels.add_shares[sums_k.shape[0] * k.shape[1],](
+            shares, dk, dv, sums_k, *k.shape[1:], v.shape[2],
+            *(blocks[name] for name in ("BLOCK_D", "BLOCK_E", "BLOCK_N")),
+        )  # fmt: skip
     return dq, dk, dv, stats
 
 
@@ -296,7 +315,7 @@ _forward = operator(
 )
 _backward = operator(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor out, Tensor lse, "
-    "Tensor work_q, Tensor work_k, Tensor? parts_q, Tensor? parts_k, Tensor? begins, Tensor? ends, "
+    "Tensor work_q, Tensor work_k, Tensor? sums_k, Tensor? parts_q, Tensor? parts_k, Tensor? begins, Tensor? ends, "
     f"int[] tile_q, int[] tile_k, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
     _backward_outputs,

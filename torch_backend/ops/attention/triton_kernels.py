@@ -4,7 +4,7 @@ The queries of all heads that share a key head are rows of one tile: row r is to
 ``r % G`` of the group, so one load of K and V serves the group, and a tile of many rows spans few tokens, which is what
 keeps the tiles of short documents full. Each program takes one item of a work list, ``(segment's first token, segment's
 length, the tile's first token in the segment)`` int32, so no program visits keys of another segment and none is empty.
-Nothing is accumulated across programs: results do not depend on their order.
+``add_shares`` adds the shares of a long walk in their order, in float32: results do not depend on that of programs.
 
 Names: i query, j key, both counted within the segment; r row; d channel of q and k, e of v. Strides along tokens and
 heads (``Q_T``, ``Q_H``) are compile-time constants, so that the rows of a tile are immediate offsets of one address;
@@ -25,6 +25,7 @@ from torch_backend.ops.attention.triton_tiles import (
     logits,
     queries_of,
     rows_of,
+    store_keys,
     visible,
 )
 
@@ -306,7 +307,7 @@ def over_queries(
 
 @triton.jit
 def backward_keys(
-    q, k, v, dout, stats, slopes, dk, dv, work, parts, begins, tokens, scale, softcap, window,
+    q, k, v, dout, stats, slopes, dk, dv, shares, work, parts, begins, tokens, scale, softcap, window,
     Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
     DO_T: tl.constexpr, DO_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -314,9 +315,12 @@ def backward_keys(
     SPANS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys over the queries that see it: dk [T, K, D] and dv [T, K, Dv]. Grid: (items * K,)."""
+    """One block of keys over the queries that see it: dk [T, K, D] and dv [T, K, Dv]. Grid: (items * K,).
+
+    A share of a block's walk goes to shares [S, K, BLOCK_N, D + Dv] instead, in float32.
+    """
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    item = work + tl.program_id(0) // KV_HEADS * (5 if FOREST else 3)
+    item = work + tl.program_id(0) // KV_HEADS * (8 if FOREST else 3)
     group = tl.program_id(0) % KV_HEADS
     start, length, first_j = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
     if length == 0:
@@ -342,24 +346,56 @@ def backward_keys(
     if ALIBI:
         slopes_group = slopes + group * GROUP
     if FOREST:
+        begin, end = tl.load(item + 5), tl.load(item + 6)  # of the queries of all parts, counted from this part's first
         for part in tl.range(tl.load(item + 3), tl.load(item + 4)):
-            first_i, queries = tl.load(parts + 3 * part), tl.load(parts + 3 * part + 1)
-            gap = tl.load(parts + 3 * part + 2)
+            skipped, queries = tl.maximum(begin, 0), tl.load(parts + 3 * part + 1)
+            first_i, gap = tl.load(parts + 3 * part) + skipped, tl.load(parts + 3 * part + 2) + skipped
             dk_acc, dv_acc = over_queries(
                 dk_acc, dv_acc, keys, values, j - gap, first_j - gap, last_j - gap,
                 j - gap, first_j - gap, last_j - gap, q_group, do_group, stats_group, slopes_group,
-                first_i.to(tl.int64), queries, scale, softcap, window, base2, Q_T, Q_H, DO_T, DO_H,
-                GROUP, HEAD_DIM, VALUE_DIM, CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_M,
+                first_i.to(tl.int64), tl.minimum(queries, end) - skipped, scale, softcap, window, base2,
+                Q_T, Q_H, DO_T, DO_H, GROUP, HEAD_DIM, VALUE_DIM, CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST,
+                BLOCK_D, BLOCK_E, BLOCK_M,
             )  # fmt: skip
+            begin, end = begin - queries, end - queries
     else:
         dk_acc, dv_acc = over_queries(
             dk_acc, dv_acc, keys, values, j, first_j, last_j, seen_from, first_from, last_from,
             q_group, do_group, stats_group, slopes_group, start, length, scale, softcap, window, base2,
-            Q_T, Q_H, DO_T, DO_H,
-            GROUP, HEAD_DIM, VALUE_DIM, CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_M,
+            Q_T, Q_H, DO_T, DO_H, GROUP, HEAD_DIM, VALUE_DIM, CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST,
+            BLOCK_D, BLOCK_E, BLOCK_M,
         )  # fmt: skip
 
-    first = (start + first_j) * KV_HEADS + group
-    row = (n * KV_HEADS)[:, None]
-    tl.store(dk + first * HEAD_DIM + row * HEAD_DIM + d, (dk_acc * scale).to(dk.dtype.element_ty), has_d)
-    tl.store(dv + first * VALUE_DIM + row * VALUE_DIM + e, dv_acc.to(dv.dtype.element_ty), has_e)
+    dk_acc *= scale
+    if FOREST:
+        place = tl.load(item + 7)
+        if place >= 0:
+            share = shares + ((place.to(tl.int64) * KV_HEADS + group) * BLOCK_N + n[:, None]) * (HEAD_DIM + VALUE_DIM)
+            tl.store(share + d, dk_acc, has_d)
+            tl.store(share + HEAD_DIM + e, dv_acc, has_e)
+            return
+    store_keys(dk, dk_acc, start + first_j, group, has_d, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_N)
+    store_keys(dv, dv_acc, start + first_j, group, has_e, KV_HEADS, VALUE_DIM, BLOCK_E, BLOCK_N)
+
+
+@triton.jit
+def add_shares(
+    shares, dk, dv, sums, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the blocks of keys whose walk was cut: their shares added one after the other. Grid: (S * K,)."""
+    place, group = tl.program_id(0).to(tl.int64) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    item = sums + place * 4
+    start, length, first_j, count = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    if count == 0:
+        return
+    n, d, e = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :]
+    has_d, has_e = (first_j + n < length) & (d < HEAD_DIM), (first_j + n < length) & (e < VALUE_DIM)
+    share = shares + ((place * KV_HEADS + group) * BLOCK_N + n) * (HEAD_DIM + VALUE_DIM)
+    dk_acc, dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    for _ in tl.range(count):
+        dk_acc += tl.load(share + d, has_d, other=0.0)
+        dv_acc += tl.load(share + HEAD_DIM + e, has_e, other=0.0)
+        share += KV_HEADS * BLOCK_N * (HEAD_DIM + VALUE_DIM)
+    store_keys(dk, dk_acc, start + first_j, group, has_d, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_N)
+    store_keys(dv, dv_acc, start + first_j, group, has_e, KV_HEADS, VALUE_DIM, BLOCK_E, BLOCK_N)

@@ -1,4 +1,4 @@
-"""Parts of the Triton attention kernels: scores of a tile, and which keys its queries see. Names as in the kernels."""
+"""Parts of the Triton attention kernels: scores, which keys a tile's queries see, writing. Names as in the kernels."""
 
 # Triton reads annotations as values: their evaluation is not postponed here.
 import triton
@@ -105,3 +105,13 @@ def rows_of(first_i, length, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """The rows of a tile: token within the tile, head within the group, and how many rows there are."""
     r = tl.arange(0, BLOCK_M)
     return r // GROUP, r % GROUP, tl.minimum(BLOCK_M // GROUP, length - first_i) * GROUP
+
+
+@triton.jit
+def store_keys(
+    to, rows, first, group, present, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Writes a block of keys' gradients [BLOCK_N, BLOCK] to [T, K, WIDTH], from token ``first`` on."""
+    place = (tl.arange(0, BLOCK_N) * (KV_HEADS * WIDTH))[:, None] + tl.arange(0, BLOCK)[None, :]
+    tl.store(to + (first * KV_HEADS + group) * WIDTH + place, rows.to(to.dtype.element_ty), present)

@@ -9,6 +9,10 @@ of queries that see them, each as ``(first token, length, tokens from the start 
 queries')``. Where the lengths are on the host the list is made there and is exact; else the same arithmetic runs on the
 device, without reading back, in a list whose length depends on shapes alone, with items of length 0 at its end. So do
 the parts, where the device knows which segment each one continues.
+
+The queries of all answers see the keys of a prompt. Where the walk over them is long it is cut into shares, each an
+item of its own, so items of keys in parts end with ``(first query, end, place of the share's sums)``: counted along the
+parts together, and -1 for a walk that is whole. Which walks are cut depends on the lengths of the batch.
 """
 
 from __future__ import annotations
@@ -19,6 +23,11 @@ from torch import Tensor
 
 from packing_core.storage.forest import lineage, offsets
 from torch_backend.segments import PackedMetadata, ancestors, host_lengths, most_pieces, pieces, to_device
+
+# A walk is at most this part of all walks of a batch and its heads: an H100 runs about half as many programs at once.
+# It bounds what shares take to 1,024 float32 sums of a block.
+PROGRAMS = 512
+SHORTEST = 256  # queries, below which a walk is not cut: its sums would cost more than they save
 
 
 def query_parts(packed: PackedMetadata) -> Tensor | None:
@@ -36,56 +45,128 @@ def _in_parts(packed: PackedMetadata) -> bool:
 
 
 def query_tiles(packed: PackedMetadata, tokens: int, *, fixed_shape: bool = False) -> Tensor:
-    """Items of tiles of ``tokens`` queries, int32 [items, 3]; in causal attention the last one sees the most keys.
+    """Items of tiles of ``tokens`` queries, int32 [items, 3 or 5]; in causal attention the last sees the most keys.
 
     With ``fixed_shape`` their number follows from shapes alone, as it does where the lengths are not on the host.
     """
-    return _work(packed, tokens, True, fixed_shape)
 
-
-def key_tiles(packed: PackedMetadata, tokens: int, *, fixed_shape: bool = False) -> Tensor:
-    """Items of blocks of ``tokens`` keys, int32 [items, 3]; in causal attention the first is seen by most queries."""
-    return _work(packed, tokens, False, fixed_shape)
-
-
-def _work(packed: PackedMetadata, tokens: int, of_queries: bool, fixed_shape: bool) -> Tensor:
     def make(packed: PackedMetadata) -> Tensor:
-        on_device, in_parts = packed.parent_index is not None, _in_parts(packed)
-        if in_parts and not on_device:
-            host_lengths(packed)
-        segments = packed if of_queries or packed.keys is None else packed.keys
-        fixed = on_device or (fixed_shape and not in_parts)
-        if segments.lengths is None or fixed or torch.compiler.is_compiling():
-            boundaries = segments.cu_seqlens
-            items = most_pieces(segments.tokens, boundaries.shape[0] - 1, tokens)
-        else:
-            boundaries = torch.tensor((0, *segments.lengths)).cumsum(0)
-            items = sum(-(-length // tokens) for length in segments.lengths)
-        made = _items(boundaries, items, tokens, last_first=of_queries)
-        if in_parts:
-            bounds = packed.derived(
-                *(("parts of queries", _query_parts) if of_queries else ("parts of keys", _key_parts))
-            )
-            segment = torch.searchsorted(boundaries, made[:, 0].to(boundaries.dtype).contiguous(), right=True) - 1
-            made = torch.cat([made, bounds[1][segment.clamp(max=len(boundaries) - 2)]], 1)
+        made, segment = _tiles(packed, packed, tokens, fixed_shape, last_first=True)
+        if _in_parts(packed):
+            bounds = packed.derived("parts of queries", _query_parts)[1]
+            made = torch.cat([made, bounds[segment, :2]], 1)
         return to_device(made, packed.device)
 
-    return packed.derived(("triton tiles", tokens, of_queries), make)
+    return packed.derived(("tiles of queries", tokens), make)
 
 
-def _items(boundaries: Tensor, items: int, tokens: int, last_first: bool) -> Tensor:
-    lengths, order = boundaries.diff().sort(descending=True, stable=True)
-    starts = boundaries[:-1][order]
+def key_tiles(packed: PackedMetadata, tokens: int, heads: int = 1, *, fixed_shape: bool = False) -> Tensor:
+    """Items of blocks of ``tokens`` keys, int32 [items, 3 or 8]; in causal attention the first is seen by most queries.
+
+    Args:
+        packed: the segments.
+        tokens: of a block.
+        heads: of keys, each of which runs the list.
+        fixed_shape: as for :func:`query_tiles`.
+    """
+    return _key_work(packed, tokens, heads, fixed_shape)[0]
+
+
+def key_sums(packed: PackedMetadata, tokens: int, heads: int = 1) -> Tensor | None:
+    """int32 [shares, 4] where the shares of a block of keys add up; None if segments do not continue others.
+
+    A row is ``(segment's first token, segment's length, the block's first token in the segment, shares)``. That of a
+    block's first share counts its shares, which follow each other; the others say 0. There are two rows at least,
+    since torch.compile makes a graph of its own for none.
+    """
+    return _key_work(packed, tokens, heads, False)[1]
+
+
+def _key_work(packed: PackedMetadata, tokens: int, heads: int, fixed_shape: bool) -> tuple[Tensor, Tensor | None]:
+    def make(packed: PackedMetadata) -> tuple[Tensor, Tensor | None]:
+        if not _in_parts(packed):
+            return to_device(_tiles(packed, packed, tokens, fixed_shape)[0], packed.device), None
+        bounds = packed.derived("parts of keys", _key_parts)[1]
+        if packed.keys is not None:
+            made, segment = _tiles(packed, packed.keys, tokens, fixed_shape)
+            whole = torch.tensor([[0, packed.tokens, -1]], dtype=torch.int32).expand(len(made), 3)
+            return to_device(torch.cat([made, bounds[segment, :2], whole], 1), packed.device), None
+        made, segment = _tiles(packed, packed, tokens, fixed_shape, walks=bounds[:, 2])
+        walks = (bounds[segment, 2] - made[:, 2]) * (made[:, 1] > 0)
+        made = torch.cat([made, bounds[segment, :2]], 1)
+        work, sums = _shares(made, walks, heads, fixed=packed.parent_index is not None)
+        return to_device(work, packed.device), to_device(sums, packed.device)
+
+    return packed.derived(("tiles of keys", tokens, heads), make)
+
+
+def _shares(tiles: Tensor, walks: Tensor, heads: int, *, fixed: bool) -> tuple[Tensor, Tensor]:
+    """Cuts the walk of a block of keys over queries that is longer than ``SHORTEST`` and than its part of the whole.
+
+    Args:
+        tiles: int32 [N, 5] the blocks; those of a segment first seen by its own queries, from the block's first token.
+        walks: int [N] the queries that see each block, or would without a window.
+        heads: of keys.
+        fixed: make lists whose lengths do not depend on the walks.
+
+    Returns:
+        The items and the sums: see :func:`key_tiles` and :func:`key_sums`.
+    """
+    most = -(-PROGRAMS // heads)
+    longest = (-(-walks.sum() // most)).clamp(min=SHORTEST)
+    counts = -(-walks // longest)
+    if fixed:  # no more than ``most`` blocks are cut, since each of their walks is longer than the whole over ``most``
+        items, shares = len(tiles) + most, 2 * most
+    else:
+        items, shares = int(counts.sum()), max(2, int(counts[counts > 1].sum()))
+    tile, number, live = pieces(counts, 1, items)
+    cut = live & (counts[tile] > 1)
+    begin = tiles[tile, 2] + number * longest
+    place = torch.where(cut, cut.cumsum(0) - 1, -1)
+    work = torch.cat([tiles[tile], torch.stack([begin, begin + longest, place], 1)], 1)
+    work[:, 1] *= live
+    sums = work.new_zeros(shares + 1, 4)
+    rows = torch.cat([work[:, :3], torch.where(number == 0, counts[tile], 0)[:, None]], 1)
+    sums[torch.where(cut, place, shares)] = rows  # the last row takes what is not cut, and is dropped
+    return work.int(), sums[:-1].int()
+
+
+def _tiles(
+    packed: PackedMetadata,
+    segments: PackedMetadata,
+    tokens: int,
+    fixed_shape: bool,
+    *,
+    last_first: bool = False,
+    walks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Items of tiles, int32 [items, 3], and int64 [items] the segment of each, where they are made; the segments with
+    the longest ``walks`` come first, or the longest themselves."""
+    on_device, in_parts = packed.parent_index is not None, _in_parts(packed)
+    if in_parts and not on_device:
+        host_lengths(packed)
+    if segments.lengths is None or on_device or (fixed_shape and not in_parts) or torch.compiler.is_compiling():
+        boundaries = segments.cu_seqlens
+        items = most_pieces(segments.tokens, boundaries.shape[0] - 1, tokens)
+    else:
+        boundaries = torch.tensor((0, *segments.lengths)).cumsum(0)
+        items = sum(-(-length // tokens) for length in segments.lengths)
+    lengths = boundaries.diff()
+    order = (lengths if walks is None else walks).argsort(descending=True, stable=True)
+    lengths = lengths[order]
     segment, first, live = pieces(lengths, tokens, items)
     length = lengths[segment]
     if last_first:
         first = (length - 1) // tokens * tokens - first
-    return torch.stack((starts[segment], length * live, first * live), dim=1).int()
+    segment = order[segment]
+    return torch.stack((boundaries[:-1][segment], length * live, first * live), dim=1).int(), segment
 
 
 def _query_parts(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
-    """The parts, and int32 [S, 2] where those of each segment stand; that is where the items are made, on the host or
-    the device."""
+    """The parts, and int32 [S, 3] where those of each segment begin and end, and their tokens together.
+
+    The latter is where the items are made, on the host or the device.
+    """
     if packed.keys is not None:
         return _parts_of_last_tokens(packed, packed.keys, packed.keys)
     if packed.parent_index is not None:
@@ -131,9 +212,14 @@ def _parts_of_last_tokens(packed: PackedMetadata, keys: PackedMetadata, met: Pac
 
 def _placed(packed: PackedMetadata, parts: np.ndarray, counts: np.ndarray) -> tuple[Tensor, Tensor]:
     """Parts, so many of each segment, as :func:`_query_parts` returns them."""
-    ends = np.cumsum(counts)
-    bounds = np.stack([ends - counts, ends], 1)
-    return to_device(torch.from_numpy(parts).int(), packed.device), torch.from_numpy(bounds).int()
+    ends = torch.from_numpy(np.cumsum(counts))
+    made = torch.from_numpy(parts).int()
+    return to_device(made, packed.device), _bounds(made, ends - torch.from_numpy(counts), ends)
+
+
+def _bounds(parts: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
+    tokens = torch.nn.functional.pad(parts[:, 1].cumsum(0), (1, 0))
+    return torch.stack([begins, ends, tokens[ends] - tokens[begins]], 1).int()
 
 
 def _query_parts_on_device(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
@@ -144,7 +230,8 @@ def _query_parts_on_device(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
     keys = table.gather(1, (count[:, None] - 1 - place).clamp(min=0))
     queries = torch.arange(segments, device=packed.device)[:, None].expand_as(keys)
     first = torch.arange(0, segments * width, width, device=packed.device)
-    return _rows(packed, keys, before[queries] - before[keys]), torch.stack([first, first + count], 1).int()
+    parts = _rows(packed, keys, before[queries] - before[keys])
+    return parts, _bounds(parts, first, first + count)
 
 
 def _key_parts_on_device(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
@@ -156,7 +243,8 @@ def _key_parts_on_device(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
     pairs = pairs.flatten().sort().values
     keys, queries = (pairs // segments).clamp(max=segments - 1), pairs % segments
     edges = torch.searchsorted(pairs, numbers * segments)
-    return _rows(packed, queries, before[queries] - before[keys]), torch.stack([edges[:-1], edges[1:]], 1).int()
+    parts = _rows(packed, queries, before[queries] - before[keys])
+    return parts, _bounds(parts, edges[:-1], edges[1:])
 
 
 def _rows(packed: PackedMetadata, met: Tensor, gap: Tensor) -> Tensor:

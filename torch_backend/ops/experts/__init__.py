@@ -3,12 +3,13 @@
 x [T, D], the router's choices and the experts' weights -> :func:`experts` -> [T, D]. The steps between are those of
 :mod:`.products`; ``_forward`` and ``_backward`` put them together in the same way for every implementation, as two
 operators that ``torch.compile`` does not look into. The forward keeps the first product alone: the backward gathers
-nothing that was stored and makes the activation again.
+nothing that was stored and makes the activation again. With a ``tile`` nothing is kept: of one long document, products
+exist for a tile of tokens at a time, forward and backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -49,6 +50,7 @@ def experts(
     up_adapter: Adapter | None = None,
     down_adapter: Adapter | None = None,
     again: Callable[[], tuple[Tensor, Tensor]] | None = None,
+    tile: int | None = None,
     implementation: str | Sequence[str] = "auto",
 ) -> Tensor:
     """The weighted sum of the experts that each token chose.
@@ -69,6 +71,8 @@ def experts(
         up_adapter, down_adapter: low-rank additions to ``up`` and ``down``, which are not added up.
         again: makes ``up`` and ``down``, both frozen, once more for the backward, so that neither is kept until then.
             For weights that are stored in fewer bits.
+        tile: tokens that are computed at a time, where products of all would take too much memory. The backward makes
+            the first product again, and adds up the gradients of weights over the tiles in float32 at least.
         implementation: one of ``IMPLEMENTATIONS``, several to try in order, or "auto".
 
     Returns:
@@ -98,7 +102,7 @@ def experts(
         interleaved,
     )  # fmt: skip
     found: Tensor = _Experts.apply(
-        options, again, x.contiguous(), weights, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, indices
+        options, again, tile, x.contiguous(), weights, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, indices
     )
     return found
 
@@ -150,46 +154,59 @@ class _Saved(NamedTuple):
 
 
 _GRADIENTS = _Operands._fields[:-1]
+_BY_TOKEN = ("x", "weights")  # of these, those with a line for each token
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: _Options, again: Any, *operands: Tensor | None) -> Tensor:
-        y, *saved = _forward(*operands, *options)
+    def forward(ctx: Any, options: _Options, again: Any, tile: int | None, *operands: Tensor | None) -> Tensor:
+        y, *saved = _forward(*operands, *options) if tile is None else (_tiled_forward(*operands, *options, tile),)
         made = () if again is None else ("up", "down")
         kept = (None if name in made else x for name, x in zip(_Operands._fields, operands, strict=True))
         ctx.save_for_backward(*kept, *saved)
-        ctx.options, ctx.again = options, again
+        ctx.options, ctx.again, ctx.tile = options, again, tile
         result: Tensor = y
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs = [bool(n) for n in ctx.needs_input_grad[2:-1]]
+        needs = [bool(n) for n in ctx.needs_input_grad[3:-1]]
         tensors = list(ctx.saved_tensors)
         if ctx.again is not None:
             tensors[2:4] = ctx.again()
-        found = _backward(dy.contiguous(), *tensors, *ctx.options, needs)
-        return None, None, *(x if needed else None for x, needed in zip(found, needs, strict=True)), None
+        dy = dy.contiguous()
+        if ctx.tile is None:
+            found = _backward(dy, *tensors, *ctx.options, needs)
+        else:
+            found = _tiled_backward(dy, *tensors, *ctx.options, needs, ctx.tile)
+        return None, None, None, *(x if needed else None for x, needed in zip(found, needs, strict=True)), None
 
 
 def _low_rank(t: Tensor | None, b: Tensor | None) -> LowRank | None:
     return None if t is None or b is None else LowRank(t, b)
 
 
-def _launch_forward(*given: Any) -> tuple[Tensor, ...]:
-    call, options = _Operands(*given[: len(_Operands._fields)]), _Options(*given[len(_Operands._fields) :])
+def _until_activation(call: _Operands, options: _Options) -> tuple[Tensor, _Saved]:
+    """Returns what the second product reads, and what the backward does."""
     steps = load(options.implementation)
     x, up_a, down_a = ByToken(call.x), call.up_a, call.down_a
     routing = steps.route(call.indices.contiguous(), call.up.shape[0])
     t = None if up_a is None else steps.rows(x, ExpertProduct(up_a, scale=options.up_scale), routing)
     z, h = steps.up(x, ExpertProduct(call.up, call.up_bias, _low_rank(t, call.up_b)), routing, options.between)
     u = None if down_a is None else steps.rows(h, ExpertProduct(down_a, scale=options.down_scale), routing)
-    y = steps.rows(h, ExpertProduct(call.down, call.down_bias, _low_rank(u, call.down_b)), routing)
     t, u = (z.new_empty(0) if half is None else half for half in (t, u))
-    combined = steps.combine(y, routing, call.weights.contiguous())
-    return combined, *_Saved(z, t, u, routing.order, routing.places, routing.offsets)
+    return h, _Saved(z, t, u, routing.order, routing.places, routing.offsets)
+
+
+def _launch_forward(*given: Any) -> tuple[Tensor, ...]:
+    call, options = _Operands(*given[: len(_Operands._fields)]), _Options(*given[len(_Operands._fields) :])
+    steps = load(options.implementation)
+    h, saved = _until_activation(call, options)
+    routing = Places(saved.order, saved.places, saved.offsets, call.indices.contiguous())
+    u = None if call.down_a is None else saved.u
+    y = steps.rows(h, ExpertProduct(call.down, call.down_bias, _low_rank(u, call.down_b)), routing)
+    return steps.combine(y, routing, call.weights.contiguous()), *saved
 
 
 def _launch_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
@@ -231,6 +248,48 @@ def _launch_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
     return tuple(found[name] if name in found else dy.new_empty(0) for name in _GRADIENTS)
 
 
+def _tiles(tile: int, call: _Operands) -> Iterator[tuple[slice, _Operands]]:
+    for first in range(0, len(call.x), tile):
+        part = slice(first, first + tile)
+        yield part, call._replace(x=call.x[part], weights=call.weights[part], indices=call.indices[part])
+
+
+def _launch_tiled_forward(*given: Any) -> Tensor:
+    *options, tile = given[len(_Operands._fields) :]
+    call = _Operands(*given[: len(_Operands._fields)])
+    y = torch.empty_like(call.x)
+    for part, operands in _tiles(tile, call):
+        y[part] = _launch_forward(*operands, *options)[0]
+    return y
+
+
+def _launch_tiled_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    *options, needs, tile = given[len(_Operands._fields) :]
+    call = _Operands(*given[: len(_Operands._fields)])
+    found = {
+        name: torch.empty_like(x) if name in _BY_TOKEN else torch.zeros_like(x, dtype=_sum_dtype(x))
+        for name, x, needed in zip(_GRADIENTS, call, needs, strict=False)
+        if needed and x is not None
+    }
+    for part, operands in _tiles(tile, call):
+        _, saved = _until_activation(operands, _Options(*options))
+        gradients = _launch_backward(dy[part], *operands, *saved, *options, needs)
+        for name, gradient in zip(_GRADIENTS, gradients, strict=True):
+            if name in _BY_TOKEN and name in found:
+                found[name][part] = gradient
+            elif name in found:
+                found[name] += gradient
+    none = dy.new_empty(0)
+    return tuple(
+        found[name].to(x.dtype) if name in found and x is not None else none.clone()
+        for name, x in zip(_GRADIENTS, call, strict=False)
+    )
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _fake_forward(*given: Any) -> tuple[Tensor, ...]:
     call = _Operands(*given[: len(_Operands._fields)])
     x, places = call.x, call.indices.numel()
@@ -254,6 +313,18 @@ def _fake_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
     )
 
 
+def _fake_tiled_forward(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _fake_tiled_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    tensors, needs = given[: len(_GRADIENTS)], given[-2]
+    return tuple(
+        torch.empty_like(tensor) if tensor is not None and needed else dy.new_empty(0)
+        for tensor, needed in zip(tensors, needs, strict=True)
+    )
+
+
 def _schema(kind: Any) -> str:
     """The fields of a named tuple as arguments of an operator."""
     types: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", float: "float", bool: "bool"}
@@ -270,4 +341,15 @@ _backward = operator(
     f" -> ({', '.join(['Tensor'] * len(_GRADIENTS))})",
     _launch_backward,
     _fake_backward,
+)
+_tiled_forward = operator(
+    f"tiled_experts({_schema(_Operands)}, {_schema(_Options)}, int tile) -> Tensor",
+    _launch_tiled_forward,
+    _fake_tiled_forward,
+)
+_tiled_backward = operator(
+    f"tiled_experts_backward(Tensor dy, {_schema(_Operands)}, {_schema(_Options)}, bool[] needs, int tile)"
+    f" -> ({', '.join(['Tensor'] * len(_GRADIENTS))})",
+    _launch_tiled_backward,
+    _fake_tiled_backward,
 )

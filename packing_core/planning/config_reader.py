@@ -1,0 +1,41 @@
+"""Reads sizes from a Hugging Face config, whose names differ between families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from packing_core.planning.pieces import positive
+
+
+class ConfigReader:
+    """Reads a config object, or its ``config.json`` as a mapping.
+
+    >>> read = ConfigReader({"n_embd": 64, "text_config": None})
+    >>> read("hidden_size", "n_embd"), read("n_inner", default=256), read.find("layer_types")
+    (64, 256, None)
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def find(self, *names: str) -> Any:
+        """Returns the first of several values that the config has, None without any."""
+        return self._first(names)[1]
+
+    def __call__(self, *names: str, default: Any = None) -> Any:
+        """Returns the first of several sizes that the config has, or the default.
+
+        Raises:
+            PackingError: it is not one positive integer.
+        """
+        name, value = self._first(names)
+        return default if value is None else positive(f"the config's {name}", value)
+
+    def _first(self, names: tuple[str, ...]) -> tuple[str, Any]:
+        for name in names:
+            mapping = isinstance(self.config, Mapping)
+            value = self.config.get(name) if mapping else getattr(self.config, name, None)
+            if value is not None:
+                return name, value
+        return "", None

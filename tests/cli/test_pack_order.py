@@ -1,0 +1,123 @@
+"""``crosspack pack --order``: rows in the order of training, the same bytes from parts and after a kill."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import crosspack
+from packing_core.planning.order import octaves
+from packing_core.planning.plan import plan
+from tests.cli.test_pack_runs import killed_after, pack, result
+
+CAPACITY = 64
+ORDERS = [("curriculum", None), ("sorted", "day"), ("grouped", "topic")]
+
+
+@pytest.fixture(scope="module")
+def data(tokenizer, tmp_path_factory) -> Path:
+    """Document d is the token d // 4 + 10, 2 to 60 times, of a day and a topic."""
+    folder = tmp_path_factory.mktemp("ordered")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    rng = np.random.default_rng(0)
+    records = [
+        {"input_ids": [d // 4 + 10] * int(n), "id": d, "day": int(rng.integers(30)), "topic": "abc"[rng.integers(3)]}
+        for d, n in enumerate(rng.integers(2, 60, 600))
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def given(data: Path, order: str, column: str | None, *more: object, name: str = "data.jsonl") -> list[str]:
+    by = [] if column is None else ["--order-by", column]
+    options = ["--data", data / name, "--tokenizer", data / "tokenizer", "--capacity", CAPACITY, "--workers", 1]
+    return [*map(str, [*options, "--block-size", 4000, "--rows-per-file", 100, "--order", order, *by, *more])]
+
+
+def planned(data: Path, order: str, column: str | None) -> list[list[int]]:
+    records = [json.loads(line) for line in (data / "data.jsonl").read_text().splitlines()]
+    keys = None if column is None else [record[column] for record in records]
+    lengths = [len(record["input_ids"]) for record in records]
+    return plan(lengths, CAPACITY, order=order, keys=keys).to_lists()  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize(("order", "column"), ORDERS)
+def test_rows_are_those_of_one_plan_in_that_order_whatever_the_units_and_blocks(
+    data, tmp_path, order, column, monkeypatch
+):
+    monkeypatch.setattr("crosspack.packing.ordering.TOGETHER", 20 * CAPACITY)
+    pack(*given(data, order, column, "--keep", "id", "--keep", "topic"), "--output", tmp_path / "out")
+    rows = list(crosspack.read(tmp_path / "out"))
+    assert [list(row["id"]) for row in rows] == planned(data, order, column)
+    for row in rows:
+        ends = np.cumsum(row["seq_lengths"])[:-1]
+        documents = np.split(np.asarray(row["input_ids"]), ends)
+        assert [set(tokens.tolist()) for tokens in documents] == [{d // 4 + 10} for d in row["id"]]
+        assert "order key" not in row
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert (manifest["order"], manifest["order_by"], manifest["documents"]) == (order, column, 600)
+    if order == "curriculum":
+        longest = octaves(np.array([max(row["seq_lengths"]) for row in rows]))
+        assert np.count_nonzero(np.diff(longest) < 0) < 6, "stages of rising length, but for rows that moved on"
+
+
+def test_parts_and_several_workers_give_the_same_bytes(data, tmp_path):
+    one = given(data, "grouped", "topic")
+    pack(*one, "--output", tmp_path / "one")
+    pack(*one, "--workers", 2, "--output", tmp_path / "two")
+    for part in ("2/2", "1/2"):
+        pack(*one, "--part", part, "--output", tmp_path / "parts")
+    pack("--merge", "--output", tmp_path / "parts")
+    expected = result(tmp_path / "one")
+    assert result(tmp_path / "two") == expected
+    merged = result(tmp_path / "parts")
+    assert {name: merged[name] for name in merged if name != "manifest.json"} == {
+        name: expected[name] for name in expected if name != "manifest.json"
+    }
+
+
+@pytest.mark.parametrize("at", [20, 75, 130])
+def test_a_run_that_is_killed_and_started_again_gives_the_same_bytes(data, tmp_path, at):
+    options = given(data, "sorted", "day")
+    pack(*options, "--output", tmp_path / "expected")
+    out = [*options, "--output", str(tmp_path / "out")]
+    assert killed_after(at, out) == -signal.SIGKILL
+    pack(*out)
+    assert result(tmp_path / "out") == result(tmp_path / "expected")
+
+
+def test_records_without_a_key_are_named_and_skipped_on_demand(data, tmp_path):
+    lines = (data / "data.jsonl").read_text().splitlines()
+    for number, bad in ((7, {"day": None}), (9, {"day": [3]}), (500, {"day": "monday"})):
+        lines[number] = json.dumps(json.loads(lines[number]) | bad)
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    options = [*given(data, "sorted", "day"), "--output", str(tmp_path / "out")]
+    options[1] = str(tmp_path / "bad.jsonl")
+    refused = pack(*options, code=2)
+    assert "bad.jsonl:8 has no day, by which --order-by orders: give every record a number or a text" in refused
+    refused = pack(*options, "--on-error", "skip", code=2)
+    assert "--order-by day is a number at " in refused and "bad.jsonl:501: give every record a number" in refused
+    lines[500] = lines[501]
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    pack(*options, "--on-error", "quarantine")
+    bad = [json.loads(line) for line in (tmp_path / "out" / "bad_records.jsonl").read_text().splitlines()]
+    assert [Path(found["where"]).name for found in bad] == ["bad.jsonl:8", "bad.jsonl:10"]
+    assert "has [3] in day, by which --order-by orders" in bad[1]["error"]
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["documents"] == 598
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--order", "sorted"], "--order sorted needs --order-by, the column of the records to order by"),
+        (["--order-by", "day"], "--order-by day has no effect under --order random"),
+        (["--order", "curriculum", "--packing", "best_fit"], "--order curriculum packs mixed rows: leave --packing"),
+    ],
+)
+def test_contradictory_options_are_refused(data, tmp_path, options, said):
+    known = ["--data", data / "data.jsonl", "--tokenizer", data / "tokenizer", "--output", tmp_path / "out"]
+    assert said in pack(*known, *options, code=2)

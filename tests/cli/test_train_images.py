@@ -1,0 +1,211 @@
+"""``crosspack train`` of records with images: from a file and the images beside it to a folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosspack.cli import images
+from crosspack.reading.places import Place, Row
+from tests.cli.test_commands import run
+
+USER, ASSISTANT = "w5 w6 w7", "w8 w9"
+
+
+def chat(*shown: str, question: str = USER, answer: str = ASSISTANT) -> dict[str, Any]:
+    """A record about the images at these paths."""
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, "images": list(shown)}
+
+
+RECORDS = [chat("a.png"), chat("a.png", "b.png"), chat(), chat("b.png", answer="w10 w11"), chat("b.png", "a.png")]
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny LLaVA and its processor."""
+    from tests.torch_backend.processors import tiny_processor
+    from tests.torch_backend.vision_models import vision_model
+
+    folder = tmp_path_factory.mktemp("llava")
+    vision_model("llava").save_pretrained(folder)
+    tiny_processor("llava").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def data(write: Any, tmp_path: Path) -> Any:
+    """Writes records to a file beside which lie the images a.png and b.png."""
+    from tests.torch_backend.processors import picture
+
+    def made(records: list[dict[str, Any]]) -> Path:
+        path: Path = write("data/records.jsonl", records)
+        for number, name in enumerate(("a.png", "b.png")):
+            picture(number).save(path.parent / name)
+        (path.parent / "torn.png").write_text("no image")
+        return path
+
+    return made
+
+
+def error_of(*arguments: object) -> str:
+    """The last line on standard error of a command that is refused; transformers shows its progress before it."""
+    result = run(*arguments)
+    assert result.exit_code == 2 and "Traceback" not in result.output, result.output
+    return result.stderr.strip().splitlines()[-1]
+
+
+def options(start: Path, path: Path, *more: object) -> tuple[object, ...]:
+    rows = ("--capacity", 64, "--batch-size", 2, "--steps", 2, "--device", "cpu", "--lr", 1e-2)
+    return ("train", "--model", start, "--data", path, *rows, *more)
+
+
+def test_images_beside_the_file_are_trained_and_audited(start: Path, data: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    path = data(RECORDS)
+    result = run(*options(start, path, "--eval-data", path, "--output", tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert "5 records, next tokens of documents with images" in " ".join(result.output.split())
+    assert "audit: exact" in result.output
+    about = json.loads((tmp_path / "out" / "crosspack.json").read_text())
+    assert about["task"] == "sft" and about["skipped"] == [] and "eval_loss" in about["steps"][-1]
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, tmp_path / "out"))
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert any("vision_tower" in name for name in moved) and any("language_model" in name for name in moved)
+    assert (tmp_path / "out" / "processor_config.json").is_file()
+
+
+def of_task(task: str, *shown: str) -> dict[str, Any]:
+    """A record of a task of TRL's about the images at these paths."""
+    answers = {
+        name: [{"role": "assistant", "content": words}] for name, words in (("chosen", "w8"), ("rejected", "w9 w4"))
+    }
+    more = {"dpo": answers, "kto": {"completion": answers["chosen"], "label": len(shown) > 1}, "grpo": {}}
+    return {"prompt": [{"role": "user", "content": USER}], "images": list(shown), **more[task]}
+
+
+@pytest.mark.parametrize("task", ["dpo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("kto", "grpo"))])
+def test_other_tasks_train_on_images_too(task: str, start: Path, data: Any, tmp_path: Path) -> None:
+    (tmp_path / "scores.py").write_text(
+        "def even(completion_ids, **_):\n    return [sum(x) % 7 for x in completion_ids]\n"
+    )
+    more: tuple[object, ...] = ("--on-error", "skip", "--output", tmp_path / "out")
+    if task == "grpo":
+        more += ("--reward", f"{tmp_path / 'scores.py'}:even", "--set", "max_completion_length=4")
+        more += ("--set", "num_generations=2")
+    path = data(
+        [of_task(task, *shown) for shown in (("a.png",), ("b.png", "a.png"), ("torn.png",), ("b.png",), ("a.png",))]
+    )
+    given = (
+        "train",
+        "--task",
+        task,
+        "--model",
+        start,
+        "--data",
+        path,
+        "--device",
+        "cpu",
+        "--batch-size",
+        4,
+        "--steps",
+        1,
+    )
+    result = run(*given, *more)
+    assert result.exit_code == 0, result.output
+    assert "audit: exact" in result.output
+    about = json.loads((tmp_path / "out" / "crosspack.json").read_text())
+    assert len(about["skipped"]) == 1 and "records.jsonl:3: image 0 cannot be decoded" in about["skipped"][0]
+    refused = error_of(*given, *more[2:], "--overwrite")
+    assert "records.jsonl:3: image 0 cannot be decoded (UnidentifiedImageError" in refused
+
+
+def test_a_record_that_cannot_be_used_ends_the_run_or_is_left_out(start: Path, data: Any) -> None:
+    path = data([*RECORDS, chat("torn.png"), chat("absent.png")])
+    refused = error_of(*options(start, path))
+    assert re.search(r"records\.jsonl:6: image 0 cannot be decoded \(UnidentifiedImageError", refused)
+    result = run(*options(start, path, "--on-error", "skip"))
+    assert result.exit_code == 0, result.output
+    assert "left out 2 records that cannot be used, the first:" in result.stderr
+    assert "records.jsonl:6: image 0 cannot be decoded" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (chat("a.png", question="<image> w5"), r"records\.jsonl:2: LlavaProcessor raised "),
+        (
+            {
+                "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "w5"}]}],
+                "images": ["a.png", "b.png"],
+            },
+            r"records\.jsonl:2 has 1 places for images and 2 images: they must agree",
+        ),
+        (
+            chat("a.png", "b.png", "a.png", "b.png"),
+            r"records\.jsonl:2 has \d+ tokens, 64 of them of images, and capacity is 64: raise --capacity",
+        ),
+        ({"messages": [], "videos": ["a.mp4"]}, r"records\.jsonl:2 has a video: run the processor on it first"),
+        ({"images": ["a.png"]}, r"records\.jsonl:2 has images: --task sft reads messages, or prompt and completion"),
+    ],
+)
+def test_errors_name_the_file_and_the_line(record: dict[str, Any], says: str, start: Path, data: Any) -> None:
+    assert re.search(says, error_of(*options(start, data([RECORDS[0], record]))))
+
+
+def test_a_model_and_data_that_do_not_go_together_are_refused(start: Path, data: Any, tmp_path: Path) -> None:
+    texts = data([{"text": "w5 w6 w7"}] * 2)
+    refused = error_of(*options(start, texts))
+    assert f"--model {start} takes images (llava), and none of the first records of --data has any" in refused
+    path = data(RECORDS)
+    assert "--task sft trains a model that is there: pass --model" in error_of("train", "--data", path)
+    assert "--task sft has no --compare: leave it out" in error_of(*options(start, path, "--compare"))
+    pairs = data([{"chosen": "w5", "rejected": "w6", "images": ["a.png"]}])
+    reward = error_of("train", "--task", "reward", "--model", start, "--data", pairs)
+    assert "records.jsonl:1 has images, which --task reward does not read: leave them out, or build the" in reward
+
+
+def test_a_tokenizer_in_place_of_the_processor_is_refused(start: Path, data: Any, tmp_path: Path) -> None:
+    from tests.torch_backend.processors import tiny_tokenizer
+
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    refused = error_of(*options(start, data(RECORDS), "--tokenizer", tmp_path / "tokenizer"))
+    assert f"records have images, and {tmp_path / 'tokenizer'} has no processor of images, only " in refused
+
+
+def test_paths_are_those_from_the_file_and_all_else_stays(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("")
+    part = {"type": "image", "image": "a.png"}
+    record = {
+        "messages": [{"role": "user", "content": [part, {"type": "text", "text": "a.png"}]}],
+        "images": ["a.png", "/b.png", "https://c.org/d.png", {"bytes": b"1", "path": "e.png"}, {"path": "f.png"}],
+        "text": "a.png",
+    }
+    found = images.with_whole_paths(Row(record, Place(str(tmp_path / "data.jsonl"), "line"), 4))
+    assert found.where == f"{tmp_path / 'data.jsonl'}:5" and found["text"] == "a.png"
+    assert found["messages"][0]["content"] == [
+        {**part, "image": str(tmp_path / "a.png")},
+        {"type": "text", "text": "a.png"},
+    ]
+    assert found["images"] == [
+        str(tmp_path / "a.png"),
+        "/b.png",
+        "https://c.org/d.png",
+        {"bytes": b"1", "path": "e.png"},
+        {"path": str(tmp_path / "f.png")},
+    ]
+    elsewhere = Row(record, Place("owner/name", "row"), 0)
+    assert images.with_whole_paths(elsewhere) is elsewhere
+
+
+def test_images_are_looked_for_in_the_first_records_of_all_data(write: Any) -> None:
+    plain = [{"text": "a"}] * 3
+    first, second = write("plain.jsonl", plain), write("later.jsonl", [*plain, {"text": "a", "image": "a.png"}])
+    assert not images.have_images([str(first)], "train")
+    assert images.have_images([f"{first}:0.5", f"{second}:0.5"], "train")
+    assert not images.have_images(["absent.jsonl"], "train") and not images.have_images(None, "train")

@@ -1,0 +1,25 @@
+"""Stand-ins for the stacks, importable for as long as a test runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+
+
+@pytest.fixture
+def plugin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The integration that a test file is named after, imported against the stand-in of its stack."""
+    name = request.path.stem.removeprefix("test_")
+    kept = dict(sys.modules)
+    monkeypatch.syspath_prepend(STAND_INS)
+    yield import_module(f"crosspack.integrations.{name}")
+    for module in sys.modules.keys() - kept.keys():
+        if module.partition(".")[0] in {path.name for path in STAND_INS.iterdir()} or module.endswith(f".{name}"):
+            del sys.modules[module]

@@ -1,0 +1,24 @@
+"""The trainer of language models, whose template joins the documents of its rows, and the names of trainers."""
+
+import torch
+from transformers import Seq2SeqTrainer as HfSeq2SeqTrainer
+
+
+class TrainerFactory:
+    TRAINER_MAPPING = {"causal_lm": "swift.trainers.Seq2SeqTrainer"}  # noqa: RUF012 # as in the release
+
+
+class Seq2SeqTrainer(HfSeq2SeqTrainer):
+    def __init__(self, *args, **kwargs):
+        self.template = kwargs.pop("template")
+        super().__init__(*args, data_collator=_joined, **kwargs)
+
+
+def _joined(batch):
+    documents = [document for row in batch for document in row]
+    names = {"input_ids": [], "labels": [], "position_ids": []}
+    for document in documents:
+        for name in ("input_ids", "labels"):
+            names[name] += document[name]
+        names["position_ids"] += range(document["length"])
+    return {name: torch.tensor([tokens]) for name, tokens in names.items()}

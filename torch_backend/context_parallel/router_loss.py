@@ -1,0 +1,68 @@
+"""The balancing loss of routers over ranks, each of which holds a part of the tokens.
+
+Router logits of a rank's tokens -> how many tokens chose each expert and the sum of its probabilities -> added over the
+ranks -> the loss of all tokens, on every rank. Fedus et al. 2021, "Switch Transformers", https://arxiv.org/abs/2101.03961,
+equations 4 to 6, over the tokens of all layers together, as transformers' ``load_balancing_loss_func`` computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def balancing_loss(
+    router_logits: Sequence[Tensor],
+    experts: int,
+    chosen: int,
+    mask: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The loss of the tokens of all ranks of ``group``, or of one process without it, as float32.
+
+    Args:
+        router_logits: [T, E] of each layer.
+        experts: E.
+        chosen: experts of each token.
+        mask: [1, T], 0 at padding, which is not counted; None for no padding.
+        group: every rank of it calls this, also if it has no token that counts. Gradients are added over it.
+    """
+    device = router_logits[0].device
+    real = torch.ones(len(router_logits[0]), device=device) if mask is None else mask.reshape(-1).to(device)
+    real = real.double()
+    sums = torch.zeros(2, experts, dtype=torch.float64, device=device)
+    for logits in router_logits:
+        probabilities = logits.to(device).softmax(-1)
+        choices = probabilities.topk(chosen, -1).indices
+        hits = torch.zeros_like(probabilities, dtype=torch.float64).scatter_(1, choices, 1.0)
+        sums = sums + torch.stack([real @ hits, real @ probabilities.double()])
+    tokens = real.sum() * len(router_logits)
+    if group is not None:
+        added = _SumOverRanks.apply(torch.cat([sums.flatten(), tokens[None]]), group)
+        sums, tokens = added[:-1].view(2, experts), added[-1].detach()
+    hits, probabilities = sums / tokens
+    return (experts * (hits * probabilities).sum()).float()
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Adds a tensor over ranks, and the gradients of its sum, which every rank takes part of its loss from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
