@@ -73,7 +73,11 @@ def main() -> None:
     else:
         names = chosen.stack or list(STACKS)
         lines = [run(name, chosen.folder, chosen.model or list(MODELS), tiny=chosen.tiny) for name in names]
-        page: dict[str, Any] = {"lines": lines, "models": {m: MODELS[m] for m in chosen.model or MODELS}, "day": date.today()}
+        page: dict[str, Any] = {
+            "lines": lines,
+            "models": {m: MODELS[m] for m in chosen.model or MODELS},
+            "day": date.today(),
+        }
         if chosen.stack or chosen.model or chosen.tiny:
             print(markdown(**page))
         else:
