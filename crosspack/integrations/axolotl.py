@@ -37,7 +37,7 @@ _SHARE = 0.03  # of the steps that axolotl warms up for, unless told otherwise
 
 
 class CrosspackArgs(BaseModel):
-    """What the plugin adds to axolotl's configuration.
+    """Adds the options of the plugin to axolotl's configuration.
 
     Attributes:
         crosspack: arguments of ``enable_packing``, and ``audit``: true to audit the trainer before its first step.

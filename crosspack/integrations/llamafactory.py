@@ -35,7 +35,7 @@ _REFUSED = {
 _STAGES = ("sft", "pt")
 
 
-class _Packed:
+class _PackedWhenBuilt:
     """Mixed into a trainer of LLaMA-Factory: takes its data through transformers' sampler, and is packed when built."""
 
     options: ClassVar[dict[str, Any]] = {}
@@ -51,11 +51,11 @@ class _Packed:
         pack_trainer(trainer, self.options)
 
 
-class PackedSeq2SeqTrainer(_Packed, tuning.CustomSeq2SeqTrainer):
+class TuningTrainer(_PackedWhenBuilt, tuning.CustomSeq2SeqTrainer):
     """The trainer of ``stage: sft``."""
 
 
-class PackedTrainer(_Packed, pretraining.CustomTrainer):
+class PretrainingTrainer(_PackedWhenBuilt, pretraining.CustomTrainer):
     """The trainer of ``stage: pt``."""
 
 
@@ -105,8 +105,8 @@ def main(arguments: list[str]) -> None:
         )
     sys.argv[1:] = arguments[1:]  # where read_args looks
     config = read_args()
-    _Packed.options = take_over(config)
-    tuning.CustomSeq2SeqTrainer, pretraining.CustomTrainer = PackedSeq2SeqTrainer, PackedTrainer
+    _PackedWhenBuilt.options = take_over(config)
+    tuning.CustomSeq2SeqTrainer, pretraining.CustomTrainer = TuningTrainer, PretrainingTrainer
     run_exp(config)
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
+from tests import processes
 from tests.imports import ROOT
 from tests.stacks.released import STACKS
 from tests.stacks.tiny import make_data
+
+LIMIT = 1800  # seconds to download a stack, or to train in it
 
 
 def install(name: str, folder: Path) -> Path:
@@ -25,7 +27,8 @@ def install(name: str, folder: Path) -> Path:
     target = folder / name
     if not target.exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(target)]
-        subprocess.run([*pip, *STACKS[name].packages], check=True)
+        done = processes.run([*pip, *STACKS[name].packages], limit=LIMIT)
+        assert done.returncode == 0, done.stderr
     return target
 
 
@@ -44,8 +47,8 @@ def train(name: str, folder: Path) -> int:
     }
     work = folder / f"{name}-run"
     command = [sys.executable, "-m", "tests.stacks.training", name, str(folder / "data"), str(work)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = done.stdout.splitlines()
+    done = processes.run(command, env=environment, limit=LIMIT)
+    lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
     found = [line for line in lines if line.startswith("stacks: ") or "gradient cosine" in line]
     print(*(found if done.returncode == 0 else lines[-40:]), sep="\n", flush=True)
     return done.returncode

@@ -18,7 +18,7 @@ from torch_backend.trainers.dataloader import rows_of
 
 def built(plugin, kind, tmp_path, monkeypatch, in_order=False):
     tokenizer = tiny_tokenizer()
-    monkeypatch.setattr(plugin._Packed, "options", {"capacity": CAPACITY})
+    monkeypatch.setattr(plugin._PackedWhenBuilt, "options", {"capacity": CAPACITY})
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 1, "max_steps": -1}
     return kind(
         model=llama(),
@@ -31,7 +31,7 @@ def built(plugin, kind, tmp_path, monkeypatch, in_order=False):
     )
 
 
-@pytest.mark.parametrize("kind", ["PackedSeq2SeqTrainer", "PackedTrainer"])
+@pytest.mark.parametrize("kind", ["TuningTrainer", "PretrainingTrainer"])
 def test_an_update_is_that_of_each_document_alone(plugin, kind, tmp_path, monkeypatch) -> None:
     trainer = built(plugin, getattr(plugin, kind), tmp_path, monkeypatch)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -43,7 +43,7 @@ def test_an_update_is_that_of_each_document_alone(plugin, kind, tmp_path, monkey
 
 
 def test_data_that_are_not_shuffled_keep_their_order(plugin, tmp_path, monkeypatch) -> None:
-    trainer = built(plugin, plugin.PackedSeq2SeqTrainer, tmp_path, monkeypatch, in_order=True)
+    trainer = built(plugin, plugin.TuningTrainer, tmp_path, monkeypatch, in_order=True)
     first = next(iter(trainer.get_train_dataloader()))["input_ids"].flatten()[: CAPACITY // 2]
     ids = [token for document in trainer.train_dataset["input_ids"][:8] for token in document]
     assert first.tolist() == ids[: len(first)]
@@ -78,8 +78,8 @@ def test_the_launcher_gives_llamafactory_its_trainers(plugin, tmp_path, monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     plugin.main(["train", str(file), "stage=pt"])
     (kind, config) = sys.modules["llamafactory.train.tuner"].ran[-1]
-    assert kind is plugin.PackedTrainer and "crosspack" not in config
-    assert plugin._Packed.options == {"capacity": 9, "audit": True}
+    assert kind is plugin.PretrainingTrainer and "crosspack" not in config
+    assert plugin._PackedWhenBuilt.options == {"capacity": 9, "audit": True}
 
 
 def test_the_launcher_refuses_what_it_would_run_wrongly(plugin, monkeypatch) -> None:
