@@ -154,6 +154,7 @@ def report(
     warnings = concerns(seen, packed)
     for concern in warnings:
         warn(concern.text)
+    timing: dict[str, Any] = {**speed.about, "hours": taken, "row_seconds": speed.of_row(packed)}
     found: dict[str, Any] = {
         "data": opened.name,
         "tokenizer": opened.tokenizer,
@@ -177,10 +178,10 @@ def report(
         "strategies": by_strategy(documents, capacity, overflow, seed, speed),
         "policies": by_policy(documents, capacity, context=context, min_piece=min_piece),
         "ranks": by_rank(packed, ranks, speed.cost, seed),
-        "time": {**speed.about, "hours": taken, "row_seconds": speed.of_row(packed)},
+        "time": timing,
     }
     if measured is not None:
-        OUT.print(said_of(found["time"]), highlight=False)
+        OUT.print(said_of(timing), highlight=False)
     figures(found if memory is None else found | {"model": model, "gpu_gib": gib, "longest_rows": memory})
     if output is None:
         return
