@@ -12,8 +12,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def functions_in(tree: ast.Module) -> list[tuple[str, ast.FunctionDef]]:
 
 def main(name: str, data: Path, work: Path) -> None:
     stack, found = STACKS[name], dict[str, Any]()
-    sys.modules.update({absent: ModuleType(absent) for absent in stack.absent})
+    sys.modules.update({absent: module_from_spec(ModuleSpec(absent, None)) for absent in stack.absent})
     record(found)
     if stack.stand_in is not None:
         count = check_signatures(Path(__file__).parent / "stand_ins" / stack.stand_in)
