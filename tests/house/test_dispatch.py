@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,20 +25,21 @@ class Own(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("value", "backend"),
+    ("make", "backend"),
     [
-        (torch.zeros(1), "torch_backend"),
-        (torch.nn.Linear(1, 1), "torch_backend"),
-        (jnp.zeros(1), "jax_backend"),
-        ({"layers": [{"kernel": jnp.zeros(1)}]}, "jax_backend"),
-        (optax.sgd(1.0), "jax_backend"),
-        (Own(), "jax_backend"),
-        (np.zeros(1), None),
-        ("my-model", None),
+        (lambda: torch.zeros(1), "torch_backend"),
+        (lambda: torch.nn.Linear(1, 1), "torch_backend"),
+        (lambda: jnp.zeros(1), "jax_backend"),
+        (lambda: {"layers": [{"kernel": jnp.zeros(1)}]}, "jax_backend"),
+        (lambda: optax.sgd(1.0), "jax_backend"),
+        (Own, "jax_backend"),
+        (lambda: np.zeros(1), None),
+        (lambda: "my-model", None),
     ],
 )
-def test_the_framework_of_an_object_is_that_of_its_class(value: Any, backend: str | None) -> None:
-    assert dispatch.backend_of(iter([value])) == backend
+def test_the_framework_of_an_object_is_that_of_its_class(make: Callable[[], Any], backend: str | None) -> None:
+    """Objects are made in the test: an array of JAX, made while tests are collected, would settle its devices."""
+    assert dispatch.backend_of(iter([make()])) == backend
 
 
 def test_every_name_that_both_backends_have_is_shared() -> None:

@@ -13,7 +13,7 @@ from benchmarks import does_it_matter
 from benchmarks._matter_tasks import retrieval
 from benchmarks.does_it_matter import INPUTS, Run, interval, tokens_to
 
-TINY = Namespace(steps=2, width=16, device="cpu", model="")
+TINY = Namespace(steps=2, width=16, device="cpu", model="", rows=4, evaluations=2, noise_steps=2)
 
 
 def test_exact_rows_have_the_loss_of_padded_ones_and_contaminated_rows_have_not() -> None:

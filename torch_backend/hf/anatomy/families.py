@@ -287,6 +287,7 @@ TOUCHED = (
     "transformers:AutoModelForCausalLM",
     "transformers:AutoTokenizer",
     "transformers:CONFIG_MAPPING",
+    "transformers:EarlyStoppingCallback",
     "transformers:LlamaConfig",
     "transformers:LlamaForCausalLM",
     "transformers:MistralConfig",
