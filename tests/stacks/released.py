@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.stacks import titan
+
+if TYPE_CHECKING:
+    import torch
 
 ROWS, CAPACITY, STEP = 4, 64, 2  # rows of a micro-batch, tokens of a row, micro-batches of the one step
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a trainer, with parameters under the names that transformers gives them.
+
+    Attributes:
+        trainer: the name of its class.
+        config: of the model, as transformers reads it.
+        before: the weights that the step began with.
+        gradients: what its micro-batches accumulated.
+        documents: tokens and labels of each.
+    """
+
+    trainer: str
+    config: Any
+    before: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    documents: list[tuple[list[int], list[int]]]
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -17,18 +48,21 @@ class Stack:
     Attributes:
         packages: what pip installs into its folder, without dependencies; torch is that of the environment.
         shown: packages whose versions are printed.
-        train: runs its command in this process, on a folder of data and into another one.
+        train: runs its command in this process, on a folder of data and into another one; returns the step where its
+            trainer is not transformers'.
         stand_in: the folder in ``stand_ins`` whose signatures have to be those of the release; None if it has none.
         environment: variables of its process.
         absent: modules that it imports at its start and does not need here, which empty ones stand for.
+        prepare: runs before it is imported.
     """
 
     packages: tuple[str, ...]
     shown: tuple[str, ...]
-    train: Callable[[Path, Path], None]
+    train: Callable[[Path, Path], Step | None]
     stand_in: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
+    prepare: Callable[[], None] = _nothing
 
 
 def axolotl(data: Path, work: Path) -> None:
@@ -122,6 +156,44 @@ def swift(data: Path, work: Path) -> None:
     sft_main([text for name, value in options.items() for text in (f"--{name}", str(value))])
 
 
+def torchtitan(data: Path, work: Path) -> Step:
+    """As ``torchrun -m torchtitan.train --module tests.stacks.titan --config tiny --override.imports ...``."""
+    from torchtitan.train import main
+    from torchtitan.trainer import Trainer
+
+    found: dict[str, Any] = {}
+    train_step = Trainer.train_step
+
+    def recorded(self: Any, batches: Any) -> None:
+        [model] = self.model_parts
+        adapter = self.config.model_spec.state_dict_adapter(self.model_config, None)
+        named = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in model.named_parameters()}
+        weights = {name: p.full_tensor().detach().clone() for name, p in named.items()}
+        train_step(self, batches)
+        gradients = {name: p.grad.full_tensor() for name, p in named.items()}
+        found.update(before=adapter.to_hf(weights), gradients=adapter.to_hf(gradients), trainer=type(self).__name__)
+        found["config"] = titan.transformers_config(self.model_config.vocab_size)
+
+    Trainer.train_step = recorded
+    source = data / "tokens.jsonl"
+    rows = "crosspack.integrations.torchtitan.packed_rows=" + json.dumps({"documents": str(source), "seed": 0})
+    options = {
+        "module": "tests.stacks.titan",
+        "config": "tiny",
+        "hf_assets_path": data / "model",
+        "dump_folder": work,
+        "training.local_batch_size": ROWS,
+        "training.global_batch_size": ROWS * STEP,
+        "training.seq_len": CAPACITY,
+    }
+    words = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    sys.argv[1:] = [*words, "--override.imports", "crosspack.integrations.torchtitan.packed_attention", rows]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29537")
+    main()
+    documents = [json.loads(line) for line in source.read_text().splitlines()]
+    return Step(documents=[(each["input_ids"], each["labels"]) for each in documents], **found)
+
+
 STACKS = {
     "axolotl": Stack(
         packages=(
@@ -159,5 +231,15 @@ STACKS = {
         shown=("ms-swift", "transformers", "trl", "peft"),
         train=swift,
         stand_in="swift",
+    ),
+    "torchtitan": Stack(
+        packages=(
+            *("torchtitan==0.3.0", "spmd_types==0.2.3", "torch_checkpointing", "torchdata==0.11.0", "tyro", "einops"),
+            *("docstring-parser", "shtab", "typeguard", "tensorboard"),
+        ),
+        shown=("torchtitan", "spmd-types", "torchdata"),
+        train=torchtitan,
+        stand_in="torchtitan",
+        prepare=titan.on_the_cpu,
     ),
 }

@@ -1,0 +1,5 @@
+"""The tokenizer that a loader is given."""
+
+
+class BaseTokenizer:
+    pass
