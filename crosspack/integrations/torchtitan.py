@@ -31,7 +31,7 @@ class PackedAttention(VarlenAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        """The options of torchtitan's varlen attention."""
+        """Options of torchtitan's varlen attention."""
 
     def forward(
         self,
@@ -47,13 +47,18 @@ class PackedAttention(VarlenAttention):
         """Attention of the tokens of each document among themselves, [B, L, N, H] -> [B, L, N, Hv].
 
         Raises:
-            UnsupportedError: the layer reads the log-sum-exp of its logits, as that of gpt-oss does.
+            UnsupportedError: the layer reads the log-sum-exp of its logits, as gpt-oss does, or is compiled.
             LayoutError: the documents of ``attention_masks`` do not cover the tokens.
         """
         if out_transform is not None:
             raise UnsupportedError(
-                "this layer changes its output by the log-sum-exp of the logits (out_transform), which packed attention "
-                "does not return: name the other layers by a wrapper of packed_attention with fqns"
+                "this layer changes its output by the log-sum-exp of the logits (out_transform), which is not returned "
+                "here: leave packed_attention out, and torchtitan's varlen attention reads the same documents"
+            )
+        if torch.compiler.is_compiling() or (q_BLNH.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise UnsupportedError(
+                "the segments of a batch are read outside of graphs, and this layer is compiled or captured: leave "
+                "model out of compile.components, and pass --training.disable_cuda_graphs"
             )
         rows, length = q_BLNH.shape[:2]
         left, right = self.window_size
@@ -73,10 +78,8 @@ _built: Any = WeakTensorKeyDictionary()  # boundaries of a batch -> its segments
 
 
 def _segments(masks: VarlenMetadata, tokens: int) -> crosspack.PackedMetadata:
-    # torchtitan's boundaries begin with 0, end with B * L and cut at the end of every row
-    if torch.compiler.is_compiling():
-        return crosspack.PackedMetadata(masks.cu_seq_q, masks.max_q, tokens)
     if masks.cu_seq_q not in _built:
+        # torchtitan's boundaries begin with 0, end with B * L and cut at the end of every row
         _built[masks.cu_seq_q] = crosspack.PackedMetadata(masks.cu_seq_q, masks.max_q, tokens)
     return _built[masks.cu_seq_q]
 
@@ -100,8 +103,7 @@ class _Documents:
     """The documents of a file, with only the columns that rows have; a text is encoded by torchtitan's tokenizer."""
 
     def __init__(self, path: str | PathLike[str], tokenizer: BaseTokenizer) -> None:
-        self.path = path
-        self.tokenizer = tokenizer
+        self.path, self.tokenizer = path, tokenizer
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         for record in crosspack.read(self.path):

@@ -59,9 +59,7 @@ def model(vocabulary: int) -> Any:
             num_embeddings=vocabulary, embedding_dim=WIDTH, param_init=llama3._EMBEDDING_INIT
         ),
         norm=RMSNorm.Config(normalized_shape=WIDTH, param_init=llama3._NORM_INIT),
-        lm_head=Linear.Config(
-            in_features=WIDTH, out_features=vocabulary, param_init=llama3._output_linear_init(WIDTH)
-        ),
+        lm_head=Linear.Config(in_features=WIDTH, out_features=vocabulary, param_init=llama3._output_linear_init(WIDTH)),
         layers=llama3._build_llama3_layers(
             n_layers=LAYERS,
             dim=WIDTH,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torchdata.stateful_dataloader import StatefulDataLoader
+
 from torchtitan.config import Configurable
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
 from torchtitan.config import Configurable
 
 
