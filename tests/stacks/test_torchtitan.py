@@ -54,7 +54,7 @@ class Alone(nn.Module):
 
 def loader(plugin, documents=None, *, tokenizer=None, rank=0, ranks=1, rows=2, infinite=False, **options):
     source = [{"input_ids": x, "prompt_length": PROMPT} for x in DOCUMENTS] if documents is None else documents
-    given = plugin.ParallelAwareDataloader.Config(num_workers=0)
+    given = plugin.ParallelAwareDataloader.Config()
     config = plugin.packed_rows(given, documents=source, **options)
     config.infinite = infinite
     return plugin.PackedDataLoader(
@@ -145,10 +145,12 @@ def test_a_file_holds_tokens_or_text_and_other_columns_are_left_out(plugin, tmp_
         [*loader(plugin, str(file))]
 
 
-def test_the_loader_of_training_alone_is_replaced_and_keeps_its_workers(plugin) -> None:
-    config = plugin.packed_rows(plugin.ParallelAwareDataloader.Config(num_workers=2), documents=[[1]], overflow="drop")
+def test_the_loader_of_training_alone_is_replaced_and_keeps_its_options(plugin) -> None:
+    config = plugin.packed_rows(
+        plugin.ParallelAwareDataloader.Config(pin_memory=True), documents=[[1]], overflow="drop"
+    )
     assert plugin.packed_rows.fqns == ["dataloader"], "validation's is validator.dataloader"
-    assert (config.num_workers, config.documents, config.options) == (2, [[1]], {"overflow": "drop"})
+    assert (config.pin_memory, config.documents, config.options) == (True, [[1]], {"overflow": "drop"})
 
 
 def test_layers_share_the_segments_of_a_batch(plugin) -> None:
