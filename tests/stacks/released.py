@@ -185,6 +185,7 @@ def torchtitan(data: Path, work: Path) -> Step:
         "training.local_batch_size": ROWS,
         "training.global_batch_size": ROWS * STEP,
         "training.seq_len": CAPACITY,
+        "debug.seed": 0,
     }
     words = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     sys.argv[1:] = [*words, "--override.imports", "crosspack.integrations.torchtitan.packed_attention", rows]
