@@ -49,7 +49,7 @@ def test_xla_takes_part_at_every_level_and_the_others_where_attention_matters():
 )
 def test_what_is_declared(name, lacks):
     declared = capabilities(name, "gpu")
-    everywhere = {"dynamic_rope", "context_parallel", "channel_decay", "continued_segments"}
+    everywhere = {"dynamic_rope", "context_parallel", "channel_decay", "continued_segments", "both_ways"}
     everywhere |= set() if name == "chunked" else {"nonfinite_padding"}
     assert ALL_OPTIONS - declared.options - {"ranks"} == lacks | everywhere
     assert ("float32" in declared.dtypes) == (name != "cudnn")
