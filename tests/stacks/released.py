@@ -6,8 +6,38 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROWS, CAPACITY, STEP = 4, 64, 2  # rows of a micro-batch, tokens of a row, micro-batches of the one step
+
+
+Documents = list[tuple[list[int], list[int]]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One step of a stack.
+
+    Attributes:
+        name: of its trainer.
+        config: of its model.
+        before: the weights that it began with, by name.
+        gradients: of the step, by name.
+        documents: tokens and labels of all that it trained.
+        steps: how many there were.
+    """
+
+    name: str
+    config: Any
+    before: dict[str, Any]
+    gradients: dict[str, Any]
+    documents: Documents
+    steps: int
+
+
+def weights_of(model: Any) -> dict[str, Any]:
+    """Returns copies of a model's parameters, by name."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @dataclass(frozen=True)
@@ -17,7 +47,8 @@ class Stack:
     Attributes:
         packages: what pip installs into its folder, without dependencies; torch is that of the environment.
         shown: packages whose versions are printed.
-        train: runs its command in this process, on a folder of data and into another one.
+        train: runs its command in this process, on a folder of data and into another one; what it trained, if not by a
+            trainer of transformers.
         stand_in: the folder in ``stand_ins`` whose signatures have to be those of the release; None if it has none.
         environment: variables of its process.
         absent: modules that it imports at its start and does not need here, which empty ones stand for.
@@ -25,7 +56,7 @@ class Stack:
 
     packages: tuple[str, ...]
     shown: tuple[str, ...]
-    train: Callable[[Path, Path], None]
+    train: Callable[[Path, Path], list[Run] | None]
     stand_in: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
@@ -122,6 +153,45 @@ def swift(data: Path, work: Path) -> None:
     sft_main([text for name, value in options.items() for text in (f"--{name}", str(value))])
 
 
+def unsloth(data: Path, work: Path) -> None:
+    """As a script that imports ``train_on_responses_only``, called before ``enable_packing`` and after it."""
+    import unsloth  # noqa: F401 # it asks to be imported before the others
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+    from unsloth.chat_templates import train_on_responses_only
+
+    import crosspack
+
+    chats = [json.loads(line) for line in (data / "chats.jsonl").read_text().splitlines()]
+    texts = [f"<s> w0 w0 w0 {chat['instruction']} w1 w1 w1 {chat['output']} </s>" for chat in chats]
+    options: dict[str, Any] = {
+        "max_length": 2 * CAPACITY,
+        "per_device_train_batch_size": ROWS,
+        "gradient_accumulation_steps": STEP,
+        "num_train_epochs": 1,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+    }
+
+    def built() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(data / "model")
+        tokenizer = AutoTokenizer.from_pretrained(data / "model")
+        texts_of = Dataset.from_dict({"text": texts})
+        return SFTTrainer(model, SFTConfig(str(work), **options), train_dataset=texts_of, processing_class=tokenizer)
+
+    parts = {"instruction_part": "w0 w0 w0", "response_part": "w1 w1 w1"}
+    for late in (False, True):
+        trainer = crosspack.enable_packing(built()) if late else built()
+        train_on_responses_only(trainer, **parts)
+        crosspack.enable_packing(trainer).train()
+
+
 STACKS = {
     "axolotl": Stack(
         packages=(
@@ -159,5 +229,11 @@ STACKS = {
         shown=("ms-swift", "transformers", "trl", "peft"),
         train=swift,
         stand_in="swift",
+    ),
+    "unsloth": Stack(
+        packages=("unsloth", "unsloth_zoo"),
+        shown=("unsloth", "unsloth-zoo"),
+        train=unsloth,
+        stand_in="unsloth",
     ),
 }

@@ -1,7 +1,7 @@
 """One step of a stack on the CPU, in a process of its own, against each document alone.
 
-A stack's command (:mod:`.released`) -> its trainer at ``Trainer.train`` -> the gradient that its step accumulates,
-before clipping -> :func:`alone`, from the same weights in float32, by a model that nothing patched.
+A stack's command (:mod:`.released`) -> its trainers at ``Trainer.train``, or the runs that the command returns -> the
+gradient that a step accumulates, before clipping -> :func:`alone`, from the same weights in float32, by a model that nothing patched.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from typing import Any
 
 import torch
 
-from tests.stacks.released import STACKS
+from tests.stacks.released import STACKS, Documents, Run, weights_of
 
 TOLERANCE = 1e-5
-Documents = list[tuple[list[int], list[int]]]
 
 
-def record(found: dict[str, Any]) -> None:
-    """Let ``Trainer.train`` keep the trainer, its first weights and its gradients in ``found``."""
+def record(found: list[Run]) -> None:
+    """Let ``Trainer.train`` keep each trainer that it trains, with its first weights and its gradients, in ``found``."""
     from transformers import Trainer
 
     train = Trainer.train
 
     def recorded(self: Any, *args: Any, **options: Any) -> Any:
-        found.update(trainer=self, before={n: p.detach().clone() for n, p in self.model.named_parameters()})
-        found["gradients"] = kept_gradients(self)
-        return train(self, *args, **options)
+        before, gradients = weights_of(self.model), kept_gradients(self)
+        done = train(self, *args, **options)
+        documents = documents_of(self.train_dataset)
+        found.append(Run(type(self).__name__, self.model.config, before, gradients, documents, self.state.max_steps))
+        return done
 
     Trainer.train = recorded  # type: ignore[method-assign]
 
@@ -105,23 +106,21 @@ def functions_in(tree: ast.Module) -> list[tuple[str, ast.FunctionDef]]:
 
 
 def main(name: str, data: Path, work: Path) -> None:
-    stack, found = STACKS[name], dict[str, Any]()
+    stack, found = STACKS[name], list[Run]()
     sys.modules.update({absent: module_from_spec(ModuleSpec(absent, None)) for absent in stack.absent})
     record(found)
     if stack.stand_in is not None:
         count = check_signatures(Path(__file__).parent / "stand_ins" / stack.stand_in)
         print(f"stacks: {count} signatures of the stand-in are those of the release")
-    stack.train(data, work)
-    trainer = found["trainer"]
-    config = trainer.model.config
-    documents = documents_of(trainer.train_dataset)
-    expected = alone(config, found["before"], documents)
-    worst, parameter = worst_error(found["gradients"], expected)
-    print(
-        f"stacks: {type(trainer).__name__}, {len(documents)} documents in one step of {trainer.state.max_steps}, "
-        f"gradients {worst:.1e} off each document alone ({parameter})"
-    )
-    assert worst <= TOLERANCE, "the packed step is not exact"
+    found += stack.train(data, work) or []
+    assert found, "nothing was trained"
+    for run in found:
+        worst, parameter = worst_error(run.gradients, alone(run.config, run.before, run.documents))
+        print(
+            f"stacks: {run.name}, {len(run.documents)} documents in one step of {run.steps}, "
+            f"gradients {worst:.1e} off each document alone ({parameter})"
+        )
+        assert worst <= TOLERANCE, "the packed step is not exact"
 
 
 if __name__ == "__main__":
