@@ -51,7 +51,9 @@ class Stack:
             trainer of transformers.
         stand_in: the folder in ``stand_ins`` whose signatures have to be those of the release; None if it has none.
         environment: variables of its process.
-        absent: modules that it imports at its start and does not need here, which empty ones stand for.
+        absent: modules that it imports at its start and does not need here, which empty ones stand for, each with the
+            classes that are imported from it: ``module:Class``.
+        first: modules to import before that, which work without the absent ones.
     """
 
     packages: tuple[str, ...]
@@ -60,6 +62,7 @@ class Stack:
     stand_in: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
 
 
 def axolotl(data: Path, work: Path) -> None:
@@ -192,6 +195,82 @@ def unsloth(data: Path, work: Path) -> None:
         crosspack.enable_packing(trainer).train()
 
 
+def packed_loader(data: Path, model: Any) -> tuple[Any, Documents]:
+    """Returns a dataloader of one batch that holds all documents in packed rows, and the documents."""
+    from torch.utils.data import DataLoader
+
+    from crosspack import PackedCollator, PackedDataset
+
+    rows = [json.loads(line) for line in (data / "tokens.jsonl").read_text().splitlines()]
+    documents = [(row["input_ids"], row["labels"]) for row in rows]
+    packed = PackedDataset([ids for ids, _ in documents], CAPACITY, labels=[labels for _, labels in documents])
+    return DataLoader(packed, batch_size=len(packed), collate_fn=PackedCollator(model)), documents
+
+
+def lightning(data: Path, work: Path) -> list[Run]:
+    """As a script with a LightningModule around a transformers model."""
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+    from transformers import AutoModelForCausalLM
+
+    from crosspack.integrations.lightning import LightningPacking
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = AutoModelForCausalLM.from_pretrained(data / "model")
+            self.gradients: dict[str, Any] = {}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(**batch).loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Module()
+    loader, documents = packed_loader(data, module.model)
+    before = weights_of(module.model)
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=[LightningPacking()], **options)
+    trainer.fit(module, loader)
+    return [Run("Trainer", module.model.config, before, module.gradients, documents, trainer.global_step)]
+
+
+def composer(data: Path, work: Path) -> list[Run]:
+    """As a script that trains Composer's wrapper of a transformers model."""
+    import torch
+    from composer import Callback, Trainer
+    from composer.models import HuggingFaceModel
+    from transformers import AutoModelForCausalLM
+
+    from crosspack.integrations.composer import ComposerPacking, packed_spec
+
+    class Gradients(Callback):
+        found: Any = None
+
+        def after_train_batch(self, state: Any, logger: Any) -> None:
+            self.found = {name: p.grad.clone() for name, p in state.model.model.named_parameters()}
+
+    model = AutoModelForCausalLM.from_pretrained(data / "model")
+    loader, documents = packed_loader(data, model)
+    before, kept = weights_of(model), Gradients()
+    trainer = Trainer(
+        model=HuggingFaceModel(model),
+        train_dataloader=packed_spec(loader),
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        max_duration="1ep",
+        callbacks=[ComposerPacking(), kept],
+        device="cpu",
+        accumulate_train_batch_on_tokens=True,
+        progress_bar=False,
+    )
+    trainer.fit()
+    return [Run("Trainer", model.config, before, kept.found, documents, trainer.state.timestamp.batch.value)]
+
+
 STACKS = {
     "axolotl": Stack(
         packages=(
@@ -235,5 +314,26 @@ STACKS = {
         shown=("unsloth", "unsloth-zoo"),
         train=unsloth,
         stand_in="unsloth",
+    ),
+    "lightning": Stack(
+        packages=("lightning", "lightning-utilities", "torchmetrics"),
+        shown=("lightning",),
+        train=lightning,
+        stand_in="lightning",
+    ),
+    "composer": Stack(
+        packages=(
+            *("mosaicml", "torchmetrics<1.7.5", "lightning-utilities", "torch_optimizer", "pytorch_ranger", "coolname"),
+            *("tabulate", "py-cpuinfo", "importlib-metadata<9", "zipp"),
+        ),
+        shown=("mosaicml",),
+        train=composer,
+        stand_in="composer",
+        first=("torchmetrics",),
+        absent=(
+            *("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.models"),
+            *("torchvision.datasets:VisionDataset", "torchvision.models.resnet:Bottleneck:ResNet"),
+            *("torchvision.ops:box_convert", "torchvision.utils:draw_segmentation_masks", "mcli"),
+        ),
     ),
 }

@@ -1,7 +1,8 @@
 """One step of a stack on the CPU, in a process of its own, against each document alone.
 
 A stack's command (:mod:`.released`) -> its trainers at ``Trainer.train``, or the runs that the command returns -> the
-gradient that a step accumulates, before clipping -> :func:`alone`, from the same weights in float32, by a model that nothing patched.
+gradient that a step accumulates, before clipping -> :func:`alone`, from the same weights in float32, by a model that
+nothing patched.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TOLERANCE = 1e-5
 
 
 def record(found: list[Run]) -> None:
-    """Let ``Trainer.train`` keep each trainer that it trains, with its first weights and its gradients, in ``found``."""
+    """Let ``Trainer.train`` append what each trainer trains, its first weights and its gradients to ``found``."""
     from transformers import Trainer
 
     train = Trainer.train
@@ -105,10 +106,20 @@ def functions_in(tree: ast.Module) -> list[tuple[str, ast.FunctionDef]]:
     return found + [(owner.name, x) for owner in classes for x in owner.body if isinstance(x, ast.FunctionDef)]
 
 
+def put_empty(module: str, *classes: str) -> None:
+    """Let an empty module with empty classes stand for one that is not installed."""
+    made = module_from_spec(ModuleSpec(module, None))
+    vars(made).update({name: type(name, (), {}) for name in classes})
+    sys.modules[module] = made
+
+
 def main(name: str, data: Path, work: Path) -> None:
     stack, found = STACKS[name], list[Run]()
-    sys.modules.update({absent: module_from_spec(ModuleSpec(absent, None)) for absent in stack.absent})
-    record(found)
+    record(found)  # imports transformers, which then looks for no module that stands for another
+    for module in stack.first:
+        importlib.import_module(module)
+    for absent in stack.absent:
+        put_empty(*absent.split(":"))
     if stack.stand_in is not None:
         count = check_signatures(Path(__file__).parent / "stand_ins" / stack.stand_in)
         print(f"stacks: {count} signatures of the stand-in are those of the release")
