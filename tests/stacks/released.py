@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROWS, CAPACITY, STEP = 4, 64, 2  # rows of a micro-batch, tokens of a row, micro-batches of the one step
@@ -271,6 +272,39 @@ def composer(data: Path, work: Path) -> list[Run]:
     return [Run("Trainer", model.config, before, kept.found, documents, trainer.state.timestamp.batch.value)]
 
 
+def nemo(data: Path, work: Path) -> list[Run]:
+    """As a loop over NeMo AutoModel's data and loss; its model classes and recipes need CUDA."""
+    from datasets import Dataset
+    from nemo_automodel.components.datasets.llm.neat_packing import neat_pack_dataset
+    from nemo_automodel.components.datasets.utils import neat_packed_collater
+    from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
+    from transformers import AutoModelForCausalLM
+
+    from crosspack import patch, with_boundaries
+
+    examples = [json.loads(line) for line in (data / "tokens.jsonl").read_text().splitlines()]
+    documents = [(each["input_ids"], each["labels"]) for each in examples]
+    shifted = [{"input_ids": ids, "labels": [*labels[1:], -100]} for ids, labels in documents]  # as its data sets do
+    rows = list(neat_pack_dataset({"train": Dataset.from_list(shifted)}, "train", CAPACITY))
+
+    contract = SimpleNamespace(packed_mask_type="document_ids", requires_packed_sequence_metadata=False)
+
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        batch = neat_packed_collater(rows, packing=contract)
+        del batch["_packed_seq_ids"]  # the same numbers, for its own models
+        batch["shift_labels"] = batch.pop("labels")
+        return batch
+
+    model = AutoModelForCausalLM.from_pretrained(data / "model")
+    before = weights_of(model)
+    batch = with_boundaries(collate, patch(model))(rows)
+    labels = batch.pop("shift_labels")
+    loss = MaskedCrossEntropy()(model(**batch).logits, labels, num_label_tokens=int((labels != -100).sum()))
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return [Run("a loop", model.config, before, gradients, documents, 1)]
+
+
 STACKS = {
     "axolotl": Stack(
         packages=(
@@ -315,6 +349,7 @@ STACKS = {
         train=unsloth,
         stand_in="unsloth",
     ),
+    "nemo": Stack(packages=("nemo_automodel",), shown=("nemo-automodel",), train=nemo, stand_in="nemo_automodel"),
     "lightning": Stack(
         packages=("lightning", "lightning-utilities", "torchmetrics"),
         shown=("lightning",),
