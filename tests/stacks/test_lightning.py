@@ -41,6 +41,13 @@ def test_the_first_batch_of_a_patched_module_is_audited_once(plugin, capsys) -> 
     assert not capsys.readouterr().out
 
 
+def test_fewer_bits_are_judged_by_what_other_documents_move(plugin, capsys) -> None:
+    callback, made = plugin.LightningPacking(verify=False), module(llama().bfloat16())
+    callback.setup(trainer(), made, "fit")
+    callback.on_train_batch_start(trainer(), made, packed(made["model"]), 0)
+    assert "leak 0.0e+00, tolerance 2e-02" in capsys.readouterr().out
+
+
 def test_documents_that_see_each_other_stop_the_run(plugin, monkeypatch) -> None:
     callback, made = plugin.LightningPacking(), module(llama())
     batch = packed(made["model"])
