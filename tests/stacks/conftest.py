@@ -14,12 +14,18 @@ STAND_INS = Path(__file__).parent / "stand_ins"
 
 
 @pytest.fixture
-def plugin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The integration that a test file is named after, imported against the stand-in of its stack."""
+def stand_ins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Makes the stand-ins importable; the name of the stack that a test file is named after."""
     name = request.path.stem.removeprefix("test_")
     kept = dict(sys.modules)
     monkeypatch.syspath_prepend(STAND_INS)
-    yield import_module(f"crosspack.integrations.{name}")
+    yield name
     for module in sys.modules.keys() - kept.keys():
         if module.partition(".")[0] in {path.name for path in STAND_INS.iterdir()} or module.endswith(f".{name}"):
             del sys.modules[module]
+
+
+@pytest.fixture
+def plugin(stand_ins: str) -> ModuleType:
+    """The integration that a test file is named after, imported against the stand-in of its stack."""
+    return import_module(f"crosspack.integrations.{stand_ins}")

@@ -1,7 +1,8 @@
 """One step of a stack on the CPU, in a process of its own, against each document alone.
 
-A stack's command (:mod:`.released`) -> its trainer at ``Trainer.train`` -> the gradient that its step accumulates,
-before clipping -> :func:`alone`, from the same weights in float32, by a model that nothing patched.
+A stack's command (:mod:`.commands`) -> its trainers at ``Trainer.train``, or the runs that the command returns -> the
+gradient that a step accumulates, before clipping -> :func:`alone`, from the same weights in float32, by a model that
+nothing patched.
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ from typing import Any
 
 import torch
 
-from tests.stacks.released import STACKS, Step
+from tests.stacks.released import STACKS
+from tests.stacks.runs import Documents, Run, weights_of
 
 TOLERANCE = 1e-5
-Documents = list[tuple[list[int], list[int]]]
 
 
-def record(found: dict[str, Any]) -> None:
-    """Let ``Trainer.train`` keep the trainer, its first weights and its gradients in ``found``."""
+def record(found: list[Run]) -> None:
+    """Let ``Trainer.train`` append what each trainer trains, its first weights and its gradients to ``found``."""
     from transformers import Trainer
 
     train = Trainer.train
 
     def recorded(self: Any, *args: Any, **options: Any) -> Any:
-        found.update(trainer=self, before={n: p.detach().clone() for n, p in self.model.named_parameters()})
-        found["gradients"] = kept_gradients(self)
-        return train(self, *args, **options)
+        before, gradients = weights_of(self.model), kept_gradients(self)
+        done = train(self, *args, **options)
+        documents = documents_of(self.train_dataset)
+        found.append(Run(type(self).__name__, self.model.config, before, gradients, documents, self.state.max_steps))
+        return done
 
     Trainer.train = recorded  # type: ignore[method-assign]
 
@@ -104,26 +107,33 @@ def functions_in(tree: ast.Module) -> list[tuple[str, ast.FunctionDef]]:
     return found + [(owner.name, x) for owner in classes for x in owner.body if isinstance(x, ast.FunctionDef)]
 
 
+def put_empty(module: str, *classes: str) -> None:
+    """Let an empty module with empty classes stand for one that is not installed."""
+    made = module_from_spec(ModuleSpec(module, None))
+    vars(made).update({name: type(name, (), {}) for name in classes})
+    sys.modules[module] = made
+
+
 def main(name: str, data: Path, work: Path) -> None:
-    stack, found = STACKS[name], dict[str, Any]()
-    sys.modules.update({absent: module_from_spec(ModuleSpec(absent, None)) for absent in stack.absent})
+    stack, found = STACKS[name], list[Run]()
+    record(found)  # imports transformers, which then looks for no module that stands for another
+    for module in stack.first:
+        importlib.import_module(module)
+    for absent in stack.absent:
+        put_empty(*absent.split(":"))
     stack.prepare()
-    record(found)
     if stack.stand_in is not None:
         count = check_signatures(Path(__file__).parent / "stand_ins" / stack.stand_in)
         print(f"stacks: {count} signatures of the stand-in are those of the release")
-    step = stack.train(data, work)
-    if step is None:
-        trainer = found["trainer"]
-        documents = documents_of(trainer.train_dataset)
-        step = Step(type(trainer).__name__, trainer.model.config, found["before"], found["gradients"], documents)
-        assert trainer.state.max_steps == 1
-    worst, parameter = worst_error(step.gradients, alone(step.config, step.before, step.documents))
-    print(
-        f"stacks: {step.trainer}, {len(step.documents)} documents in one step, "
-        f"gradients {worst:.1e} off each document alone ({parameter})"
-    )
-    assert worst <= TOLERANCE, "the packed step is not exact"
+    found += stack.train(data, work) or []
+    assert found, "nothing was trained"
+    for run in found:
+        worst, parameter = worst_error(run.gradients, alone(run.config, run.before, run.documents))
+        print(
+            f"stacks: {run.name}, {len(run.documents)} documents in one step of {run.steps}, "
+            f"gradients {worst:.1e} off each document alone ({parameter})"
+        )
+        assert worst <= TOLERANCE, "the packed step is not exact"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""Checks of the first packed batch inside somebody else's training loop: it carries its segments, and they are kept.
+
+A batch of :class:`crosspack.PackedCollator` and the patched model that runs it -> :func:`check_batch` ->
+:func:`audit_batch`, which compares logits, and leaves gradients and random state as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from packing_core.errors import ContaminationError, PackingError, UnsupportedError
+
+FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and in fewer bits
+CARRIED = (
+    *("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("packed_lengths", "packed_documents", "output_attentions", "return_dict"),
+)
+_KNOWN = {"input_ids", "labels", "attention_mask", *CARRIED}
+
+
+def check_batch(batch: Any, loader: str) -> None:
+    """Check that a batch carries segments.
+
+    Args:
+        batch: what a dataloader gave.
+        loader: which dataloader, for messages.
+
+    Raises:
+        PackingError: it carries none.
+    """
+    if not (isinstance(batch, Mapping) and "packed_lengths" in batch):
+        raise PackingError(
+            f"the first batch of {loader} carries no segments: let it take rows of crosspack.PackedDataset with "
+            "collate_fn=crosspack.PackedCollator(model), or wrap its collator in crosspack.with_boundaries"
+        )
+
+
+@torch.no_grad()
+def audit_batch(module: nn.Module, batch: Mapping[str, Any]) -> str:
+    """Compare the logits of a packed batch with those of each of its documents alone.
+
+    In float32 they have to be equal. In every dtype, other documents' logits must stay when one document is replaced.
+    Documents without a trained token are left out.
+
+    Args:
+        module: the patched transformers model, or a module that holds it.
+        batch: input_ids and labels int64 [B, S], and the segments of ``PackedCollator``.
+
+    Returns:
+        The figures, as a line.
+
+    Raises:
+        ContaminationError: documents see each other.
+        PackingError: the batch has no trained document.
+        UnsupportedError: a document of the batch is more than its tokens.
+    """
+    if unknown := sorted(set(batch) - _KNOWN):
+        raise UnsupportedError(
+            f"the audit of a batch runs documents of tokens alone, and this one has {unknown[0]}: pass audit=False; "
+            "crosspack.patch has audited the model"
+        )
+    model: Any = next(each for each in module.modules() if isinstance(each, PreTrainedModel))
+    lengths, training = batch["packed_lengths"], model.training
+    ids, labels = (batch[name].reshape(-1).split(lengths) for name in ("input_ids", "labels"))
+    trained = [i for i, each in enumerate(labels) if bool((each != -100).any())]
+    if not trained:
+        raise PackingError("no token of the first batch is trained, by its labels: give -100 to those of prompts alone")
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    rows = [start // batch["input_ids"].shape[1] for start in accumulate(lengths, initial=0)]
+    replaced = next((i for i, after in pairwise(trained) if rows[i] == rows[after]), trained[0])  # one with a neighbour
+    changed = list(ids)
+    changed[replaced] = (ids[replaced] + 1) % model.get_input_embeddings().num_embeddings
+    model.eval()
+    try:
+        packed = _logits(model, inputs, lengths)
+        probed = _logits(model, {**inputs, "input_ids": torch.cat(changed).view_as(batch["input_ids"])}, lengths)
+        error = max(_difference(packed[i], model(input_ids=ids[i][None], use_cache=False).logits[0]) for i in trained)
+    finally:
+        model.train(training)
+    leak = max((_difference(probed[i], packed[i]) for i in trained if i != replaced), default=0.0)
+    exact = packed[0].dtype == torch.float32
+    worst, tolerance = (max(error, leak), FLOAT32) if exact else (leak, HALF)
+    report = (
+        f"{type(model).__name__}, first batch: {len(trained)} documents in {len(batch['input_ids'])} rows, logits "
+        f"{error:.1e} off each document alone, leak {leak:.1e}, tolerance {tolerance:.0e}"
+    )
+    if worst > tolerance or _difference(probed[replaced], packed[replaced]) <= leak:
+        raise ContaminationError(f"audit: documents that are packed together see each other: {report}")
+    return report
+
+
+def _logits(model: Any, inputs: Mapping[str, Any], lengths: Any) -> tuple[Tensor, ...]:
+    return tuple(model(**inputs, use_cache=False).logits.flatten(0, 1).split(lengths))
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Returns the largest difference, relative to the largest expected value; infinite where there is a NaN."""
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    return math.inf if math.isnan(difference) else difference

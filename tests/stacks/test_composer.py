@@ -1,0 +1,49 @@
+"""The callback for Composer on a stand-in; ``python -m tests.stacks composer`` trains in a release."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from packing_core.errors import PackingError, UnsupportedError
+from tests.stacks.test_lightning import packed
+from tests.torch_backend.test_trainer import llama
+
+
+class Wrapper(torch.nn.Module):
+    """Hands on the keys that the signature of the model's forward has, as ``HuggingFaceModel`` does."""
+
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.model = model
+        self.model_forward_args = {"input_ids", "labels", "position_ids", "attention_mask"}
+
+    def forward(self, batch):
+        return self.model(**{name: value for name, value in batch.items() if name in self.model_forward_args})
+
+
+def test_the_wrapper_hands_the_segments_on(plugin, capsys) -> None:
+    callback, model = plugin.ComposerPacking(verify=False), llama()
+    state = SimpleNamespace(model=Wrapper(model), batch=packed(model))
+    state.model(state.batch)  # the wrapper drops the segments, and the seal that would raise
+    callback.init(state, None)
+    state.model(state.batch).loss.backward()  # a patched model without segments raises here
+    callback.batch_start(state, None)
+    callback.batch_start(state, None)
+    assert capsys.readouterr().out.count("6 documents in") == 1
+    with pytest.raises(PackingError, match="the first batch of train_dataloader carries no segments"):
+        plugin.ComposerPacking().batch_start(SimpleNamespace(model=None, batch=[1]), None)
+
+
+def test_a_batch_counts_rows_and_targets_and_is_cut_by_nothing(plugin) -> None:
+    batch, loader = packed(llama()), object()
+    spec, rows = plugin.packed_spec(loader), len(batch["input_ids"])
+    assert spec.dataloader is loader and rows > 1
+    assert spec.get_num_samples_in_batch(batch) == rows
+    counted = {"total": 40 * rows, "loss_generating": sum(label != -100 for label in batch["labels"].view(-1).tolist())}
+    assert spec.get_num_tokens_in_batch(batch) == counted
+    assert spec.split_batch(batch, rows) == [batch]
+    with pytest.raises(UnsupportedError, match="device_train_microbatch_size=1 cuts a packed batch of . rows"):
+        spec.split_batch(batch, 1)
