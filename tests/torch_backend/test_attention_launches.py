@@ -13,6 +13,7 @@ import torch
 
 from tests.torch_backend.test_triton_attention import SMALL
 from tests.torch_backend.test_triton_compiled import HOPPER, compiled
+from torch_backend.ops import operators
 from torch_backend.ops.attention import attention
 from torch_backend.ops.attention.triton import TRITON
 from torch_backend.segments import PackedMetadata
@@ -49,6 +50,8 @@ class Recorded:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(operators, "INTERPRETED", True)
     found: list[list[Any]] = []
     kernels = import_module("torch_backend.ops.attention.triton_kernels")
     for name in KERNELS:

@@ -13,7 +13,7 @@ from tests.torch_backend.preference import arguments, assert_same_training, mode
 from tests.torch_backend.test_preference import divide
 from tests.torch_backend.test_scored_trainers import LORA, rewards
 from tests.torch_backend.test_scored_trainers import alone as policy_alone
-from torch_backend import PackedCollator, explain
+from torch_backend import PackedCollator, audit, explain
 from torch_backend.hf import shared_rows
 from torch_backend.hf.inputs import prefixes
 from torch_backend.ops.attention import load
@@ -103,6 +103,11 @@ def test_ids_that_changed_after_the_collator_are_refused(tmp_path):
         LayoutError, match=r"token \d+ of a call is not that of its data collator, .* change token ids in"
     ):
         trainer.train()
+
+
+def test_an_audit_exchanges_documents_whose_prefixes_the_collator_found(tmp_path):
+    report = audit(enable_packing(dpo(tmp_path), verify=False))
+    assert report.verdict == "exact", str(report)
 
 
 def shared(trainer, least_saved=0.3, **options):

@@ -101,12 +101,13 @@ class ScoredStep:
         exchanged = known[(torch.searchsorted(known, ids) + max(len(known) // 2, 1)) % len(known)]
         other = torch.where(mask, exchanged, ids)
         before = self._answers(call)
+        others = {name: x for name, x in call.items() if name != IDS}  # they are those of the collator
         scored = torch.ones_like(before, dtype=torch.bool) if labels is None else labels[:, 1:] != IGNORE_INDEX
         spread = (before[scored] - before[scored].mean()).abs().max()
 
         def moves(replaced: Tensor) -> Tensor:
             """Returns how far each document [B] moves when those that ``replaced`` [B] marks are replaced."""
-            after = self._answers({**call, _ROWS: torch.where(replaced[:, None], other, ids)})
+            after = self._answers({**others, _ROWS: torch.where(replaced[:, None], other, ids)})
             return (after - before).masked_fill(~scored, 0.0).abs().amax(1) / spread
 
         everyone = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
