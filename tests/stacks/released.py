@@ -10,7 +10,7 @@ STACKS = {
         packages=(
             *("axolotl", "axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6", "transformers==5.16.1"),
             *("trl==1.9.0", "accelerate==1.13.0", "peft==0.20.0", "datasets==4.8.4", "huggingface_hub==1.17.0"),
-            *("kernels<0.17", "bitsandbytes==0.50.2", "wandb==0.22.2", "protobuf<7", "posthog==6.7.11", "numba"),
+            *("kernels==0.17.2", "bitsandbytes==0.50.2", "wandb==0.22.2", "protobuf<7", "posthog==6.7.11", "numba"),
             *("llvmlite", "evaluate==0.4.1", "schedulefree", "addict", "fire", "fastcore", "python-dotenv", "colorama"),
             *("termcolor", "backoff", "requests", "six", "distro", "gitpython", "gitdb", "smmap", "platformdirs"),
             *("sentry-sdk", "httpx", "httpcore", "anyio", "certifi", "idna", "h11", "sniffio"),
