@@ -1,7 +1,7 @@
 """Checks of the first packed batch inside somebody else's training loop: it carries its segments, and they are kept.
 
-A batch of :class:`crosspack.PackedCollator` and the patched model that runs it -> :func:`check_batch` ->
-:func:`audit_batch`, which compares logits, and leaves gradients and random state as they are.
+A batch of :class:`crosspack.PackedCollator` and the patched model that runs it -> :class:`FirstBatch` ->
+:func:`check_batch` -> :func:`audit_batch`, which compares logits, and leaves gradients and random state as they are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -23,6 +24,34 @@ CARRIED = (
     *("packed_lengths", "packed_documents", "output_attentions", "return_dict"),
 )
 _KNOWN = {"input_ids", "labels", "attention_mask", *CARRIED}
+
+
+class FirstBatch:
+    """Checks the first training batch of a run, and no other.
+
+    Args:
+        audit: compare its logits with each document alone, and stop if they see each other.
+    """
+
+    def __init__(self, *, audit: bool) -> None:
+        self.audit = audit
+        self.seen = False
+
+    def check(self, module: nn.Module, batch: Any) -> None:
+        """Check a batch if it is the first; the audit's figures are printed once for all ranks.
+
+        Raises:
+            PackingError, ContaminationError, UnsupportedError: it carries no segments, or they do not hold.
+        """
+        if self.seen:
+            return
+        self.seen = True
+        check_batch(batch, "train_dataloader")
+        if not self.audit:
+            return
+        report = audit_batch(module, batch)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(report)
 
 
 def check_batch(batch: Any, loader: str) -> None:

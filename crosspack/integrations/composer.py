@@ -11,7 +11,7 @@ from typing import Any
 from composer import Callback, DataSpec
 
 import crosspack
-from crosspack.integrations.batches import CARRIED, audit_batch, check_batch
+from crosspack.integrations.batches import CARRIED, FirstBatch
 
 
 class ComposerPacking(Callback):
@@ -23,9 +23,8 @@ class ComposerPacking(Callback):
     """
 
     def __init__(self, *, audit: bool = True, **options: Any) -> None:
-        self.audit = audit
         self.options = options
-        self._checked = False
+        self._first = FirstBatch(audit=audit)
 
     def init(self, state: Any, logger: Any) -> None:
         """Patch the model, and add the segments to the arguments that ``HuggingFaceModel`` hands on.
@@ -44,12 +43,7 @@ class ComposerPacking(Callback):
         Raises:
             PackingError, ContaminationError, UnsupportedError: it carries no segments, or they do not hold.
         """
-        if self._checked:
-            return
-        self._checked = True
-        check_batch(state.batch, "train_dataloader")
-        if self.audit:
-            print(audit_batch(state.model, state.batch))
+        self._first.check(state.model, state.batch)
 
 
 def packed_spec(loader: Any) -> Any:

@@ -14,7 +14,7 @@ except ModuleNotFoundError:  # the same callbacks under the older name of the pa
     from pytorch_lightning import Callback
 
 import crosspack
-from crosspack.integrations.batches import audit_batch, check_batch
+from crosspack.integrations.batches import FirstBatch
 
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
@@ -28,9 +28,8 @@ class LightningPacking(Callback):
     """
 
     def __init__(self, *, audit: bool = True, **options: Any) -> None:
-        self.audit = audit
         self.options = options
-        self._checked = False
+        self._first = FirstBatch(audit=audit)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Patch the model that the module holds.
@@ -40,7 +39,7 @@ class LightningPacking(Callback):
             UnsupportedError: the strategy shards the model, whose documents cannot be run alone.
         """
         strategy = type(trainer.strategy).__name__
-        if self.audit and strategy in _SHARDING:
+        if self._first.audit and strategy in _SHARDING:
             raise crosspack.UnsupportedError(
                 f"Lightning's {strategy} shards the model, and the audit of a batch calls it past its wrapper: pass "
                 "LightningPacking(audit=False); crosspack.patch audits the model all the same"
@@ -53,11 +52,4 @@ class LightningPacking(Callback):
         Raises:
             PackingError, ContaminationError, UnsupportedError: it carries no segments, or they do not hold.
         """
-        if self._checked:
-            return
-        self._checked = True
-        check_batch(batch, "train_dataloader")
-        if self.audit:
-            report = audit_batch(pl_module, batch)
-            if trainer.is_global_zero:
-                print(report)
+        self._first.check(pl_module, batch)

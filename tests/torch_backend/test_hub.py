@@ -234,6 +234,12 @@ def test_what_would_be_ignored_is_refused() -> None:
         functions.flash_attn_varlen_func(x, x, x, bounds, bounds, 4, 4, window_size=(2, 3))
     with pytest.raises(UnsupportedError, match="no activation 'gelu', only silu"):
         functions.causal_conv1d_fn(torch.zeros(1, 2, 4), torch.zeros(2, 3), activation="gelu")
+    for name, call in {
+        "head_first": lambda: functions.chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0], head_first=True),
+        "initial_states": lambda: functions.causal_conv1d_fn(x[0], x[0, 0], initial_states=x),
+    }.items():
+        with pytest.raises(UnsupportedError, match=f"{name} is given, which these kernels do not follow"):
+            call()
 
 
 def test_metadata_is_made_once_for_the_same_boundaries_and_anew_when_they_change() -> None:

@@ -1,13 +1,14 @@
 """Packed attention, the gated delta rule, the short convolution and RoPE, under the signatures that transformers calls.
 
 flash-attn's, flash-linear-attention's and causal-conv1d's arguments -> the metadata of the packed segments, made once
-per batch -> the operations of ``torch_backend.ops``. No argument is accepted and ignored.
+per batch -> the operations of ``torch_backend.ops``. What would change a result and is not served raises; what changes
+none is named where it is an argument.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -143,7 +144,13 @@ def chunk_gated_delta_rule(
 
     Returns:
         [B, S, H, V] and the states [N, H, K, V], or None.
+
+    Raises:
+        UnsupportedError: an argument of fla changes the result and is not served.
     """
+    _refuse(
+        kwargs, "head_first", "state_v_first", "transpose_state_layout", "gk", "A_log", "dt_bias", "use_gate_in_kernel"
+    )
     rows, length = value.shape[:2]
     packed = _of_rows(kwargs.get("cu_seqlens"), rows, length, value)
     q, k = (_unit(x) if use_qk_l2norm_in_kernel else x for x in (query, key))
@@ -174,7 +181,11 @@ def causal_conv1d_fn(
 
     Returns:
         [B, C, S].
+
+    Raises:
+        UnsupportedError: an activation other than silu, or states that enter or leave.
     """
+    _refuse(kwargs, "initial_states", "final_states_out", "return_final_states", "initial_state", "output_final_state")
     if activation not in (None, "silu", "swish"):
         raise UnsupportedError(f"the convolution has no activation {activation!r}, only silu")
     rows, _, length = hidden_states.shape
@@ -186,6 +197,13 @@ def causal_conv1d_fn(
     x = hidden_states.transpose(1, 2).flatten(0, 1)
     out = convolve(x, weight, bias, positions, activation is not None)
     return out.view(rows, length, -1).transpose(1, 2)
+
+
+def _refuse(given: Mapping[str, Any], *names: str) -> None:
+    """Raise for arguments of fla and causal-conv1d that change a result and that nothing here follows."""
+    for name in names:
+        if (value := given.get(name)) is not None and value is not False:
+            raise UnsupportedError(f"{name} is given, which these kernels do not follow: leave it out")
 
 
 def _window(size: tuple[int, int], causal: bool) -> int | None:
