@@ -26,6 +26,9 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 SEGMENTS = {
     "documents": lambda: PackedMetadata.from_lengths((5, 19, 8)),
     "last tokens of documents": lambda: PackedMetadata.of_last_tokens((1, 9), (13, 19), device="cpu"),
+    "spans that see both ways": lambda: PackedMetadata.from_lengths((9,)).with_spans(
+        torch.tensor([-1, 0, 0, 0] + 5 * [-1])
+    ),
     "shared prefixes": lambda: PackedMetadata.from_lengths((17, 9, 8), parents=(-1, 0, 0)),
 }
 
@@ -68,6 +71,7 @@ def test_every_launch_compiles(launches: list[list[Any]]) -> None:
         keys = packed if packed.keys is None else packed.keys
         q, k, v = (torch.randn(n, heads, 16) for n, heads in ((packed.tokens, 4), (keys.tokens, 2), (keys.tokens, 2)))
         q.requires_grad_()
-        attention(q, k, v, packed, implementation="triton").sum().backward()
+        for options in ({}, {"window": 6, "softcap": 1.5, "sinks": torch.zeros(4), "alibi_slopes": torch.ones(4)}):
+            attention(q, k, v, packed, implementation="triton", **options).sum().backward()
     assert {arguments[0] for _, arguments, *_ in launches} == set(KERNELS)
     assert max(compiled(launches)) <= HOPPER
