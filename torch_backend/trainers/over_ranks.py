@@ -19,9 +19,11 @@ from torch.nn import functional as F
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import UnsupportedError
 from torch_backend.context_parallel.group import ContextGroup
+from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.hf.patch import context_of, cut_over_ranks, refuse_context_of
-from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
+from torch_backend.hf.router import asks_for_router_loss
+from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss, loss_and_addend
 from torch_backend.trainers.own_loss import why_not_known
 
 WEIGHTS_REFUSED = (
@@ -111,17 +113,18 @@ class OverRanks:
 
         It takes this rank's part of a batch. The loss is this rank's part of the sum, divided by the targets that the
         trainer has counted on all ranks. Without their number it is such that the mean over the group is the loss of
-        the batch. In evaluation every rank of the group returns that mean.
+        the batch. In evaluation every rank of the group returns that mean. A router's loss is added for each
+        microbatch, as transformers does.
         """
 
         def call(num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:
             group, ranks = self.context.group, self.context.ranks
-            total, weight = self._smoothed_loss(model, inputs) if self.smoothing else causal_lm_loss(model, inputs)
+            total, weight, addend = self._loss(model, inputs)
             if num_items_in_batch is None:
                 dist.all_reduce(weight, group=group)
-                loss = total * ranks / weight.clamp(min=1)
+                loss = total * ranks / weight.clamp(min=1) + addend
             else:
-                loss = total / num_items_in_batch
+                loss = total / num_items_in_batch + addend / ranks
             if not model.training:
                 loss = loss.detach().clone()
                 dist.all_reduce(loss, group=group)
@@ -129,6 +132,14 @@ class OverRanks:
             return {"loss": loss}
 
         return call
+
+    def _loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | float]:
+        """The sum over the rank's targets, their number, and a router's loss of all ranks, which each rank has."""
+        if self.smoothing:
+            return *self._smoothed_loss(model, batch), 0.0  # where transformers leaves the router's loss out too
+        if asks_for_router_loss(causal_lm(model), batch):
+            return loss_and_addend(model, batch)
+        return *causal_lm_loss(model, batch), 0.0
 
     def _smoothed_loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The sum of transformers' ``LabelSmoother`` over the rank's targets, and their number."""
