@@ -44,6 +44,7 @@ class Case(NamedTuple):
         groups: of ranks, which train on different rows.
         smoothing: of labels.
         changes: of the model's config.
+        evaluated: documents of a batch in evaluation, of eight in all.
     """
 
     family: str = "qwen3"
@@ -51,10 +52,11 @@ class Case(NamedTuple):
     groups: int = 1
     smoothing: float = 0.0
     changes: dict[str, Any] = {}  # noqa: RUF012
+    evaluated: int = 8
 
 
 CASES = {
-    "Trainer": Case(),
+    "Trainer": Case(evaluated=3),
     "Trainer, hybrid": Case("qwen3_5_text"),
     "SFTTrainer": Case(kind="SFTTrainer"),
     "Trainer, smoothed": Case(smoothing=0.1),
@@ -86,7 +88,7 @@ def trainer_of(case: Case, folder: str, **changes: Any) -> Any:
         "max_grad_norm": 0.5,
         "train_sampling_strategy": "sequential",
         "per_device_train_batch_size": ROWS // MICROBATCHES // case.groups,
-        "per_device_eval_batch_size": 8 // case.groups,
+        "per_device_eval_batch_size": case.evaluated // case.groups,
         "gradient_accumulation_steps": MICROBATCHES,
         "label_smoothing_factor": case.smoothing,
     }

@@ -24,10 +24,10 @@ from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelE
 from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.patch import cut_over_ranks, state_of
+from torch_backend.hf.patch import context_of, cut_over_ranks, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.segments import to_device
-from torch_backend.steps.checks import check_optimizer, check_trainable
+from torch_backend.steps.checks import check_optimizer, check_ranks, check_trainable
 from torch_backend.steps.eligibility import fast_loss_refused
 from torch_backend.steps.fast_backward import (
     Batch,
@@ -118,6 +118,8 @@ class TrainStep:
                 "wrap it first, DistributedDataParallel(model) or fully_shard(model), or pass the group of ranks that "
                 "hold different documents"
             )
+        if (context := context_of(model)) is not None:
+            check_ranks(context.group, group, self.wrappers[0] if self.wrappers else None)
         self._precision: Callable[[], AbstractContextManager[Any]] = lambda: torch.autocast(
             self.device.type, autocast, enabled=autocast is not None
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -73,6 +74,8 @@ def _why_not(trainer: Any, fast: bool) -> str | None:
         return "their targets are counted on all ranks: leave average_tokens_across_devices=False out"
     if args.torch_compile:
         return "their pieces differ in every batch: leave torch_compile out"
+    if getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False):
+        return "each rank would count all of their tokens: leave include_num_input_tokens_seen out"
     if trainer.is_deepspeed_enabled:
         return "DeepSpeed averages gradients over ranks of its own choice: use DDP or FSDP2"
     if getattr(parallelism, "tp_enabled", False):
@@ -149,6 +152,13 @@ class OverRanks:
         total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.smoothing)
         return total, (targets != IGNORE_INDEX).sum()
 
+    def gather_once(self, trainer: Any) -> None:
+        """Let an evaluation take each batch's losses from one rank of each group, all of which have the same.
+
+        Otherwise transformers weighs a last batch of fewer rows less than the others.
+        """
+        trainer.gather_function = partial(_of_each_group, trainer.accelerator, self.context.ranks)
+
     def refuse_outputs(self) -> None:
         """Raise for a prediction of logits, of which every rank has a part.
 
@@ -159,6 +169,13 @@ class OverRanks:
             f"documents are cut over {self.context.ranks} ranks, and no rank has the logits of whole ones: pass "
             "prediction_loss_only=True, or predict with a model that is patched without a mesh"
         )
+
+
+def _of_each_group(accelerator: Any, ranks: int, losses: Tensor) -> Tensor:
+    """Replaces ``Accelerator.gather_for_metrics`` for the losses of rows; a group's ranks follow each other."""
+    gathered = accelerator.gather(losses).unflatten(0, (-1, ranks, len(losses)))[:, 0].flatten()
+    state = accelerator.gradient_state
+    return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
 
 
 def _as_they_are(model: nn.Module, inputs: Any) -> tuple[Any, Any]:
