@@ -135,6 +135,7 @@ REFUSALS = {
     "gradients of some ranks": r"UnsupportedError: DistributedDataParallel reduces gradients over ranks [0-3, ]+ and d",
     "targets of some ranks": r"UnsupportedError: targets would be counted on ranks [0-3, ]+ and documents are cut over",
     "no boundaries": r"UnsupportedError: the batch does not say where its documents begin, so it is not cut over ranks",
+    "no boundaries in evaluation": r"UnsupportedError: the batch does not say where its documents begin, so it is not",
     "fewer tokens than ranks": r"PackingError: 1 tokens are fewer than \d ranks, so a rank would have none",
     "embeddings": r"UnsupportedError: a batch with inputs_embeds cannot be cut over ranks",
     "trainer": r"UnsupportedModelError: enable_packing\(trainer\) does not compute over ranks that hold parts of docum",

@@ -239,10 +239,10 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
         assert state is not None and state.context is not None
         OverRanks(Mock(label_smoother=None), state.context).cut({**batch, "loss_weights": batch["labels"]}, model)
 
-    def step_of(process_group: Any, group: Any = None) -> None:
-        """A step whose gradients, or targets, are not those of all ranks of the mesh."""
+    def step_of(process_group: Any = None, group: Any = None) -> Any:
+        """A step whose gradients are reduced, and whose targets are counted, over these groups; None for all ranks."""
         model = DistributedDataParallel(on_mesh(tiny("qwen3")), process_group=process_group)
-        make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
+        return make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
 
     def other_labels() -> None:
         labels = batch["labels"] + dist.get_rank() * (batch["labels"] == batch["labels"].max())
@@ -266,7 +266,8 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
         "different labels": other_labels,
         "gradients of some ranks": lambda: step_of(world["cp"].get_group()),
         "targets of some ranks": lambda: step_of(None, world["cp"].get_group()),
-        "no boundaries": lambda: causal_lm_loss(on_mesh(tiny("qwen3")), {name: batch[name] for name in TEXT}),
+        "no boundaries": lambda: step_of()({name: batch[name] for name in TEXT}),
+        "no boundaries in evaluation": lambda: step_of().evaluate([{name: batch[name] for name in TEXT}]),
         "fewer tokens than ranks": lambda: on_mesh(tiny("qwen3"))(**collate([torch.tensor([7])], capacity=None)),
         "embeddings": images,
         "trainer": trainer,

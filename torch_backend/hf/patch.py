@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from packing_core.errors import UnsupportedError, UnsupportedModelError
+from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import AUTO, ContextGroup, context_group
 from torch_backend.hf import router
 from torch_backend.hf.anatomy.families import EXACT_KEYS, both_ways_of
@@ -36,7 +36,7 @@ from torch_backend.hf.foreign_kernels import refuse_replaced_layers
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed
-from torch_backend.hf.inputs.context import SHARE, MeanOverRanks, refuse_context
+from torch_backend.hf.inputs.context import MeanOverRanks, refuse_context
 from torch_backend.ops.attention import AttentionRequest
 from torch_backend.seal import unseal, unsealed
 
@@ -118,21 +118,9 @@ def refuse_context_of(model: nn.Module, what: str) -> None:
 
 
 def cut_over_ranks(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's part of a packed batch if the model was patched with a mesh, else the batch as it is.
-
-    Raises:
-        UnsupportedError: the model has a mesh and the batch no boundaries, so every rank would count all of its tokens.
-    """
+    """This rank's part of a packed batch if the model was patched with a mesh, else the batch as it is."""
     state = state_of(causal_lm(model))
-    if state is None:
-        return dict(batch)
-    found = state.cut(batch)
-    if state.context is not None and found.get(SHARE) is None:
-        raise UnsupportedError(
-            "the batch does not say where its documents begin, so it is not cut over ranks: collate it by "
-            "PackedCollator(model), a single document too, or patch the model without a mesh"
-        )
-    return found
+    return dict(batch) if state is None else state.cut(batch)
 
 
 # -- the patched model ---------------------------------------------------------------------------------------------
