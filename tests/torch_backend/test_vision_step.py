@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +19,12 @@ from torch_backend.steps.eligibility import why_not_captured, why_not_compiled
 from torch_backend.steps.fixed_shapes import FixedShapes
 
 
-def batches_of(case: str, capacity: int = 32, implementation: str = "triton") -> tuple[Any, list[dict[str, Any]]]:
+ROWS = ((1, 3), (0, 1), (2, 1), (3,))  # documents of each batch: without images, with one, with three, without
+
+
+def batches_of(
+    case: str, capacity: int = 32, implementation: str = "triton", rows: Sequence[Sequence[int]] = ROWS
+) -> tuple[Any, list[dict[str, Any]]]:
     """A patched model, and batches of one row: text, one image, two images, text."""
     model = patch(vision_model(case), implementation=implementation, verify=False)
     collate = PackedCollator(model, capacity)
@@ -26,8 +32,7 @@ def batches_of(case: str, capacity: int = 32, implementation: str = "triton") ->
     documents = [document for row in image_documents(case) for document in row]
     kinds = [{name: x[0] for name, x in kinds_of(case, d).items() if name == "token_type_ids"} for d in documents]
     examples = [{"input_ids": d.ids.tolist(), **d.images, **each} for d, each in zip(documents, kinds, strict=True)]
-    rows = ([examples[1], examples[3]], [examples[0], examples[1]], [examples[2], examples[1]], [examples[3]])
-    return model, [collate(row) for row in rows]
+    return model, [collate([examples[number] for number in row]) for row in rows]
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ _MARKS = (
     "packed_lengths",
     "packed_documents",
     "packed_parents",
+    "packed_images",
 )
 
 
