@@ -15,7 +15,7 @@ from tests.torch_backend.test_vision_step import batches_of
 from torch_backend.hf.edits import patches
 from torch_backend.hf.patch import state_of
 from torch_backend.ops.attention import dispatch
-from torch_backend.steps.tower_blocks import compile_tower, tower_blocks
+from torch_backend.steps.tower_blocks import compile_tower
 
 
 def gradients_of(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -18,7 +18,6 @@ from torch_backend.steps import cuda_graph, fast_backward
 from torch_backend.steps.eligibility import why_not_captured, why_not_compiled
 from torch_backend.steps.fixed_shapes import FixedShapes
 
-
 ROWS = ((1, 3), (0, 1), (2, 1), (3,))  # documents of each batch: without images, with one, with three, without
 
 
