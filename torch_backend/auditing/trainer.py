@@ -48,6 +48,7 @@ _MARKS = (
     "packed_documents",
     "packed_parents",
     "packed_images",
+    "packed_targets",
 )
 
 

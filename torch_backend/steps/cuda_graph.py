@@ -33,7 +33,7 @@ from torch_backend.steps.progress import announced
 from torch_backend.steps.tower_blocks import compile_tower
 
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.
-_HOST_ONLY = ("packed_lengths", "packed_documents", "packed_parents", "packed_images")
+_HOST_ONLY = ("packed_lengths", "packed_documents", "packed_parents", "packed_images", "packed_targets")
 DEVICE = "cuda"
 
 
