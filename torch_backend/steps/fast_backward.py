@@ -30,12 +30,10 @@ from torch_backend.hf.foreign_kernels import (
 from torch_backend.hf.patch import context_of, state_of
 from torch_backend.steps.boundaries import Host
 from torch_backend.steps.cuda_graph import (
-    GRAPHS,
     CapturedBackward,
     compile_layers,
     form_of,
     layers_of,
-    whole_layers,
 )
 from torch_backend.steps.eligibility import (
     Batch,
@@ -53,6 +51,7 @@ from torch_backend.steps.memory import level_layers, level_of, recomputing_insid
 from torch_backend.steps.memory_fit import group_on_host, tokens_of
 from torch_backend.steps.progress import announced
 from torch_backend.steps.tiled_layers import tiled, tiled_modules
+from torch_backend.steps.tower_blocks import GRAPHS, whole_layers
 
 Choice = bool | Literal["auto"]
 log = logging.getLogger("crosspack")
