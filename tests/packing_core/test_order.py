@@ -212,6 +212,8 @@ BAD = {
     "order": ({"order": "shortest"}, "order must be one of 'random', 'curriculum', 'sorted', 'grouped', 'weighted'"),
     "no keys": ({"order": "sorted"}, 'order="sorted" needs keys: pass one key per document'),
     "needless keys": ({"order": "curriculum", "keys": [1, 2, 3]}, 'keys has no effect under order="curriculum"'),
+    "keys without order": ({"keys": [1, 2, 3]}, 'keys has no effect under order="random"'),
+    "weights without order": ({"weights": {1: 1}}, 'weights has no effect under order="random"'),
     "count": ({"order": "grouped", "keys": ["a"]}, "there are 1 keys and 3 documents: pass one per document"),
     "none": ({"order": "grouped", "keys": ["a", None, "b"]}, "the key of document 1 is None: pass numbers for all"),
     "kinds": ({"order": "sorted", "keys": ["a", "b", 3]}, "the key of document 2 is 3 and that of document 0 is 'a'"),
