@@ -1,4 +1,4 @@
-"""What the runs of ``benchmarks.does_it_matter`` come to: records in, means with intervals out. Needs numpy alone."""
+"""Sums up the runs of ``benchmarks.does_it_matter``: records in, means with intervals out. Needs numpy alone."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from packing_core.errors import PackingError, plural
 from packing_core.planning.assignment import RowAssignment
 from packing_core.planning.balance import ShardedPlan, balance, balance_in_order
-from packing_core.planning.cost import Cost
+from packing_core.planning.cost import Cost, checked_cost
 from packing_core.planning.equal_cost import equal_cost_rows
 from packing_core.planning.mixed import FULL, most_rows
 from packing_core.planning.order import Order, OrderRule, ordered_rows
@@ -82,6 +82,7 @@ def plan_epoch(
             documents than ranks.
     """
     ranks, seed, epoch = positive("ranks", ranks), _from_0("seed", seed), _from_0("epoch", epoch)
+    cost = checked_cost(cost)
     rule = OverflowRule.checked(positive("capacity", capacity), overflow, context, min_piece)
     lengths = check_lengths(lengths)
     pieces = rule.cut(lengths)
@@ -127,7 +128,7 @@ def plan_epoch(
         )
 
     cut = _cut_in_two(rows.offsets, -(-count // ranks) * ranks - len(rows.counts))
-    made, cost = planned(RowAssignment(cut, rows.order, rows.sizes)), cost or Cost()
+    made = planned(RowAssignment(cut, rows.order, rows.sizes))
     if ranks == 1 or in_order:
         steps = np.full(-(-made.n_rows // ranks) * ranks, made.n_rows, np.int64)
         steps[: made.n_rows] = np.arange(made.n_rows)

@@ -21,7 +21,7 @@ from packing_core.batches.joining import concatenate
 from packing_core.batches.stored import Weighting
 from packing_core.errors import PackingError
 from packing_core.hints import hinted
-from packing_core.planning.cost import Cost
+from packing_core.planning.cost import Cost, checked_cost
 from packing_core.planning.order import Order, OrderRule
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import Overflow, positive
@@ -112,7 +112,7 @@ def stream(
     """
     if cost is not None and not equal_cost:
         raise PackingError("cost has no effect without equal_cost=True: pass both, or leave cost out")
-    weighed = Cost() if cost is None else cost
+    weighed = checked_cost(cost)
     options = StreamOptions.checked(
         capacity=capacity,
         buffer=buffer,

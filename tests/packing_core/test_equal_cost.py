@@ -95,6 +95,11 @@ def test_steps_are_those_of_an_epoch_with_a_rank_for_each_row_one_after_the_othe
     assert plan_steps([5, 4], 4, 3, seed=0, overflow="split").n_rows == 3, "pieces count"
 
 
+def test_a_cost_that_is_none_is_refused_whatever_the_ranks():
+    with pytest.raises(PackingError, match="cost is 3: pass Cost"):
+        plan_epoch([1, 2, 3], 8, seed=0, cost=3)
+
+
 @pytest.mark.parametrize("wrong", [{"seed": -1}, {"seed": None}, {"seed": 0, "epoch": -1}, {"seed": 0, "epoch": 1.5}])
 def test_a_seed_or_an_epoch_that_is_no_count_is_refused(wrong):
     with pytest.raises(PackingError, match="must be an integer of at least 0, got"):

@@ -78,6 +78,8 @@ def test_what_does_not_go_together_is_refused():
         stream(DOCUMENTS, 60, equal_cost=True, order="curriculum")
     with pytest.raises(PackingError, match="cost has no effect without equal_cost=True: pass both, or leave cost out"):
         stream(DOCUMENTS, 60, cost=COST)
+    with pytest.raises(PackingError, match="cost is 3: pass Cost"):
+        stream(DOCUMENTS, 60, equal_cost=True, cost=3)
     state = stream(DOCUMENTS, 60, shard=(0, 2), equal_cost=True).state_dict()
     with pytest.raises(PackingError, match="was taken with equal_cost=2 and this stream has equal_cost=3"):
         stream(DOCUMENTS, 60, shard=(0, 3), equal_cost=True).load_state_dict(state)
