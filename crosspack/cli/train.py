@@ -49,7 +49,7 @@ GROUPS = {
     "Data": (
         "data eval_data capacity overflow loss",
         "split eval_split column tokenizer limit on_error context min_piece max_segments packing order order_by "
-        "bos eos",
+        "equal_cost bos eos",
     ),
     "Model": ("model task lora dtype", "lora_alpha lora_dropout lora_targets merge_lora attention trust_remote_code"),
     "Steps": (
@@ -137,6 +137,7 @@ def train(
     packing: options.Packing = "mixed",
     order: options.OrderOfTraining = "random",
     order_by: options.OrderBy = None,
+    equal_cost: options.EqualCost = False,
     rows_per_step: Annotated[int, typer.Option(min=1, help="Packed rows in an optimizer step.")] = 4,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Examples, or rows of --task classify and mlm, in a step of another --task.")
