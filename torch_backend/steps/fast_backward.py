@@ -107,8 +107,8 @@ class Gradients:
     memory than a compiled one. Batches of another size run as usual. Batches with images run no graph: their vision
     tower runs as usual, in front of compiled layers. Layers of documents that are cut over ranks are compiled for any
     number of tokens: as on one rank where each document of a batch lies on one, otherwise around attention,
-    convolutions and scans, which exchange other pieces in every batch. Outside of a call the layers are as they were, so
-    evaluation and generation run as usual too.
+    convolutions and scans, which exchange other pieces in every batch. Outside of a call the layers are as they were,
+    so evaluation and generation run as usual too.
 
     Args:
         model: what is called, with all its wrappers.
