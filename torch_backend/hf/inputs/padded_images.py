@@ -95,7 +95,7 @@ class DocumentPositions:
 
 
 def _numbering_of(indexer: Any) -> str:
-    """What the positions of a document depend on beside the document."""
+    """Describes what the positions of a document depend on beside the document."""
     config = indexer.config
     ids = sorted((name, value) for name, value in config.to_dict().items() if name.endswith(("_token_id", "_index")))
     seen = [each for each in ids if each[0].startswith(("image", "video", "vision"))]
