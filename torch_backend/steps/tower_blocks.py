@@ -28,6 +28,7 @@ log = logging.getLogger("crosspack")
 # Graphs of one layer class where rows differ in length: for each kind of layer with gradients and without, with an
 # adapter on and off, with shared prefixes and without. All classes of layers count together.
 GRAPHS = 64
+IMAGE = 1024  # patches of an image, where the fastest attention is looked for before there are images
 
 
 def whole_layers() -> AbstractContextManager[None]:
@@ -83,10 +84,12 @@ class CompiledTower:
 
     def _reads_lengths(self) -> bool:
         """Returns whether attention needs the lengths of images on the host, which differ from batch to batch."""
-        return any(
-            needs_host_lengths(select(replace(request, requires_grad=True, host_lengths=True, compiling=True)))
-            for request in self.requests
-        )
+        return any(needs_host_lengths(select(self._of_one_image(request))) for request in self.requests)
+
+    def _of_one_image(self, request: AttentionRequest) -> AttentionRequest:
+        """The request, which has no sizes, as a compiled block makes it of an image of usual size."""
+        request = replace(request, tokens=IMAGE, segments=1, max_seqlen=IMAGE, host_lengths=True)
+        return replace(request, requires_grad=True, compiling=True)
 
     def fail(self, error: TorchDynamoException) -> None:
         """Go on with the blocks as they are."""
