@@ -35,6 +35,7 @@ from crosspack.cli.page import page
 from crosspack.cli.progress import counted
 from crosspack.cli.speed import Speed, said_of
 from crosspack.cli.tables import (
+    cap_line,
     composition_table,
     computed_tokens,
     epoch_line,
@@ -146,6 +147,9 @@ def report(
         )
     speed = Speed.stated(shape, card) if measured is None else Speed.measured(measured, packed)
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
+    if max_segments is not None:
+        free = make_plan(documents, capacity, strategy=packing, seed=seed, **limits | {"max_segments": None})
+        OUT.print(cap_line(packed, free, max_segments), highlight=False)
     OUT.print(composition_table(composition, random.composition()))
     taken = hours(packed, speed, BATCHES, seed)
     if measured is None:

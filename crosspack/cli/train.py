@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from crosspack.cli import launch, options
+from crosspack.cli import launch, options, tables
 from crosspack.cli.checks import read_mesh, used_options
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import compare_figure
@@ -29,7 +29,6 @@ from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE, take_file
 from crosspack.cli.speed import of_run
-from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saved_line, saving_line, steps_table
 from crosspack.cli.tasks import train_task
 from crosspack.cli.traincommand import Steps, TrainCommand
 from packing_core.errors import ContaminationError, plural
@@ -260,9 +259,12 @@ def _print_plan(command: TrainCommand, steps: Steps) -> None:
     """Prints what will be trained on, and in which steps."""
     lengths = steps.schedule.corpus.documents.lengths
     OUT.print(f"[bold]{escape(command.name)}[/] on {steps.source.describe()}", highlight=False)
-    OUT.print(lengths_table(lengths, trained=steps.schedule.corpus.n_trained))
-    OUT.print(steps_table(steps.schedule))
-    OUT.print(saving_line(steps.schedule), highlight=False)
+    OUT.print(tables.lengths_table(lengths, trained=steps.schedule.corpus.n_trained))
+    OUT.print(tables.steps_table(steps.schedule))
+    OUT.print(tables.saving_line(steps.schedule), highlight=False)
+    if (free := steps.uncapped) is not None:
+        cap = command.given["max_segments"]
+        OUT.print(tables.cap_line(steps.schedule.plans[0], free, cap), highlight=False)
     if steps.skipped:
         warn(f"left out {plural(len(steps.skipped), 'record')} that cannot be used, the first: {steps.skipped[0]}")
     if steps.evaluation is not None and command.held_out is not None:
@@ -347,13 +349,13 @@ def _report(command: TrainCommand, steps: Steps, result: TrainResult, kept: Outp
     OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
     warn_if_busy(result.cpu)
     if command.given["compare"]:
-        OUT.print(comparison_table(result))
+        OUT.print(tables.comparison_table(result))
         folder = kept.partial if kept else Path("runs")
         compare_figure(result, steps.schedule, folder / PICTURE, title=f"{command.name}, {result.device}")
         OUT.print(f"picture: {(command.output or folder) / PICTURE}", highlight=False)
     else:
         OUT.print(_outcome(result.records["packed"]), highlight=False)
-        OUT.print(saved_line(steps.schedule, result.records["packed"]), highlight=False)
+        OUT.print(tables.saved_line(steps.schedule, result.records["packed"]), highlight=False)
     about = _about(result, command.given["backend"])
     about |= {"samples": steps.samples} if steps.samples else {}
     if kept is not None:
@@ -393,8 +395,8 @@ def _outcome(records: list[StepRecord]) -> str:
     eval_loss = records[-1].eval_loss
     evaluated = "" if eval_loss is None else f", evaluation loss {eval_loss:.4f}"
     return (
-        f"{plural(len(records), 'step')}, {rate(records):,.0f} real tokens/s (median step), "
-        f"{padding(records):.1%} padding, loss {records[0].loss:.4f} to {records[-1].loss:.4f}{evaluated}"
+        f"{plural(len(records), 'step')}, {tables.rate(records):,.0f} real tokens/s (median step), "
+        f"{tables.padding(records):.1%} padding, loss {records[0].loss:.4f} to {records[-1].loss:.4f}{evaluated}"
     )
 
 
