@@ -204,9 +204,7 @@ def test_an_order_that_has_no_effect_or_no_column_is_refused(tmp_path) -> None:
     says = 'keys="topic" gives 20 training examples a key, which hold 60 documents: pass the documents as examples'
     with pytest.raises(PackingError, match=says):
         enabled(build(tmp_path, rows), order="grouped", keys="topic")
-    with pytest.raises(
-        PackingError, match="keys is a list: pass the name of the column that holds each"
-    ):
+    with pytest.raises(PackingError, match="keys is a list: pass the name of the column that holds each"):
         enabled(build(tmp_path, numbered()), order="grouped", keys=["a"] * 60)
     with pytest.raises(PackingError, match='order="curriculum" has no effect, because a stream gives its documents'):
         enabled(build(tmp_path, numbered().to_iterable_dataset(), max_steps=2), order="curriculum")
