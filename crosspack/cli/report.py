@@ -159,6 +159,8 @@ def report(
     for concern in warnings:
         warn(concern.text)
     timing: dict[str, Any] = {**speed.about, "hours": taken, "row_seconds": speed.of_row(packed)}
+    if step_seconds := speed.of_step(packed):
+        timing["step_seconds"] = step_seconds
     found: dict[str, Any] = {
         "data": opened.name,
         "tokenizer": opened.tokenizer,
