@@ -107,11 +107,11 @@ def test_the_report_warns_of_a_tail_and_of_steps_without_targets(tmp_path) -> No
     short = [{"input_ids": rng.integers(3, 900, n).tolist()} for n in rng.integers(20, 60, 300)]
     tail = [{"input_ids": rng.integers(3, 900, 1000).tolist()}]
     prompts = [
-        {"input_ids": (ids := rng.integers(3, 900, 60).tolist()), "labels": [-100] * (60 - kept) + ids[60 - kept :]}
-        for kept in [50] * 60 + [2] * 180
+        {"input_ids": (ids := rng.integers(3, 900, 120).tolist()), "labels": [-100] * (120 - kept) + ids[-kept:]}
+        for kept in [110] * 60 + [2] * 180
     ]
     kinds = {}
-    for name, records, capacity in (("tail", short + tail, 1024), ("prompts", prompts, 64)):
+    for name, records, capacity in (("tail", short + tail, 1024), ("prompts", prompts, 128)):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         result = run("report", "--data", path, "--capacity", capacity, "--json")
