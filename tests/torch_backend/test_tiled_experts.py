@@ -131,7 +131,7 @@ def test_layers_give_the_same_gradients_in_float64(short: None, family: str, mon
     tiles: list[int] = []
     run = ops._tiled_forward
     monkeypatch.setattr(ops, "_tiled_forward", lambda *given: (tiles.append(given[-1]), run(*given))[1])
-    assert tiled_modules(model, 128) == [], "at level none"
+    assert tiled_modules(model, 128) == {}, "at level none"
     set_level(model, "selective")
     assert not any(LAYOUT in m.__dict__ for m in tiled_modules(model, 128)), "which keeps their first product"
     set_level(model, "full")

@@ -17,7 +17,9 @@ from tests.torch_backend.test_trainer import llama, peft
 from torch_backend import make_train_step, patch
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.ops import tiled_mlp as tiles
-from torch_backend.ops.tiled_mlp import ACTIVATIONS, Projection, tiled_mlp
+from torch_backend.ops.tiled_mlp import ACTIVATIONS, tiled_mlp
+from torch_backend.ops.tiled_projections import tiled_projections
+from torch_backend.ops.tiles import Norm, Projection
 from torch_backend.steps import tiled_layers
 from torch_backend.steps.memory import marked, set_level
 from torch_backend.steps.tiled_layers import tiled, tiled_modules, why_not_tiled
@@ -63,6 +65,28 @@ def test_gradients_are_those_of_the_whole_mlp(activation: str, gated: bool, full
         torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+@pytest.mark.parametrize("full", [False, True], ids=["weights", "biases and adapters"])
+def test_gradients_are_those_of_whole_norms_and_projections(full: bool, offset: float | None) -> None:
+    torch.manual_seed(0)
+    norm = None if offset is None else Norm(drawn(WIDTH), 1e-2, offset)
+    layers = [projection(out, WIDTH, full) for out in (16, 8, 4)]
+    gate, up, down = projection(INNER, WIDTH, full), projection(INNER, WIDTH, full), projection(WIDTH, INNER, full)
+    x = drawn(2, TOKENS, WIDTH)
+    weights = [t for p in (*layers, gate, up, down) for t in p[:4] if t is not None]
+    leaves = [x, *weights, *([] if norm is None else [norm.weight])]
+    unit = x if norm is None else F.rms_norm(x, (WIDTH,), eps=norm.eps) * (norm.weight + norm.offset)
+    whole = [of_linear(p, unit) for p in layers]
+    whole.append(of_linear(down, F.silu(of_linear(gate, unit)) * of_linear(up, unit)))
+    found = [*tiled_projections(x, layers, tile=7, norm=norm)]
+    found.append(tiled_mlp(x, gate, up, down, activation="silu", tile=7, norm=norm))
+    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
+    dys = [torch.randn_like(y) for y in whole]
+    wanted = torch.autograd.grad(whole, leaves, dys)
+    for got, right in zip(torch.autograd.grad(found, leaves, dys), wanted, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-12)
+
+
 def test_frozen_weights_get_no_gradient() -> None:
     torch.manual_seed(0)
     gate, up, down = (projection(*shape, True) for shape in ((INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)))
@@ -93,9 +117,17 @@ def test_operators_are_well_formed() -> None:
     tensors = [t if t is None else t.detach() for p in parts for t in p[:4]]
     x, options = drawn(TOKENS, WIDTH).detach(), ([1.0, 0.7, 1.0], "silu", 7)
     checked = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.crosspack.tiled_mlp_forward, (x, tensors, *options), test_utils=checked)
-    needs = [True, *(t is not None for t in tensors)]
-    torch.library.opcheck(torch.ops.crosspack.tiled_mlp_backward, (x, x, tensors, *options, needs), test_utils=checked)
+    for weight, of_norm in ((None, []), (drawn(WIDTH).detach(), [1e-5, 1.0])):
+        given = [weight, *tensors]
+        needs = [True, *(t is not None for t in given)]
+        run = torch.ops.crosspack.tiled_mlp_forward, torch.ops.crosspack.tiled_mlp_backward
+        torch.library.opcheck(run[0], (x, given, of_norm, *options), test_utils=checked)
+        torch.library.opcheck(run[1], (x, x, given, of_norm, *options, needs), test_utils=checked)
+        run = torch.ops.crosspack.tiled_projections_forward, torch.ops.crosspack.tiled_projections_backward
+        dys = [drawn(TOKENS, p.weight.shape[0]).detach() for p in parts[:2]]
+        read = given[:9], of_norm, [1.0, 0.7], 7
+        torch.library.opcheck(run[0], (x, *read), test_utils=checked)
+        torch.library.opcheck(run[1], (x, dys, *read, needs[:10]), test_utils=checked)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -124,13 +156,31 @@ def gradients(model: Any) -> list[torch.Tensor]:
     return list(torch.autograd.grad(total / weight, [p for p in model.parameters() if p.requires_grad]))
 
 
+def without_rounding(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The model in float64, whose norms do not compute in float32 as those of transformers do."""
+    for kind, offset in {type(m): offset_of(m) for m in model.modules() if offset_of(m) is not None}.items():
+
+        def forward(self: Any, x: torch.Tensor, offset: Any = offset) -> torch.Tensor:
+            eps = getattr(self, "variance_epsilon", getattr(self, "eps", None))
+            return F.rms_norm(x, x.shape[-1:], eps=eps) * (self.weight + offset)
+
+        monkeypatch.setattr(kind, "forward", forward)
+    return in_float64(model)
+
+
+def offset_of(module: nn.Module) -> float | None:
+    return (tiled_layers._form_of_norm(module) or (None, None))[1]
+
+
 @pytest.mark.parametrize("make", [llama, adapted, lambda: tiny("gemma3_text")], ids=["llama", "LoRA", "gemma3"])
-def test_layers_give_the_same_gradients_in_float64(short: None, make: Any) -> None:
-    model = in_float64(patch(make(), verify=False).train())
+def test_layers_give_the_same_gradients_in_float64(
+    short: None, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = without_rounding(patch(make(), verify=False).train(), monkeypatch)
     exact = gradients(model)
     set_level(model, "full")
     modules = tiled_modules(model, 128)
-    assert len(modules) == 2
+    assert len(modules) == 4 and all(norm is not None for norm in modules.values())
     with tiled(modules):
         torch.testing.assert_close(gradients(model), exact, rtol=1e-10, atol=1e-12)
     assert not any(m.__class__.forward is tiled_layers._forward for m in modules)
@@ -164,7 +214,7 @@ def test_compiled_layers_share_one_graph_with_the_operator(short: None, make: An
         graphs.append([str(node.target) for node in graph.graph.nodes])
         return graph
 
-    with tiled([layer.mlp for layer in layers]):
+    with tiled(dict.fromkeys(layer.mlp for layer in layers)):
         for layer, right in zip(layers, whole, strict=True):
             layer.mlp.compile(backend=backend, fullgraph=True, dynamic=False)
             torch.testing.assert_close(layer.mlp(x), right)
@@ -181,7 +231,7 @@ def test_a_compiled_layer_keeps_no_inner_columns_and_has_the_same_gradients(shor
     leaves = [x, *mlp.parameters()]
     exact = torch.autograd.grad(mlp(x).square().sum(), leaves)
     names: list[list[str]] = []
-    with tiled([mlp]):
+    with tiled({mlp: None}):
         mlp.compile(backend=marked(recording(names), level), fullgraph=True, dynamic=False)
         found = torch.autograd.grad(mlp(x).square().sum(), leaves)
     torch._dynamo.reset()
@@ -212,6 +262,6 @@ def test_another_mlp_runs_as_it_is(change: str) -> None:
 def test_adapters_with_dropout_run_as_they_are() -> None:
     config = peft.LoraConfig(r=4, target_modules=["up_proj"], lora_dropout=0.1)
     model = peft.get_peft_model(llama(), config)
-    assert tiled_modules(model, 10**6) == []
+    assert len(tiled_modules(model, 10**6)) == 0
     mlp = model.base_model.model.model.layers[0].mlp
     assert why_not_tiled(mlp) == "its linear layers are not plain, nor plain with adapters"

@@ -30,12 +30,10 @@ from torch_backend.hf.foreign_kernels import (
 from torch_backend.hf.patch import context_of, state_of
 from torch_backend.steps.boundaries import Host
 from torch_backend.steps.cuda_graph import (
-    GRAPHS,
     CapturedBackward,
     compile_layers,
     form_of,
     layers_of,
-    whole_layers,
 )
 from torch_backend.steps.eligibility import (
     Batch,
@@ -52,7 +50,8 @@ from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_o
 from torch_backend.steps.memory import level_layers, level_of, recomputing_inside
 from torch_backend.steps.memory_fit import group_on_host, tokens_of
 from torch_backend.steps.progress import announced
-from torch_backend.steps.tiled_layers import tiled, tiled_modules
+from torch_backend.steps.tiled_layers import Parts, tiled, tiled_modules
+from torch_backend.steps.tower_blocks import GRAPHS, whole_layers
 
 Choice = bool | Literal["auto"]
 log = logging.getLogger("crosspack")
@@ -145,7 +144,7 @@ class Gradients:
         self.images = False  # whether a batch with images has run, so that attention was asked about its spans
         self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
         self.foreign: dict[nn.Module, Any] = {}  # modules in them that run a library's kernels otherwise
-        self.tiles: dict[int, list[nn.Module]] = {}  # MLPs that batches of so many tokens compute by tiles
+        self.tiles: dict[int, Parts] = {}  # parts of layers that batches of so many tokens compute by tiles
         self.groups: dict[int, int] = {}  # layers that share an input on the host, for batches of so many tokens
         self.recomputed: list[Any] = []  # of them, those that do not keep all that their backward reads
         self.host = Host()
@@ -176,8 +175,8 @@ class Gradients:
             self.shapes.forget_rows()
             raise
 
-    def _tiled(self, batch: Batch) -> list[nn.Module]:
-        """The MLPs that this batch computes by tiles; looked for once for all batches of a size."""
+    def _tiled(self, batch: Batch) -> Parts:
+        """The parts of layers that this batch computes by tiles; looked for once for all batches of a size."""
         given = batch.get("input_ids")
         tokens = 0 if given is None else given.numel()
         if tokens not in self.tiles:
