@@ -173,9 +173,7 @@ def offset_of(module: nn.Module) -> float | None:
 
 
 @pytest.mark.parametrize("make", [llama, adapted, lambda: tiny("gemma3_text")], ids=["llama", "LoRA", "gemma3"])
-def test_layers_give_the_same_gradients_in_float64(
-    short: None, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_give_the_same_gradients_in_float64(short: None, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = without_rounding(patch(make(), verify=False).train(), monkeypatch)
     exact = gradients(model)
     set_level(model, "full")

@@ -34,8 +34,8 @@ from torch_backend.steps.progress import announced
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.
 _HOST_ONLY = ("packed_lengths", "packed_documents", "packed_parents")
 DEVICE = "cuda"
-# Graphs of one layer class where rows differ in length: for each kind of layer with gradients and without, with an
-# adapter on and off, with shared prefixes and without. All classes of layers count together.
+# Graphs of one layer class: for each kind of layer with gradients and without, with an adapter on and off, with shared
+# prefixes and without, with spans that see both ways and without. All classes of layers count together.
 GRAPHS = 64
 
 
@@ -101,6 +101,17 @@ def whole_layers() -> AbstractContextManager[None]:
     all the same, because each layer has a graph of its own.
     """
     found: AbstractContextManager[None] = torch._dynamo.config.patch(optimize_ddp=False)
+    return found
+
+
+def enough_graphs() -> AbstractContextManager[None]:
+    """Inside, all kinds of layers of a class get graphs, up to :data:`GRAPHS`, and one more raises.
+
+    Torch would run it uncompiled, and keep all that its backward reads: its checkpointing is off.
+    """
+    found: AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True
+    )
     return found
 
 

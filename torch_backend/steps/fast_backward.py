@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedError
@@ -30,9 +30,9 @@ from torch_backend.hf.foreign_kernels import (
 from torch_backend.hf.patch import context_of, state_of
 from torch_backend.steps.boundaries import Host
 from torch_backend.steps.cuda_graph import (
-    GRAPHS,
     CapturedBackward,
     compile_layers,
+    enough_graphs,
     form_of,
     layers_of,
     whole_layers,
@@ -195,7 +195,7 @@ class Gradients:
 
     def _of_pieces(self, path: LossPath, inputs: StepInputs) -> Tensor:
         """Through compiled layers. What fails on one rank is raised there: trying again, it would exchange alone."""
-        with torch._dynamo.config.patch(recompile_limit=GRAPHS), self._compiled():
+        with self._compiled():
             return path.backward(inputs)
 
     def _by_form(self, path: LossPath, inputs: StepInputs) -> Tensor:
@@ -212,14 +212,12 @@ class Gradients:
 
     def _through_layers(self, path: LossPath, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
-        several = self.forests or self.images  # with spans that see both ways and without
-        limit = torch._dynamo.config.patch(recompile_limit=GRAPHS) if several else nullcontext()
         started = any(parameter.grad is not None for parameter in self.model.parameters())
         first, self.announced = bool(self.compile) and not self.announced, True
         try:
-            with limit, announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
+            with announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
                 return run(inputs)
-        except TorchDynamoException as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             if self.compile != "auto" or started:
                 raise
             for parameter in self.model.parameters():
@@ -257,7 +255,7 @@ class Gradients:
         state.compiled = self.requests
         self.host.begin()
         try:
-            with whole_layers(), recomputing_inside(self.recomputed), without_kernels(self.foreign):
+            with whole_layers(), enough_graphs(), recomputing_inside(self.recomputed), without_kernels(self.foreign):
                 yield
         finally:
             for module in self.layers:
