@@ -23,8 +23,8 @@ attention and MLP the input of the latter, and other mixers what their sizes say
 
 While a layer computes its gradients it holds what it recomputed, and either three columns in place of each inner one
 (halves, their product and the gradients of these) or the gradients of O, queries, keys and values. In long rows the
-MLP, or the experts, hold a tile of these, and the norms, and what reads them, a tile of a normalised input. Experts keep
-their first product at "selective", in rows of any length.
+MLP, or the experts, hold a tile of these, and a norm and what reads it a tile of what it returns. Experts keep their
+first product at "selective", in rows of any length.
 Figures that this was compared with: benchmarks/RESULTS.md, levels of memory.
 """
 
