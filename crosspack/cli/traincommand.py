@@ -18,7 +18,7 @@ from crosspack.cli import launch
 from crosspack.cli.checks import check_contradictions, check_output
 from crosspack.cli.console import OUT
 from crosspack.cli.listing import digest
-from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_tokens
+from crosspack.cli.models import SMALL_LLAMA, check_name, model_config, model_source, special_tokens
 from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.progress import counted
 from crosspack.cli.records import read_columns
@@ -30,6 +30,8 @@ from crosspack.reading.files import File
 from crosspack.reading.records import Records
 from packing_core.errors import PackingError, first_line
 from packing_core.extras import registered
+from packing_core.planning.cost import cost_of
+from packing_core.planning.epochs import plan_steps
 from packing_core.planning.plan import plan as make_plan
 from packing_core.training.checkpoints import check_resume, has_checkpoint
 from packing_core.training.job import GROUP
@@ -170,11 +172,18 @@ class Steps:
         skip = (lambda _, error: skipped.append(first_line(error))) if lenient else None
         documents = islice(source.documents(capacity, overflow, key=given["order_by"], skip=skip), given["limit"])
         corpus = Corpus.collect(counted(OUT, "documents read", documents))
-        ordered = {"strategy": given["packing"], "order": given["order"], "keys": corpus.keys}
-        plans = tuple(
-            make_plan(corpus.documents.lengths, capacity, seed=seed + epoch, **ordered, **limits)
-            for epoch in range(given["epochs"])
-        )
+        known = given["model"] is not None
+        model = command.model if known else SMALL_LLAMA | special_tokens(tokenizer)
+        lengths, epochs = corpus.documents.lengths, range(given["epochs"])
+        if given["equal_cost"]:
+            cost = cost_of([model_config(given["model"]) if known else model])
+            plans = tuple(
+                plan_steps(lengths, capacity, given["rows_per_step"], seed=seed, epoch=epoch, cost=cost, **limits)
+                for epoch in epochs
+            )
+        else:
+            ordered = {"strategy": given["packing"], "order": given["order"], "keys": corpus.keys}
+            plans = tuple(make_plan(lengths, capacity, seed=seed + epoch, **ordered, **limits) for epoch in epochs)
         schedule = Schedule(
             corpus,
             plans,
@@ -188,8 +197,6 @@ class Steps:
         if command.held_out is not None:
             held_out = replace(source, records=command.held_out)
             evaluation = _evaluation(held_out, capacity, limits, pad_id)
-        known = given["model"] is not None
-        model = command.model if known else SMALL_LLAMA | special_tokens(tokenizer)
         chats = bool(given["sample"]) and source.holds_chats()
         prompts = tuple(source.encoder.prompt(text, chat=chats) for text in given["sample"] or ())
         return Steps(source, model, schedule, evaluation, prompts, skipped)

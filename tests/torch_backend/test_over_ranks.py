@@ -29,6 +29,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "their targets are counted on all ranks: leave average_tokens",
     ),
     "torch_compile": ({"torch_compile": True}, "their pieces differ in every batch: leave torch_compile out"),
+    "seen tokens": (
+        {"include_num_input_tokens_seen": "all"},
+        "each rank would count all of their tokens: leave include_num_input_tokens_seen out",
+    ),
     "DeepSpeed": ({"is_deepspeed_enabled": True}, "DeepSpeed averages gradients over ranks of its own choice: use DDP"),
     "tensors": ({"tp_enabled": True, "tp_size": 2}, "tensor parallelism beside it is not tested: leave tp_size=2 out"),
 }
@@ -37,6 +41,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def reason(fast: bool = True, **changes: Any) -> str | None:
     settings = {
         "compute_metrics": None, "preprocess_logits_for_metrics": None, "is_deepspeed_enabled": False,
+        "include_num_input_tokens_seen": "no",
         "neftune_noise_alpha": None, "average_tokens_across_devices": True, "torch_compile": False, "tp_enabled": False,
     } | changes  # fmt: skip
     one: Any = SimpleNamespace(**settings)  # the trainer, its arguments and its parallelism in one

@@ -205,6 +205,18 @@ def test_an_order_that_has_no_effect_or_no_column_is_refused(tmp_path) -> None:
         enabled(build(tmp_path, pack_dataset(numbered(), CAPACITY)), None, order="curriculum")
 
 
+def test_limits_that_have_no_effect_are_refused(tmp_path) -> None:
+    rows = build(tmp_path, pack_dataset(numbered(), CAPACITY))
+    with pytest.raises(PackingError, match="max_segments=3 has no effect, because the training data are rows already"):
+        enabled(rows, None, max_segments=3)
+    made = numbered().with_transform(lambda batch: batch)
+    with pytest.raises(PackingError, match="overflow='truncate' has no effect, because the documents of each batch"):
+        enabled(build(tmp_path, made), None, overflow="truncate")
+    enabled(build(tmp_path, made), CAPACITY, overflow="truncate")
+    with pytest.raises(PackingError, match='keys has no effect under order="random"'):
+        enabled(build(tmp_path, numbered()), keys="input_ids")
+
+
 @pytest.mark.parametrize("overflow", ["overlap", "restart"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_pieces_with_context_train_every_token_once(tmp_path, overflow, streamed) -> None:

@@ -25,8 +25,15 @@ from torch_backend.job.ranks import Process, Ranks, shard
 
 Model = Any
 # What each of two ranks holds at each step, as lengths: unequal shares, a rank without a target, one without documents.
-STEPS = [((5, 19, 33, 7), (40,)), ((9, 30), (1, 1, 1)), ((3, 11, 21), ()), ((25, 2), (8, 14, 4))]
-CASES = {f"{strategy}, {family}": (strategy, family) for strategy in ("ddp", "fsdp") for family in ("qwen3", "gpt_oss")}
+STEPS = 2 * [((5, 19, 33, 7), (40,)), ((9, 30), (1, 1, 1)), ((3, 11, 21), ()), ((25, 2), (8, 14, 4))]
+FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text")
+# Whether layers are compiled and recorded, or neither.
+CASES = {
+    f"{strategy}, {family}, {'fast' if fast else 'plain'}": (strategy, family, fast)
+    for strategy in ("ddp", "fsdp")
+    for family in FAMILIES
+    for fast in (True, False)
+}
 
 
 def held(step: int, rank: int) -> list[Tensor]:
@@ -39,10 +46,11 @@ def batch(docs: list[Tensor], model: Model) -> dict[str, Any]:
     return PackedCollator(model)(packed if docs else with_empty_row(packed)[1:])
 
 
-def train(model: Model, shares: list[list[list[Tensor]]]) -> dict[str, Any]:
+def train(model: Model, shares: list[list[list[Tensor]]], fast: bool = True) -> dict[str, Any]:
     """Steps of gradient descent; ``shares`` has the microbatches of each step, as documents."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = make_train_step(model, optimizer, max_grad_norm=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    choice: Any = "auto" if fast else False
+    step = make_train_step(model, optimizer, max_grad_norm=0.5, compile=choice, capture=choice)
     metrics = [step([batch(docs, getattr(model, "module", model)) for docs in microbatches]) for microbatches in shares]
     found = whole({name: p.detach() for name, p in model.named_parameters()})
     return {
@@ -60,14 +68,14 @@ def main(target: Path) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     found: dict[str, Any] = {}
-    for name, (strategy, family) in CASES.items():
+    for name, (strategy, family, fast) in CASES.items():
         model = patch(tiny(family).to(device), verify=False)
         if strategy == "fsdp":
             shard(model, Process(device, ranks, Clock(1)))
         else:
             model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         try:
-            found[name] = train(model, [[held(step, ranks.rank)] for step in range(len(STEPS))])
+            found[name] = train(model, [[held(step, ranks.rank)] for step in range(len(STEPS))], fast)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     if ranks.rank == 0:

@@ -32,10 +32,8 @@ from torch_backend.steps.boundaries import Host
 from torch_backend.steps.cuda_graph import (
     CapturedBackward,
     compile_layers,
-    enough_graphs,
     form_of,
     layers_of,
-    whole_layers,
 )
 from torch_backend.steps.eligibility import (
     Batch,
@@ -53,6 +51,7 @@ from torch_backend.steps.memory import level_layers, level_of, recomputing_insid
 from torch_backend.steps.memory_fit import group_on_host, tokens_of
 from torch_backend.steps.progress import announced
 from torch_backend.steps.tiled_layers import Parts, tiled, tiled_modules
+from torch_backend.steps.tower_blocks import enough_graphs, whole_layers
 
 Choice = bool | Literal["auto"]
 log = logging.getLogger("crosspack")
@@ -160,9 +159,11 @@ class Gradients:
     def __call__(self, inputs: StepInputs, *, last: bool = True) -> Tensor:
         """Returns the loss as the path's ``backward`` does."""
         try:
-            path = self.path or self._prepare(inputs.batch)
+            parts = self._tiled(inputs.batch)
+            with tiled(parts):  # the first batch runs through the layers before they are compiled
+                path = self.path or self._prepare(inputs.batch)
             self.host.group = self._group(inputs.batch)
-            with self.exchange.around(last=last), tiled(self._tiled(inputs.batch)):
+            with self.exchange.around(last=last), tiled(parts):
                 if self.pieces:
                     return self._of_pieces(path, inputs)
                 if self.forests and self.compile and self.fixed is None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from packing_core.extras import require
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.patch import context_of
+from torch_backend.hf.router import asks_for_router_loss
 from torch_backend.trainers import sft
 
 require("transformers", extra="hf")
@@ -40,6 +42,8 @@ def why_logits(trainer: Any) -> str | None:
     """Explains why the loss of a trainer needs logits, as far as the trainer decides it."""
     if (reason := why_not_known(trainer)) is not None:
         return reason
+    if adds_router_loss(trainer) and context_of(trainer.model) is None:  # over ranks our loss adds it
+        return "the trainer adds the router's auxiliary loss of each microbatch in full"
     return None if trainer.label_smoother is None else "label smoothing reads them"
 
 
@@ -49,9 +53,12 @@ def why_not_known(trainer: Any) -> str | None:
         return f"{type(trainer).__name__} computes its loss itself (compute_loss)"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func reads them"
-    if getattr(causal_lm(trainer.model).config.get_text_config(), "output_router_logits", False):
-        return "the trainer adds the router's auxiliary loss of each microbatch in full"
     return sft.why_logits(trainer) if loss_is_of_trl(trainer) else None
+
+
+def adds_router_loss(trainer: Any) -> bool:
+    """Returns whether the model of a trainer adds the auxiliary loss of its router."""
+    return asks_for_router_loss(causal_lm(trainer.model), {})
 
 
 def warn_of_means(trainer: Any) -> None:

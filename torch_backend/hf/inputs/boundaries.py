@@ -2,6 +2,8 @@
 
 ``packed_lengths`` (a tuple of ints on the host), ``packed_documents`` (each document's segments, likewise),
 ``packed_parents`` (the segment that each one continues, likewise),
+``packed_images`` (grids and sizes of images by the name of their tensor, likewise) and ``packed_targets`` (no fewer
+than there are), which say nothing of segments,
 ``cu_seq_lens_q`` and ``_k`` (int tensors [N+1], on the host or the device), ``max_length_q`` and ``_k``, ``seq_idx`` ->
 :func:`take_metadata` -> PackedMetadata. Whatever the host knows is checked at once, and the messages say which segment
 is wrong. What only the device knows goes through a Guard.
@@ -30,6 +32,8 @@ METADATA_KEYS = (
     "packed_parents",
     "packed_parent_index",
     "packed_depth",
+    "packed_images",
+    "packed_targets",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
