@@ -25,7 +25,15 @@ from torch_backend.hf.attention import PACKED, register, softcap_of
 from torch_backend.hf.batch_reader import BatchReader
 from torch_backend.hf.blank_images import tie_blank_image, wants_blank_image
 from torch_backend.hf.edits.experts import restore_experts
-from torch_backend.hf.edits.kinds import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
+from torch_backend.hf.edits.kinds import (
+    AttentionName,
+    ContinuousBatching,
+    Edit,
+    Hook,
+    LayerKind,
+    LayerOverride,
+    Rotation,
+)
 from torch_backend.hf.edits.mixers import overrides, run_per_document
 from torch_backend.hf.edits.override import is_reached
 from torch_backend.hf.edits.rotary import override_frequencies, restore_frequencies
@@ -173,6 +181,7 @@ class Patched(BatchReader):
         if self.anatomy.route == "attention":
             served = (self.decoder, *self.anatomy.attention.values())
             yield from map(AttentionName, {id(m.config): m.config for m in served}.values())
+            yield from map(LayerKind, self.anatomy.attention.values())
             yield ContinuousBatching(self.root, self.suspend)
         if self.anatomy.route != "documents":
             around = {id(layer) for layer, _ in self.experts}

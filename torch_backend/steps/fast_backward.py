@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedError
@@ -53,7 +53,7 @@ from torch_backend.steps.memory import level_layers, level_of, recomputing_insid
 from torch_backend.steps.memory_fit import group_on_host, tokens_of
 from torch_backend.steps.progress import announced
 from torch_backend.steps.tiled_layers import Parts, tiled, tiled_modules
-from torch_backend.steps.tower_blocks import GRAPHS, whole_layers
+from torch_backend.steps.tower_blocks import enough_graphs, whole_layers
 
 Choice = bool | Literal["auto"]
 log = logging.getLogger("crosspack")
@@ -163,9 +163,11 @@ class Gradients:
     def __call__(self, inputs: StepInputs, *, last: bool = True) -> Tensor:
         """Returns the loss as the path's ``backward`` does."""
         try:
-            path = self.path or self._prepare(inputs.batch)
+            parts = self._tiled(inputs.batch)
+            with tiled(parts):  # the first batch runs through the layers before they are compiled
+                path = self.path or self._prepare(inputs.batch)
             self.host.group = self._group(inputs.batch)
-            with self.exchange.around(last=last), tiled(self._tiled(inputs.batch)):
+            with self.exchange.around(last=last), tiled(parts):
                 if self.pieces:
                     return self._of_pieces(path, inputs)
                 if self.forests and self.compile and self.fixed is None:
@@ -200,7 +202,7 @@ class Gradients:
         """Through compiled layers. What fails on one rank is raised there: trying again, it would exchange alone."""
         share = inputs.batch.get(SHARE)  # straddles on all ranks alike
         whole = share is not None and not share.straddles and self._run_whole(inputs.batch)
-        with torch._dynamo.config.patch(recompile_limit=GRAPHS), self._compiled(whole=whole):
+        with self._compiled(whole=whole):
             return path.backward(inputs)
 
     def _run_whole(self, batch: Batch) -> bool:
@@ -229,14 +231,12 @@ class Gradients:
 
     def _through_layers(self, path: LossPath, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
-        several = self.forests or self.images  # with spans that see both ways and without
-        limit = torch._dynamo.config.patch(recompile_limit=GRAPHS) if several else nullcontext()
         started = any(parameter.grad is not None for parameter in self.model.parameters())
         first, self.announced = bool(self.compile) and not self.announced, True
         try:
-            with limit, announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
+            with announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
                 return run(inputs)
-        except TorchDynamoException as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             if self.compile != "auto" or started:
                 raise
             for parameter in self.model.parameters():
@@ -275,7 +275,7 @@ class Gradients:
         state.crosses = self.pieces and not whole
         self.host.begin()
         try:
-            with whole_layers(), recomputing_inside(self.recomputed), without_kernels(self.foreign):
+            with whole_layers(), enough_graphs(), recomputing_inside(self.recomputed), without_kernels(self.foreign):
                 yield
         finally:
             for module in self.layers:
