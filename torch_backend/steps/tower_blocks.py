@@ -42,6 +42,17 @@ def whole_layers() -> AbstractContextManager[None]:
     return found
 
 
+def enough_graphs() -> AbstractContextManager[None]:
+    """Inside, all kinds of layers of a class get graphs, up to :data:`GRAPHS`, and one more raises.
+
+    Torch would run it uncompiled, and keep all that its backward reads: its checkpointing is off.
+    """
+    found: AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True
+    )
+    return found
+
+
 class CompiledTower:
     """The blocks of one tower that are compiled.
 
