@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from packing_core.errors import LayoutError, PackingError, first_line
 from packing_core.extras import require
 
 _SOURCES = ("image", "path", "url", "base64")  # where a part of a message may have its image
+_MORE_BITS = ("I", "F")  # how modes of 16 and 32 bits begin, whose numbers mean what their maker says
 
 
 def pictures_of(example: Mapping[str, Any], where: str) -> list[Any]:
@@ -59,6 +61,12 @@ def _parts(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [part for content in contents if content and not isinstance(content, str) for part in content]
 
 
+def _of_bytes(image: NDArray[Any]) -> NDArray[Any]:
+    if image.dtype not in (np.uint8, np.bool_):
+        raise TypeError(f"an array of {image.dtype}: pass bytes from 0 to 255, uint8")
+    return image
+
+
 def _decode(image: Any, what: str) -> Any:
     pil = require("PIL.Image", extra="hf", distribution="pillow")
     try:
@@ -69,10 +77,13 @@ def _decode(image: Any, what: str) -> Any:
         elif isinstance(image, str) and image.startswith(("http://", "https://", "data:")):
             image = require("transformers.image_utils", extra="hf").load_image(image)
         elif hasattr(image, "__array__") and not isinstance(image, pil.Image):
-            image = pil.fromarray(np.asarray(image))
+            image = pil.fromarray(_of_bytes(np.asarray(image)))
         elif not isinstance(image, pil.Image):
             image = pil.open(image)
-        return image.convert("RGB")
+        if image.mode.startswith(_MORE_BITS):
+            raise ValueError(f"mode {image.mode} has more than 8 bits a channel, and would be cut off at 255")
+        # cameras store how they were held; transformers and datasets turn images likewise
+        return require("PIL.ImageOps", extra="hf", distribution="pillow").exif_transpose(image).convert("RGB")
     except Exception as error:
         raise PackingError(
             f"{what} cannot be decoded ({type(error).__name__}: {first_line(error)}): repair it or leave out "
