@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from packing_core.errors import PackingError
+from packing_core.errors import LayoutError, PackingError
 from torch_backend.collate.pictures import pictures_of
 
 pil = pytest.importorskip("PIL.Image", reason="images are decoded by pillow")
@@ -47,6 +47,15 @@ def test_photographs_are_turned_as_transformers_and_datasets_turn_them(tmp_path:
         assert np.array_equal(decoded(image), upright)
 
 
+def test_one_image_beside_a_list_of_images_is_refused() -> None:
+    """It would be left out without a word."""
+    image = pil.fromarray(RGB)
+    with pytest.raises(LayoutError, match="example 3 has image and images: pass all of them as images"):
+        pictures_of({"image": image, "images": [image]}, "example 3")
+    assert len(pictures_of({"image": image, "images": []}, "example 3")) == 1
+    assert len(pictures_of({"image": None, "images": image}, "example 3")) == 1
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.uint16])
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3)])
 def test_arrays_of_other_numbers_than_bytes_are_refused(dtype: Any, shape: tuple[int, ...]) -> None:
@@ -59,5 +68,7 @@ def test_arrays_of_other_numbers_than_bytes_are_refused(dtype: Any, shape: tuple
 def test_files_of_more_bits_are_refused() -> None:
     data = encoded(pil.fromarray(RGB[..., 0].astype(np.uint16) * 257), "PNG")
     for image in (data, pil.open(io.BytesIO(data)), pil.fromarray(RGB[..., 0]).convert("F")):
-        with pytest.raises(PackingError, match="image 0 cannot be decoded .*more than 8 bits a channel, and would be cut"):
+        with pytest.raises(
+            PackingError, match="image 0 cannot be decoded .*more than 8 bits a channel, and would be cut"
+        ):
             decoded(image)

@@ -27,12 +27,15 @@ def pictures_of(example: Mapping[str, Any], where: str) -> list[Any]:
 
     Raises:
         PackingError: an image cannot be decoded.
-        LayoutError: there are more or fewer images than places without one.
+        LayoutError: there are more or fewer images than places without one, or ``image`` and ``images``.
     """
-    given = example.get("images")
-    if given is None:
-        given = [] if example.get("image") is None else [example["image"]]
-    listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    several, single = example.get("images"), example.get("image")
+    listed = [] if several is None else [several]
+    if isinstance(several, Sequence) and not isinstance(several, str):
+        listed = list(several)
+    if listed and single is not None:
+        raise LayoutError(f"{where} has image and images: pass all of them as images")
+    listed = listed if single is None else [single]
     chat = example.get("messages") if example.get("messages") is not None else example.get("prompt")
     parts = [part for part in _parts(() if isinstance(chat, str) else chat or ()) if part.get("type") == "image"]
     own = [next((part[name] for name in _SOURCES if part.get(name) is not None), None) for part in parts]
