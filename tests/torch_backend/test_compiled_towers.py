@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,24 @@ def test_blocks_of_a_tower_share_graphs_for_any_number_of_patches(case: str, mon
     assert frames == [1, 1]  # windows and whole images
     model(**text)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9)])
+def test_blocks_find_their_attention_as_on_a_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are kept without the sizes of their batches, by which the order of a GPU asks."""
+    model, (_, _, batch, _) = batches_of("qwen2_5_vl", implementation="sdpa")
+    model(**batch)
+    (request,) = state_of(model).tower_requests
+    on_gpu = replace(request, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    serving = []
+    monkeypatch.setattr(
+        dispatch, "refusal", lambda found, request: None if found is dispatch.load(serving[0]) else "does not serve"
+    )
+    for name, compiled in (("triton", True), ("varlen", True), ("sdpa", False)):
+        serving[:] = [name]
+        assert CompiledTower({on_gpu}).ready is compiled, name
+    assert not CompiledTower(set()).ready
 
 
 def test_the_tower_reads_grids_on_the_host_and_nothing_from_the_device() -> None:

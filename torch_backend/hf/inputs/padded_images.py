@@ -44,9 +44,8 @@ class DocumentPositions:
     """
 
     def __init__(self, root: Any) -> None:
-        self.root = root
         self.axes = root.config.model_type in M_ROPE
-        self.indexer = indexer_of(root) if self.axes else None
+        self.indexer: Any = indexer_of(root) if self.axes else None
         self.family = _numbering_of(self.indexer) if self.axes else ""
 
     def of_rows(self, kwargs: Mapping[str, Any]) -> Tensor | None:
