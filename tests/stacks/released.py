@@ -47,11 +47,13 @@ STACKS = {
         packages=(
             *("torchtitan==0.3.0", "spmd_types==0.2.3", "torch_checkpointing", "torchdata==0.11.0", "tyro", "einops"),
             *("docstring-parser", "shtab", "typeguard", "tensorboard"),
+            *("fla-core==0.5.2", "flash-linear-attention==0.5.2"),  # 0.6.0 has moved what torchtitan imports
         ),
-        shown=("torchtitan", "spmd-types", "torchdata"),
+        shown=("torchtitan", "spmd-types", "torchdata", "flash-linear-attention"),
         train=commands.torchtitan,
         stand_in="torchtitan",
-        prepare=titan.on_the_cpu,
+        environment={"TRITON_INTERPRET": "1"},
+        prepare=titan.prepare,
     ),
     "unsloth": Stack(
         packages=("unsloth", "unsloth_zoo"),
