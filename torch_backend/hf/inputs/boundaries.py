@@ -180,7 +180,9 @@ def check_forms(found: Mapping[str, Any]) -> None:
             continue
         if not isinstance(value, Tensor) or value.ndim != 1 or len(value) < 2 or value.is_floating_point():
             form = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise LayoutError(f"{key} must be an integer tensor [N+1] for N segments, got {form}")
+            cut = isinstance(value, Tensor) and value.shape == (1,)
+            why = ": accelerate cut it with the rows, pass dispatch_batches=False to it" if cut else ""
+            raise LayoutError(f"{key} must be an integer tensor [N+1] for N segments, got {form}{why}")
     lengths, boundaries = found.get("packed_lengths"), found.get("cu_seq_lens_q")
     if lengths is None:
         return
