@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import collate, documents, in_float64, tiny
@@ -203,6 +204,33 @@ def test_a_step_on_a_long_row_runs_by_tiles_and_a_short_one_does_not(
         losses[level] = [float(step(batch(capacity))["loss"]) for capacity in (128, 32, 128)]
         assert (128 in calls) is (level == "full") and 32 not in calls
     assert losses["full"] == pytest.approx(losses["none"], rel=1e-5)
+
+
+class Widest(TorchDispatchMode):
+    """Notes the shapes of results with as many columns as an MLP has inside."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.inner, self.found = inner, set[int]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape[-1:] == (self.inner,) and result.requires_grad is False:
+            self.found.add(result.numel() // self.inner)
+        return result
+
+
+def test_no_forward_of_a_long_row_holds_its_inner_columns(graphs: SimpleNamespace, short: None) -> None:
+    """Neither the first one, which asks attention before layers are compiled, nor an evaluation."""
+    model = graphs.model = patch(llama(), verify=False).train()
+    inner = model.config.intermediate_size
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), memory="full")
+    with Widest(inner) as seen:
+        step(batch())
+        step.evaluate([batch()])
+        assert 128 not in seen.found
+        step(batch(40))
+    assert 40 in seen.found, "a short row does"
 
 
 @pytest.mark.parametrize("make", [llama, adapted], ids=["llama", "LoRA"])

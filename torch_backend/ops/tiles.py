@@ -31,6 +31,11 @@ class Projection(NamedTuple):
             return y
         return y + F.linear(F.linear(x, self.a), self.b) * self.scale
 
+    def to(self, dtype: torch.dtype) -> Projection:
+        """Returns the layer in another dtype."""
+        bias, a, b = (t if t is None else t.to(dtype) for t in self[1:4])
+        return Projection(self.weight.to(dtype), bias, a, b, self.scale)
+
     def gradient(self, dy: Tensor) -> Tensor:
         """Returns the gradient of ``x`` [n, in] of ``dy`` [n, out]."""
         dx = dy @ self.weight

@@ -232,7 +232,7 @@ def _layers(module: nn.Module, parts: tuple[str, ...], x: Tensor) -> list[Projec
         return None
     if (dtype := _dtype_of(x)) is None:  # as autocast casts them, once for all tiles
         dtype = torch.get_autocast_dtype(x.device.type)
-        return [Projection(*(t if t is None else t.to(dtype) for t in p[:4]), p.scale) for p in layers]
+        return [layer.to(dtype) for layer in layers]
     return layers if all(layer.weight.dtype == dtype for layer in layers) else None
 
 
@@ -275,7 +275,7 @@ def _form_of_norm(norm: nn.Module) -> tuple[float, float] | None:
 @cache
 def _offset_of(kind: type[nn.Module]) -> float | None:
     """From where the weight of a class of norms counts, found by calling it; None if it is no such norm."""
-    norm = kind.__new__(kind)
+    norm: Any = kind.__new__(kind)
     nn.Module.__init__(norm)
     norm.eps = norm.variance_epsilon = eps = 0.25
     generator = torch.Generator().manual_seed(0)

@@ -23,19 +23,21 @@ def only_readers(forward: Callable[..., Any]) -> dict[str, str]:
     ``... = self.mlp(x)``, and none reads it later.
     """
     code = _source_of(forward)
+    statements = [] if code is None else code.body
     found: dict[str, str] = {}
-    for number, statement in enumerate(code.body if code is not None else ()):
+    for number, statement in enumerate(statements):
         made = _call_of_part(statement)
         if made is None or not isinstance(statement, ast.Assign):
             continue
         (target, *more), (name, call) = statement.targets, made
         if more or not isinstance(target, ast.Name) or len(call.args) != 1 or call.keywords:
             continue
-        mentions = [later for later in code.body[number + 1 :] if _loads(later, target.id) or _stores(later, target.id)]
+        x = target.id
+        mentions = [later for later in statements[number + 1 :] if _loads(later, x) or _stores(later, x)]
         reader = _call_of_part(mentions[0]) if mentions else None
-        if reader is None or _loads(mentions[0], target.id) != 1 or not _is_input(reader[1], target.id):
+        if reader is None or _loads(mentions[0], x) != 1 or not _is_input(reader[1], x):
             continue
-        if len(mentions) == 1 or _stores(mentions[0], target.id):
+        if len(mentions) == 1 or _stores(mentions[0], x):
             found[reader[0]] = name
     return found
 
