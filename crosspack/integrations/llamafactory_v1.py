@@ -1,6 +1,6 @@
 """LLaMA-Factory's v1, which ``USE_V1=1 python -m crosspack.integrations.llamafactory sft train.yaml`` trains by.
 
-v1 renders its documents and joins those of a micro-batch (``batching_strategy: padding_free``) -> :class:`PackedBatches`
+v1 renders documents and joins those of a micro-batch (``batching_strategy: padding_free``) -> :class:`PackedBatches`
 carries their boundaries -> :class:`PackedSFTTrainer` runs them through the patched model, under v1's own loss.
 """
 
