@@ -171,7 +171,9 @@ def main() -> None:
     options.add_argument("--longest", action="store_true", help="one document, the longest that fits by the formula")
     options.add_argument("--host", type=float, help="GiB of the host for offloading, where it shall be less than it is")
     options.add_argument("--layers", type=int, help="of the model, where it shall have fewer")
-    options.add_argument("--tiles", choices=("all", "mlp", "none"), default="all", help="what long rows compute by tiles")
+    options.add_argument(
+        "--tiles", choices=("all", "mlp", "none"), default="all", help="what long rows compute by tiles"
+    )
     options.add_argument("--steps", type=int, default=5, help="of each process")
     options.add_argument("--budget", type=float, default=float("inf"), help="seconds for all of it")
     options.add_argument("--auto", action="store_true", help='memory="auto", at rows of twice the length each time')

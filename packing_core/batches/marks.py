@@ -31,9 +31,11 @@ PER_TOKEN = (*NUMBERS, "attention_mask", "position_ids")
 MARKS = (*LENGTHS, *BOUNDARIES, *PER_TOKEN)
 # What other packers call them (flash-attention and Megatron, torchtune, OLMo, MosaicML, MaxText), and the name here.
 OTHER_NAMES = {
-    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv"), "cu_seq_lens_q"),
-    **dict.fromkeys(("seq_lens", "seqlens", "doc_lens", "document_lengths"), "seq_lengths"),
-    **dict.fromkeys(("document_ids", "doc_ids", "sequence_id", "inputs_segmentation", "segmentation"), "segment_ids"),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"), "cu_seq_lens_q"),
+    **dict.fromkeys(("cu_seq_lens", "cu_doc_lens", "cumulative_seqlens"), "cu_seq_lens_q"),
+    **dict.fromkeys(("seq_lens", "seqlens", "doc_lens", "document_lens", "document_lengths"), "seq_lengths"),
+    **dict.fromkeys(("document_ids", "doc_ids", "sequence_id", "sequence_ids"), "segment_ids"),
+    **dict.fromkeys(("inputs_segmentation", "segmentation"), "segment_ids"),
 }
 
 

@@ -29,8 +29,19 @@ LEVELS_OF_TILES = ("selective", "full", "offload")
 # Families whose every layer hands each norm to one part alone, which are attention by three projections and an MLP or
 # experts: long rows compute these with their norms by tiles. tests/torch_backend/test_tiled_families.py holds the list.
 _PROJECTIONS_BY_TILES = (
-    *("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe"),
-    *("qwen3", "qwen3_moe", "smollm3"),
+    *(
+        "ernie4_5",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "granite",
+        "granitemoe",
+        "helium",
+        "llama",
+        "ministral3",
+    ),
+    *("mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
 )
 # Names of kinds of layers in configs -> the kind.
 _ATTENTION, _BOTH, _ALONE = "attention", "attention beside a recurrent layer", "no mixer"

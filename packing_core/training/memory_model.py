@@ -23,8 +23,8 @@ attention and MLP the input of the latter, and other mixers what their sizes say
 
 While a layer computes its gradients it holds what it recomputed, and either three columns in place of each inner one
 (halves, their product and the gradients of these) or the gradients of O, queries, keys and values. In long rows the
-MLP, or the experts, hold a tile of these, and norms with the projections behind them a tile of what they return or read.
-Experts keep their first product at "selective", in rows of any length.
+MLP, or the experts, hold a tile of these, and a norm and what reads it a tile of what it returns. Experts keep their
+first product at "selective", in rows of any length.
 Figures that this was compared with: benchmarks/RESULTS.md, levels of memory.
 """
 
@@ -43,8 +43,7 @@ USABLE = 0.95  # of a device: its own context, and what the allocator cannot use
 # Chunks of the loss take a seventh of all logits, within these bounds: few sums in float32 where rows are long, and
 # little memory beside the activations where they are not. Each chunk reads and writes the gradient of the weight once.
 _CHUNKS, _LEAST_BYTES, _MOST_BYTES = 7, 2**29, 2**31
-# Rows from this length on compute MLPs, projections and experts by tiles of so many tokens, at the levels that recompute
-# them.
+# Rows from this length on compute MLPs, projections and experts by tiles of so many tokens, where they are recomputed.
 TILED_FROM, TILE = 65_536, 8_192
 _ON_THEIR_WAY = 2  # inputs of layers that offloading holds on the device: the last two to leave, or to come back
 _WORKSPACES = 144 * 2**20  # of the libraries of matrix products, on the streams of a step

@@ -15,7 +15,8 @@ from tests.torch_backend.test_vision_step import batches_of
 from torch_backend.hf.edits import patches
 from torch_backend.hf.patch import state_of
 from torch_backend.ops.attention import dispatch
-from torch_backend.steps.tower_blocks import compile_tower
+from torch_backend.steps import dynamic_compile
+from torch_backend.steps.tower_blocks import CompiledTower, compile_tower
 
 
 def gradients_of(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -77,3 +78,26 @@ def test_patches_are_embedded_by_a_product_in_packed_calls_alone(monkeypatch: py
         torch_backend.unpatch(model)
         conv(torch.ones(2, *conv.weight.shape[1:]))
     assert len(calls) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
+def test_dpo_with_images_runs_layers_and_tower_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from tests.torch_backend.preference import assert_same_training, trained
+    from tests.torch_backend.test_scored_images import dpo
+    from torch_backend.trainers.enable_packing import enable_packing
+
+    plain = trained(enable_packing(dpo("qwen2_5_vl", tmp_path, max_steps=1), verify=False, fast=False))
+    counter, stock = CompileCounterWithBackend("eager"), dynamic_compile.compile_layers
+    monkeypatch.setattr(dispatch, "order", lambda request, load: ("triton",))
+    monkeypatch.setattr(dynamic_compile, "why_not_compiled", lambda model: None)
+    monkeypatch.setattr(
+        dynamic_compile, "compile_layers", lambda model, **options: stock(model, backend=counter, **options)
+    )
+    ran, own = [], CompiledTower.segments_of
+    monkeypatch.setattr(CompiledTower, "segments_of", lambda tower, *given: ran.append(tower) or own(tower, *given))
+    trainer = enable_packing(dpo("qwen2_5_vl", tmp_path, max_steps=1), implementation="triton", verify=False)
+    assert_same_training(trained(trainer), plain, 1e-5)
+    layers = [what for part, what in trainer.packed_step.parts.items() if part.startswith("layers")]
+    assert layers == [dynamic_compile.COMPILED] * 2 and counter.frame_count > 0
+    assert len(set(ran)) == 2 and not any(tower.failed for tower in ran)  # of the model and of its reference

@@ -10,19 +10,25 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import collate, documents, in_float64, tiny
+from tests.torch_backend.test_memory import interpreted as interpreted
 from tests.torch_backend.test_memory import recording
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama, peft
 from torch_backend import make_train_step, patch
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.ops import tiled_mlp as tiles
+from torch_backend.ops import tiled_projections as projections
 from torch_backend.ops.tiled_mlp import ACTIVATIONS, tiled_mlp
 from torch_backend.ops.tiled_projections import tiled_projections
 from torch_backend.ops.tiles import Norm, Projection
 from torch_backend.steps import tiled_layers
-from torch_backend.steps.memory import marked, set_level
-from torch_backend.steps.tiled_layers import tiled, tiled_modules, why_not_tiled
+from torch_backend.steps.cuda_graph import compile_layers
+from torch_backend.steps.memory import level_layers, marked, recomputing_inside, set_level
+from torch_backend.steps.tiled_layers import can_be_tiled, tiled, tiled_modules, tiled_parts, why_not_tiled
 
 TOKENS, WIDTH, INNER, RANK = 23, 12, 40, 3
 
@@ -140,8 +146,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled_layers, "TILE", 24)
 
 
-def batch(capacity: int = 128) -> dict[str, Any]:
-    given = collate(documents((5, 19, 33, 71) if capacity == 128 else (5, 19)), capacity=capacity)
+def batch(capacity: int = 128, **options: int) -> dict[str, Any]:
+    given = collate(documents((5, 19, 33, 71) if capacity == 128 else (5, 19)), capacity=capacity, **options)
     return given | {n: torch.where(given[n] < 0, given[n], given[n] % 64) for n in ("input_ids", "labels")}
 
 
@@ -151,8 +157,8 @@ def adapted() -> Any:
     return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False))
 
 
-def gradients(model: Any) -> list[torch.Tensor]:
-    total, weight = causal_lm_loss(model, batch())
+def gradients(model: Any, given: dict[str, Any] | None = None) -> list[torch.Tensor]:
+    total, weight = causal_lm_loss(model, batch() if given is None else given)
     return list(torch.autograd.grad(total / weight, [p for p in model.parameters() if p.requires_grad]))
 
 
@@ -173,9 +179,7 @@ def offset_of(module: nn.Module) -> float | None:
 
 
 @pytest.mark.parametrize("make", [llama, adapted, lambda: tiny("gemma3_text")], ids=["llama", "LoRA", "gemma3"])
-def test_layers_give_the_same_gradients_in_float64(
-    short: None, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_give_the_same_gradients_in_float64(short: None, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = without_rounding(patch(make(), verify=False).train(), monkeypatch)
     exact = gradients(model)
     set_level(model, "full")
@@ -183,7 +187,7 @@ def test_layers_give_the_same_gradients_in_float64(
     assert len(modules) == 4 and all(norm is not None for norm in modules.values())
     with tiled(modules):
         torch.testing.assert_close(gradients(model), exact, rtol=1e-10, atol=1e-12)
-    assert not any(m.__class__.forward is tiled_layers._forward for m in modules)
+    assert not any(hasattr(m, tiled_layers._KIND) for m in model.modules())
 
 
 def test_a_step_on_a_long_row_runs_by_tiles_and_a_short_one_does_not(
@@ -238,6 +242,81 @@ def test_a_compiled_layer_keeps_no_inner_columns_and_has_the_same_gradients(shor
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
     (kept,) = names
     assert len(kept) <= 2, "its output, and a view of its input"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("level", "make"),
+    [("selective", adapted), ("full", lambda: tiny("gemma3_text"))],
+    ids=["selective, LoRA", "full, gemma3"],
+)
+def test_compiled_layers_by_tiles_share_a_graph_and_keep_no_more(
+    interpreted: None, short: None, level: Any, make: Any
+) -> None:
+    model = patch(make(), implementation="triton", verify=False).train()
+    root = causal_lm(model)
+    state_of(root).guard = DeviceGuard()  # type: ignore[union-attr] # boundaries on the CPU would be read
+    given = batch(max_seqlen=128, bucket=16)
+    del given["packed_lengths"]
+    exact = gradients(model, given)
+    set_level(model, level)
+    parts = tiled_modules(model, 128)
+    assert len(parts) == 4 and None not in parts.values()
+    kept: dict[str, list[list[str]]] = {"whole": [], "by tiles": []}
+    for names, modules in zip(kept.values(), ({}, parts), strict=True):
+        torch._dynamo.reset()
+        compile_layers(model, backend=recording(names), memory=level)
+        with recomputing_inside(level_layers(model)), tiled(modules):
+            torch.testing.assert_close(gradients(model, given), exact, rtol=1e-4, atol=1e-6)
+    assert len(kept["by tiles"]) == len(kept["whole"]), "one graph for each kind of layer, and the last norm's"
+    assert sum(map(len, kept["by tiles"])) <= sum(map(len, kept["whole"]))
+
+
+def test_tiles_compute_in_the_dtype_of_autocast(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in float32, as Trainer has them with bf16=True; products in bfloat16, and norms of float32 inputs."""
+    model = patch(llama(), verify=False).train()
+    seen = set()
+    run = projections._forward
+
+    def forward(x: torch.Tensor, tensors: Any, *others: Any) -> Any:
+        seen.add((x.dtype, tensors[1].dtype))
+        return run(x, tensors, *others)
+
+    monkeypatch.setattr(projections, "_forward", forward)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = gradients(model)
+        assert not seen
+        with tiled(can_be_tiled(model)):
+            found = gradients(model)
+    assert seen == {(torch.float32, torch.bfloat16)}
+    for got, right in zip(found, whole, strict=True):
+        assert got.dtype == torch.float32 and (got - right).norm() <= 0.02 * right.norm()
+
+
+def test_adapters_that_are_switched_off_during_a_step_run_as_they_are(short: None) -> None:
+    model = patch(adapted(), verify=False).train()
+    parts = can_be_tiled(model)
+    with torch.no_grad(), tiled(parts), model.disable_adapter():
+        found = causal_lm_loss(model, batch())[0]
+    with torch.no_grad(), model.disable_adapter():
+        torch.testing.assert_close(found, causal_lm_loss(model, batch())[0])
+
+
+@pytest.mark.parametrize("change", ["a hook", "another norm", "its dtype", "its own forward"])
+def test_another_norm_runs_whole_in_front_of_tiles(change: str) -> None:
+    model = patch(llama(), verify=False)
+    norm = model.model.layers[0].input_layernorm
+    if change == "a hook":
+        norm.register_forward_hook(lambda *_: None)
+    elif change == "another norm":
+        model.model.layers[0].input_layernorm = nn.LayerNorm(32)
+    elif change == "its dtype":
+        norm.double()
+    else:
+        norm.forward = norm.forward
+    norms = [norm for module, norm in can_be_tiled(model).items() if hasattr(module, "q_proj")]
+    assert norms == [None, model.model.layers[1].input_layernorm]
+    assert tiled_parts(model) == {"mlp"}, "the formula counts whole norms"
 
 
 def other(change: str) -> nn.Module:

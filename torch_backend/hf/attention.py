@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
-from torch_backend.context_parallel.attention import MethodChoice, choose_method, context_attention
+from torch_backend.context_parallel.attention import NOT_CROSSED, MethodChoice, choose_method, context_attention
 from torch_backend.hf.anatomy.families import INTERFACE, WITHOUT_EFFECT
 from torch_backend.hf.forward import AttentionChoice, PackedForward
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
@@ -36,6 +36,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 __all__ = ["PREFIX", "DecoderLayer", "PreTrainedModel", "packed_attention", "register", "softcap_of", "stands_over"]
 
 PREFIX = "crosspack_"
+KIND = "_crosspack_kind_of_layer"  # the attribute of an attention layer that names its kind
 TOWER_SEGMENTS = "tower_segments"  # the keyword of the segments that a vision tower's layer attends inside
 PACKED = "packed"  # the keyword under which a tower passes on its packed call
 
@@ -199,10 +200,11 @@ def _packed(
         mask.record(module, AttentionChoice(name, request, crossing))
         return run(name, request, q, k, v, packed, sinks=sinks)
 
-    if mask.context is None:
-        out = attend(q, k, v, packed, s_aux)
-    else:
+    if mask.over_ranks:
         _refuse_across_ranks(module, causal=causal, dropout=dropout)
+    if mask.context is None:
+        out = attend(q, k, v, packed, s_aux, NOT_CROSSED if mask.over_ranks else None)
+    else:
         out = _across_ranks(q, k, v, mask, attend, sliding_window, s_aux)
     return out.view(rows, length, heads, -1), None
 
@@ -262,10 +264,20 @@ def _chunk(module: nn.Module) -> int | None:
     return int(config.attention_chunk_size)
 
 
-def _kind(module: nn.Module) -> str | None:
-    """The kind of an attention layer as its config lists it; None if it does not."""
+def kind_of(module: Any) -> str | None:
+    """Returns the kind of an attention layer as its config lists it; None if it does not."""
     kinds, layer = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
     return kinds[layer] if kinds and layer is not None else None
+
+
+def _kind(module: nn.Module) -> str | None:
+    """The kind of an attention layer, which a patch wrote there.
+
+    By its number and the config it would be the same, but a compiled layer that reads its number shares its graph with
+    no other one, and torch makes no more than eight.
+    """
+    kind: str | None = module.__dict__.get(KIND)
+    return kind
 
 
 def _sees_both_ways(module: nn.Module, mask: PackedForward) -> bool:
@@ -276,10 +288,9 @@ def _sees_both_ways(module: nn.Module, mask: PackedForward) -> bool:
 def _window_of_mask(module: nn.Module) -> int | None:
     """The window of a layer that only its mask limits (Qwen2-MoE, Phi-3.5-MoE); flash attention reads no mask."""
     config: Any = module.config
-    kind = _kind(module)
     if not hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask"):
         return None
-    if kind is not None and kind != "sliding_attention":
+    if (kind := _kind(module)) is not None and kind != "sliding_attention":
         return None
     return getattr(config, "sliding_window", None)
 

@@ -52,7 +52,10 @@ def tiled_mlp(
         norm: of x, in front of everything.
     """
     layers = [gate, up, down]
-    tensors = [None if norm is None else norm.weight, *(x for p in layers for x in ((None,) * 4 if p is None else p[:4]))]
+    tensors = [
+        None if norm is None else norm.weight,
+        *(x for p in layers for x in ((None,) * 4 if p is None else p[:4])),
+    ]
     scales = [1.0 if p is None else p.scale for p in layers]
     options = [] if norm is None else [norm.eps, norm.offset]
     y: Tensor = _TiledMLP.apply(x.flatten(0, -2), options, scales, activation, tile, *tensors)

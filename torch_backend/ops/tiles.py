@@ -1,4 +1,4 @@
-"""What layers by tiles of tokens are made of: linear layers, the norm in front of them, and the sums of their gradients.
+"""Parts of layers by tiles of tokens: linear layers, the norm in front of them, and the sums of their gradients.
 
     x [N, D] -> a tile [n, D] -> norm -> what a layer computes of it, and the gradients of one tile after the other
 
@@ -146,7 +146,9 @@ def gradients_by_tile(
 
 def empty_gradients(x: Tensor, tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
     """Allocates gradients as operators return them: of the tensors where they are needed, else empty."""
-    return [t.new_empty(t.shape) if t is not None and n else x.new_empty(0) for t, n in zip(tensors, needs, strict=True)]
+    return [
+        t.new_empty(t.shape) if t is not None and n else x.new_empty(0) for t, n in zip(tensors, needs, strict=True)
+    ]
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -28,6 +28,7 @@ log = logging.getLogger("crosspack")
 # Graphs of one layer class where rows differ in length: for each kind of layer with gradients and without, with an
 # adapter on and off, with shared prefixes and without. All classes of layers count together.
 GRAPHS = 64
+IMAGE = 1024  # patches of an image, where the fastest attention is looked for before there are images
 
 
 def whole_layers() -> AbstractContextManager[None]:
@@ -38,6 +39,17 @@ def whole_layers() -> AbstractContextManager[None]:
     all the same, because each layer has a graph of its own.
     """
     found: AbstractContextManager[None] = torch._dynamo.config.patch(optimize_ddp=False)
+    return found
+
+
+def enough_graphs() -> AbstractContextManager[None]:
+    """Inside, all kinds of layers of a class get graphs, up to :data:`GRAPHS`, and one more raises.
+
+    Torch would run it uncompiled, and keep all that its backward reads: its checkpointing is off.
+    """
+    found: AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True
+    )
     return found
 
 
@@ -83,10 +95,12 @@ class CompiledTower:
 
     def _reads_lengths(self) -> bool:
         """Returns whether attention needs the lengths of images on the host, which differ from batch to batch."""
-        return any(
-            needs_host_lengths(select(replace(request, requires_grad=True, host_lengths=True, compiling=True)))
-            for request in self.requests
-        )
+        return any(needs_host_lengths(select(self._of_one_image(request))) for request in self.requests)
+
+    def _of_one_image(self, request: AttentionRequest) -> AttentionRequest:
+        """The request, which has no sizes, as a compiled block makes it of an image of usual size."""
+        request = replace(request, tokens=IMAGE, segments=1, max_seqlen=IMAGE, host_lengths=True)
+        return replace(request, requires_grad=True, compiling=True)
 
     def fail(self, error: TorchDynamoException) -> None:
         """Go on with the blocks as they are."""

@@ -19,8 +19,8 @@ from typing import Any
 def only_readers(forward: Callable[..., Any]) -> dict[str, str]:
     """Maps a part of a layer to the part whose result it alone reads.
 
-    Found are statements ``x = self.norm(y)`` whose result the next statement that mentions ``x`` hands to one other part,
-    ``... = self.mlp(x)``, and nothing else after it.
+    Found are statements ``x = self.norm(y)`` after which the next one that mentions ``x`` hands it to one other part,
+    ``... = self.mlp(x)``, and none reads it later.
     """
     code = _source_of(forward)
     found: dict[str, str] = {}
@@ -42,7 +42,7 @@ def only_readers(forward: Callable[..., Any]) -> dict[str, str]:
 
 @cache
 def reads_by(forward: Callable[..., Any], parts: Sequence[str]) -> bool:
-    """Returns whether a forward reads its first argument by these parts, each once, and its shape, and not otherwise."""
+    """Returns whether a forward reads its first argument by these parts, each once, and its shape alone."""
     code = _source_of(forward)
     if code is None or len(code.args.args) < 2:
         return False

@@ -331,6 +331,30 @@ def _check_on_device(packed: PackedMetadata, guard: Guard, *, rows: int, wait: b
     guard.check("cu_seq_lens_q", find, error, wait=wait)
 
 
+def check_no_restart(positions: Tensor, packed: PackedMetadata, guard: Guard, *, wait: bool = True) -> None:
+    """Raise for positions [B, S] that fall back inside a segment to its first one or to 0: another document begins.
+
+    Raises:
+        LayoutError: the boundaries leave out one that the positions show.
+    """
+
+    def find() -> Tensor:
+        flat, starts = to_device(positions, packed.device).flatten(), packed.cu_seqlens[:-1]
+        first = flat.index_select(0, starts.clamp(max=len(flat) - 1)).index_select(0, packed.seq_idx)
+        inside = packed.seq_idx[1:] == packed.seq_idx[:-1]
+        before, here = flat[:-1], flat[1:]
+        return inside & (here < before) & ((here == 0) | (here == first[1:]))
+
+    def error(i: int) -> PackingError:
+        row, token = divmod(i + 1, positions.shape[1])
+        return LayoutError(
+            f"position_ids begin again at row {row}, token {token}, inside a segment of cu_seq_lens_q: the boundaries "
+            "leave out one that the positions show. Mark it, or number the document through"
+        )
+
+    guard.check("position_ids inside segments", find, error, wait=wait)
+
+
 def _check_contradiction(packed: PackedMetadata, boundaries: Tensor, guard: Guard, *, wait: bool) -> None:
     """The boundaries of the batch, which lie on the device, against those that its lengths gave."""
 
