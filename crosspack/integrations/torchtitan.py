@@ -2,7 +2,6 @@
 
 ``packed_rows`` -> :class:`PackedDataLoader` packs documents into rows, whose positions restart with every document ->
 torchtitan makes its ``VarlenMetadata`` of the positions -> ``packed_attention`` -> :class:`PackedAttention` reads that.
-The two work alone as well: rows of torchtitan's own loaders, or its own attention on these rows.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class PackedAttention(VarlenAttention):
         """Attention of the tokens of each document among themselves, [B, L, N, H] -> [B, L, N, Hv].
 
         Raises:
-            UnsupportedError: the layer reads the log-sum-exp of its logits, as gpt-oss does, it is captured in a CUDA
-                graph, or compiled where Triton does not run.
+            UnsupportedError: the layer reads the log-sum-exp of its logits, is captured, or compiled without Triton.
             LayoutError: the documents of ``attention_masks`` do not cover the tokens.
         """
         if out_transform is not None:
@@ -58,8 +56,7 @@ class PackedAttention(VarlenAttention):
             )
         if q_BLNH.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                "the segments of a batch are read outside of CUDA graphs, and this layer is captured: pass "
-                "--training.disable_cuda_graphs"
+                "segments are read outside of CUDA graphs, this layer is captured: set --training.disable_cuda_graphs"
             )
         rows, length = q_BLNH.shape[:2]
         left, right = self.window_size
@@ -159,8 +156,8 @@ class PackedDataLoader(ParallelAwareDataloader):
         self.infinite = config.infinite
         self.of_every_batch: dict[str, Any] = {}
         if isinstance(tokenizer, MultiModalTokenizer):  # models with a vision encoder ask for them, of text too
-            special = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in tokenizer.TOKEN_FIELDS}
-            self.of_every_batch = {"special_tokens": special}
+            names = [f"{name}_id" for name in tokenizer.TOKEN_FIELDS]
+            self.of_every_batch = {"special_tokens": {name: getattr(tokenizer, name) for name in names}}
         rows = crosspack.StreamedRows(
             _Documents(given, tokenizer) if isinstance(given, str | PathLike) else given,
             seq_len,

@@ -1,7 +1,7 @@
-"""An override for torchtitan's Qwen3.5: its gated delta rule and short convolutions, replaced by ``--override.imports``.
+"""An override for torchtitan's Qwen3.5: its gated delta rule and convolutions, replaced by ``--override.imports``.
 
-torchtitan's ``VarlenMetadata`` -> :func:`.torchtitan.segments_of` -> in place of the boundaries, which torchtitan's layer
-hands on to its convolutions and its kernel -> :class:`PackedDeltaNet` and :class:`PackedDeltaKernel` read them.
+torchtitan's ``VarlenMetadata`` -> :func:`.torchtitan.segments_of` -> in place of the boundaries, which its layer hands
+on to its convolutions and its kernel -> :class:`PackedDeltaNet` and :class:`PackedDeltaKernel` read them.
 """
 
 from __future__ import annotations

@@ -73,6 +73,53 @@ def llamafactory(data: Path, work: Path) -> None:
     main(["train", str(work / "train.yaml")])
 
 
+def llamafactory_v1(data: Path, work: Path) -> list[Run]:
+    """As ``USE_V1=1 python -m crosspack.integrations.llamafactory sft train.yaml``, by either of v1's strategies."""
+    import torch
+    from llamafactory.v1.core.base_trainer import BaseTrainer
+
+    from crosspack.integrations.llamafactory import main
+
+    work.mkdir(parents=True, exist_ok=True)
+    info = {"path": str(data / "chats.jsonl"), "source": "local", "converter": "alpaca"}
+    (work / "data.yaml").write_text(json.dumps({"chats": info}))
+    found: list[dict[str, Any]] = []
+    fit, clip = BaseTrainer.fit, torch.nn.utils.clip_grad_norm_
+
+    def recorded(self: Any) -> None:
+        rendered = self.renderer.process_samples([self.train_dataset[i] for i in range(len(self.train_dataset))])
+        documents = [(list(each["input_ids"]), list(each["labels"])) for each in rendered]
+        found.append({"before": weights_of(self.model), "config": self.model.config, "documents": documents})
+        found[-1]["name"] = f"v1's {type(self).__name__}, {self.args.batching_strategy}"
+        torch.nn.utils.clip_grad_norm_ = lambda parameters, *rest: keep(self.model, parameters, *rest)
+        fit(self)
+        found[-1]["steps"] = self.global_step
+
+    def keep(model: Any, *given: Any) -> Any:
+        found[-1]["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
+        return clip(*given)
+
+    BaseTrainer.fit = recorded
+    config = {
+        "model": str(data / "model"),
+        "crosspack": {"audit": True},
+        "template": "chatml",
+        "train_dataset": str(work / "data.yaml"),
+        "output_dir": str(work / "out"),
+        "batching_strategy": "padding_free",
+        "cutoff_len": CAPACITY,
+        "micro_batch_size": 12,  # documents
+        "global_batch_size": 24,
+        "num_train_epochs": 1,
+        "batching_workers": 0,
+        "bf16": False,
+    }
+    (work / "train.yaml").write_text(json.dumps(config))
+    os.environ["USE_V1"] = "1"
+    main(["sft", str(work / "train.yaml")])
+    return [Run(**each) for each in found]
+
+
 def swift(data: Path, work: Path) -> None:
     """As ``swift sft --external_plugins packed.py --packing true``."""
     work.mkdir(parents=True, exist_ok=True)

@@ -200,5 +200,5 @@ def test_what_packed_attention_cannot_follow_is_refused(plugin, monkeypatch) -> 
     with pytest.raises(torch._dynamo.exc.Unsupported, match="no packed attention for .*needs Triton and a GPU"):
         torch.compile(layer, backend="eager", fullgraph=True)(x, x, x, attention_masks=masks)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(UnsupportedError, match="this layer is captured: pass --training.disable_cuda_graphs"):
+    with pytest.raises(UnsupportedError, match="this layer is captured: set --training.disable_cuda_graphs"):
         layer(SimpleNamespace(is_cuda=True), x, x, attention_masks=masks)

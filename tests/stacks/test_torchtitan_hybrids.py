@@ -1,4 +1,4 @@
-"""The override for torchtitan's Qwen3.5 on a stand-in, whose signatures ``python -m tests.stacks torchtitan`` compares."""
+"""The override for torchtitan's Qwen3.5, on a stand-in that ``python -m tests.stacks torchtitan`` compares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from packing_core.errors import LayoutError, UnsupportedError
 from tests.torch_backend.test_captured import interpreted as interpreted
 
 LENGTHS = (5, 1, 6, 3, 9)  # | 5 1 6 | 3 9: two rows of 12
-
 
 
 def masks_of(*lengths: int, rows: int = 1) -> Any:
@@ -52,7 +51,10 @@ def test_a_layer_computes_each_document_alone(plugin, interpreted) -> None:
     out = layer(x, masks_of(*LENGTHS, rows=2))
     expected = torch.cat([alone(layer, document) for document in x.flatten(0, 1).split(LENGTHS)]).view_as(out)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    inputs, seed = [x, *(p for n, p in layer.named_parameters() if not n.startswith("convs") or "weight" in n)], out.cos()
+    inputs, seed = (
+        [x, *(p for n, p in layer.named_parameters() if not n.startswith("convs") or "weight" in n)],
+        out.cos(),
+    )
     pairs = zip(*(torch.autograd.grad(y, inputs, seed.detach()) for y in (out, expected)), strict=True)
     for found, right in pairs:
         torch.testing.assert_close(found, right, rtol=1e-4, atol=2e-5 * float(right.abs().max()))
@@ -71,10 +73,14 @@ def test_one_graph_serves_batches_of_any_documents(plugin, interpreted) -> None:
 
 def test_what_cannot_be_exact_is_refused(plugin, monkeypatch) -> None:
     layer, x = layer_of(plugin), torch.randn(1, 12, 32)
-    with pytest.raises(LayoutError, match='would run all rows of the batch as one document: configure attn_backend="va'):
+    with pytest.raises(
+        LayoutError, match='would run all rows of the batch as one document: configure attn_backend="va'
+    ):
         layer(x)
     with pytest.raises(UnsupportedError, match="the gated delta rule runs on a GPU.*: leave packed_delta_net out"):
         layer(x, masks_of(5, 7))
     monkeypatch.setattr(plugin, "DTensor", Tensor)
-    with pytest.raises(UnsupportedError, match="does not cut its heads over ranks: leave it out, or tensor_parallel_de"):
+    with pytest.raises(
+        UnsupportedError, match="does not cut its heads over ranks: leave it out, or tensor_parallel_de"
+    ):
         layer(x, masks_of(5, 7))
