@@ -100,8 +100,10 @@ def _reduced_over(outer: nn.Module) -> set[int] | None:
         return set(dist.get_process_group_ranks(outer.process_group))
     if not isinstance(outer, FSDPModule):
         return None
-    meshes = [p.device_mesh.mesh.flatten().tolist() for p in outer.parameters() if isinstance(p, DTensor)]
-    return set(max(meshes, key=len)) if meshes else None
+    meshes: list[list[int]] = [
+        p.device_mesh.mesh.flatten().tolist() for p in outer.parameters() if isinstance(p, DTensor)
+    ]
+    return set(max(meshes, key=lambda mesh: len(mesh))) if meshes else None
 
 
 def _listed(ranks: set[int]) -> str:
