@@ -103,7 +103,8 @@ def _reduced_over(outer: nn.Module) -> set[int] | None:
     meshes: list[list[int]] = [
         p.device_mesh.mesh.flatten().tolist() for p in outer.parameters() if isinstance(p, DTensor)
     ]
-    return set(max(meshes, key=lambda mesh: len(mesh))) if meshes else None
+    widest: list[int] = max(meshes, key=len, default=[])
+    return set(widest) or None
 
 
 def _listed(ranks: set[int]) -> str:
