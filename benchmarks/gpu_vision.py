@@ -230,6 +230,11 @@ def measure(
         batches = packed_rows(model, examples, capacity)
         step = make_train_step(model, optimizer, compile="auto" if name == PACKED else False)
     computed = sum(batch["input_ids"].numel() for batch in batches)
+    if not TOY:  # as a loader with pin_memory leaves them
+        batches = [
+            {name: x.pin_memory() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+            for batch in batches
+        ]
 
     def update() -> float:
         return padded_update(model, optimizer, batches) if step is None else float(step(batches)["loss"])

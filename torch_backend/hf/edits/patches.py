@@ -1,4 +1,4 @@
-"""What a vision tower computes of its patches in packed calls: their embedding as a product, their rotation by Triton.
+"""Computes two things of patches otherwise in packed calls: their embedding as a product, their rotation by Triton.
 
 Towers embed patches by a convolution whose kernel is as large as its input. That is a matrix product, and libraries run
 a convolution in three dimensions many times slower. The function that rotates patches has the form of

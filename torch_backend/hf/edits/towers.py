@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
 from torch_backend.hf.anatomy.vision import GRIDS
 from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, uses_interface
+from torch_backend.hf.edits.grids import of_grids
 from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook, LayerOverride
 from torch_backend.hf.edits.override import has_own_forward, original_class, override
 from torch_backend.hf.edits.patches import override_rotation_of_patches, product_edits
@@ -222,7 +223,7 @@ def _on_host(function: Callable[..., Any], grid: Any, *args: Any, **named: Any) 
     tower = (named.get("kwargs") or {}).get(PACKED)
     if not isinstance(tower, TowerCall):
         return function(grid, *args, **named)
-    return tower.to_device(function(tower.grid_on_host if grid is tower.grid else grid, *args, **named))
+    return tower.to_device(of_grids(function, tower.grid_on_host if grid is tower.grid else grid, *args, **named))
 
 
 def _from_host(
