@@ -1,4 +1,4 @@
-"""What is joined from single images is what transformers makes of all of them."""
+"""Grids of single images, joined, give what transformers makes of all of them."""
 
 from __future__ import annotations
 
