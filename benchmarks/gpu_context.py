@@ -5,13 +5,14 @@
     python -m benchmarks.gpu_context --row 262144 --mean 262144 --memory full --layers 2 --steps 2    # one document
     python -m benchmarks.gpu_context --ranks 8 --row 1048576 --mean 65536 --memory full
     python -m benchmarks.gpu_context --match auto --budget 120 --output results
+    python -m benchmarks.gpu_context --shape hybrid --match 'one rank$|auto$' --profile    # where a step's time goes
     python -m benchmarks.gpu_context --tiny                        # two processes on the CPU by gloo
 
 Every contender trains random weights on the same row by ``make_train_step``, in bfloat16 and in processes of its own:
 one rank alone, and all ranks, whose straddling documents exchange keys and values, heads (Ulysses), or what sends less.
 Tokens per second are real ones of all ranks together, by the median time of a step; memory is the largest peak of a
-rank beyond weights and gradients; host waits are those of one step on rank 0. Lengths of documents are lognormal with
-sigma 1.55, as those of source files.
+rank beyond weights and gradients; host waits are those of one step on rank 0, and its time in the call shows whether
+the GPU waits for the host. Lengths of documents are lognormal with sigma 1.55, as those of source files.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,12 +37,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks._launch import add_options, compared, launch, trained
 from benchmarks.gpu import collected, parsed, parser
 from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize, waits
+from benchmarks.gpu_profile import Profile, beside
 from benchmarks.gpu_workload import DTYPE, llama3, qwen2, qwen35
 from packing_core import Cost, context_plan, pack
 from torch_backend import PackedCollator, explain, make_train_step, patch
 
 SHAPES = {"llama": qwen2 if TOY else llama3, "hybrid": qwen35}
 METHODS = ("auto", "keys", "heads")
+SIGMA = 1.55  # of the logarithm of a document's length
+PROFILED = 3  # steps after the others
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,15 @@ class Contender:
 
 @dataclass
 class Measured:
-    """The results of a contender's processes; ``peak`` is the largest of a rank, in GiB."""
+    """The results of a contender's processes.
+
+    Attributes:
+        ms: of a step; host_ms: until the call of a step returns, on rank 0.
+        peak: the largest of a rank, in GiB.
+    """
 
     ms: float
+    host_ms: float
     peak: float
     waits: int
     loss: float
@@ -82,11 +92,10 @@ def contenders(ranks: int) -> list[Contender]:
     return [Contender(1), *several, Contender(1, compiled=False), Contender(ranks, compiled=False)]
 
 
-def lengths_of(row: int, mean: int) -> list[int]:
+def lengths_of(row: int, mean: int, sigma: float = SIGMA) -> list[int]:
     """Documents that fill a row; one alone if their mean length is that of the row."""
     if mean >= row:
         return [row]
-    sigma = 1.55
     drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, 8 * row // mean)
     ends = np.cumsum(drawn.astype(int).clip(2, row))
     count = int(np.searchsorted(ends, row))
@@ -116,33 +125,51 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
         capture=False,
         memory=chosen.memory,
     )
-    batch = batch_of(model, lengths_of(chosen.row, chosen.mean), config.vocab_size)
+    batch = batch_of(model, lengths_of(chosen.row, chosen.mean, chosen.sigma), config.vocab_size)
     for _ in range(2):  # compile, and DDP makes its buckets anew
         step(batch)
     held = 0 if TOY else torch.cuda.memory_allocated()
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
-    times = []
+    times, on_host = [], []
     for _ in range(chosen.steps):
         if mesh is not None:
             dist.barrier()
         synchronize()
         begin = time.perf_counter()
         loss = step(batch)["loss"]
+        on_host.append(time.perf_counter() - begin)
         synchronize()
         times.append(time.perf_counter() - begin)
     peak = torch.tensor(0 if TOY else torch.cuda.max_memory_allocated() - held, device=DEVICE)
     if mesh is not None:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
     crossing = next((layer.request for layer in explain(model).layers if "straddl" in layer.request), "")
+    if chosen.profile:
+        profiled(lambda: step(batch), contender.ranks)
     return Measured(
         ms=statistics.median(times) * 1e3,
+        host_ms=statistics.median(on_host) * 1e3,
         peak=float(peak) / 2**30,
         waits=waits(lambda: step(batch)),
         loss=float(loss),
         layers=step.parts["layers"],
         crossing=crossing.rpartition("; ")[2],
     )
+
+
+def profiled(step: Callable[[], object], ranks: int) -> None:
+    """Prints, on rank 0, where the time of a step goes on each rank."""
+    profile = Profile()
+    profile.start()
+    for _ in range(PROFILED):
+        step()
+    profile.stop()
+    kinds = [profile.kinds(PROFILED)] * ranks
+    if ranks > 1:
+        dist.all_gather_object(kinds, kinds[0])
+    if os.environ["RANK"] == "0":
+        print(f"{beside(kinds)}\n{profile.report(PROFILED)}", flush=True)
 
 
 def config_of(chosen: argparse.Namespace) -> Any:
@@ -163,14 +190,17 @@ def batch_of(model: Any, lengths: list[int], vocabulary: int) -> dict[str, Any]:
 
 def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
     """Starts the processes of a contender; its figures, or why it has none."""
-    names = ("shape", "row", "mean", "layers", "steps", "memory")
+    names = ("shape", "row", "mean", "layers", "steps", "memory", "sigma")
     arguments = [text for name in names for text in (f"--{name}", str(getattr(chosen, name)))]
+    arguments += ["--profile"] * chosen.profile
     limit = min(chosen.limit, seconds_left())
     section = f"context parallelism, {chosen.shape} shape of {chosen.layers} layers" + " as a toy" * TOY
-    lengths = lengths_of(chosen.row, chosen.mean)
+    lengths = lengths_of(chosen.row, chosen.mean, chosen.sigma)
     documents = f"{len(lengths)} documents" if len(lengths) > 1 else "one document"
     case = f"{chosen.row:,} tokens, {documents}, memory={chosen.memory}"
-    found, _ = launch("benchmarks.gpu_context", contender.ranks, asdict(contender), arguments, limit)
+    found, printed = launch("benchmarks.gpu_context", contender.ranks, asdict(contender), arguments, limit)
+    if chosen.profile:
+        print("\n".join(line for line in printed.splitlines() if line.startswith("|")), flush=True)
     if isinstance(found, str):
         return [Result(section, case, contender.name, None, "real tokens/s", found)]
     measured = Measured(**found)
@@ -180,6 +210,7 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
     figures = {
         "real tokens/s": chosen.row / measured.ms * 1e3,
         "ms per step": measured.ms,
+        "ms of the host in the call": measured.host_ms,
         "GiB of activations": measured.peak,
         "host waits": measured.waits,
     }
@@ -194,6 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--shape", choices=SHAPES, default="llama")
     options.add_argument("--row", type=int, default=512 if TOY else 65_536, help="tokens")
     options.add_argument("--mean", type=int, help="tokens of a document; a sixteenth of the row if left out")
+    options.add_argument("--sigma", type=float, default=SIGMA, help="of the lognormal lengths; 0 for equal ones")
+    options.add_argument("--profile", action="store_true", help="print where the time of a step goes, on each rank")
     options.add_argument("--layers", type=int, help="4 of Llama's if left out, 8 of Qwen3.5's")
     options.add_argument("--memory", default="none", help="the level of memory, see make_train_step")
     options.add_argument(

@@ -22,6 +22,7 @@ from packing_core.errors import LayoutError, UnsupportedError
 from packing_core.storage.forest import check_parents, offsets
 
 Value = TypeVar("Value")
+COPIED_AT_ONCE = 1 << 16  # bytes that CUDA copies from any memory without waiting
 
 
 class Spans(NamedTuple):
@@ -302,6 +303,10 @@ class PackedMetadata:
                     torch._dynamo.maybe_mark_dynamic(each, 0)
         self.any_length = True
 
+    def covers(self, tokens: int) -> bool:
+        """Returns whether the segments are those of so many tokens; a graph for any number takes it on trust."""
+        return (self.any_length and torch.compiler.is_compiling()) or self.tokens == tokens
+
     def forget(self) -> None:
         """Drop what was derived."""
         self._derived.clear()
@@ -399,7 +404,13 @@ def host_lengths(packed: PackedMetadata) -> tuple[int, ...]:
 
 
 def to_device(host: Tensor, device: torch.device | str) -> Tensor:
-    """``host`` on ``device`` without waiting for the device: a blocking copy would be a synchronisation."""
+    """``host`` on ``device`` without waiting for the device: a blocking copy would be a synchronisation.
+
+    CUDA copies from memory that is not pinned when the device has done what came before, unless it is little.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and host.device.type == "cpu" and host.nbytes > COPIED_AT_ONCE and not host.is_pinned():
+        host = host.pin_memory()
     return host.to(device, non_blocking=True)
 
 

@@ -64,6 +64,7 @@ WITHOUT_LOGITS = "every rank computes its part of the loss without the logits of
 REFUSALS = {
     "compute_loss_func": f"{WITHOUT_LOGITS}: compute_loss_func reads them",
     "compute_metrics": "no rank has the logits of whole ones: leave compute_metrics",
+    "router loss of TRL": f"{WITHOUT_LOGITS}: the trainer adds the router's auxiliary loss of each microbatch",
     "loss of TRL": f"{WITHOUT_LOGITS}: loss_type='dft' is a loss of TRL's own",
     "NEFTune": "NEFTune's noise depends on their lengths: leave neftune_noise_alpha out",
     "counts of a rank": "their targets are counted on all ranks: leave average_tokens_across_devices=False out",

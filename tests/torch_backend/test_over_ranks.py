@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +30,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "their targets are counted on all ranks: leave average_tokens",
     ),
     "torch_compile": ({"torch_compile": True}, "their pieces differ in every batch: leave torch_compile out"),
+    "seen tokens": (
+        {"include_num_input_tokens_seen": "all"},
+        "each rank would count all of their tokens: leave include_num_input_tokens_seen out",
+    ),
     "DeepSpeed": ({"is_deepspeed_enabled": True}, "DeepSpeed averages gradients over ranks of its own choice: use DDP"),
     "tensors": ({"tp_enabled": True, "tp_size": 2}, "tensor parallelism beside it is not tested: leave tp_size=2 out"),
 }
@@ -37,6 +42,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def reason(fast: bool = True, **changes: Any) -> str | None:
     settings = {
         "compute_metrics": None, "preprocess_logits_for_metrics": None, "is_deepspeed_enabled": False,
+        "include_num_input_tokens_seen": "no",
         "neftune_noise_alpha": None, "average_tokens_across_devices": True, "torch_compile": False, "tp_enabled": False,
     } | changes  # fmt: skip
     one: Any = SimpleNamespace(**settings)  # the trainer, its arguments and its parallelism in one
@@ -85,3 +91,10 @@ def test_models_whose_documents_begin_with_a_prefix_are_not_cut(family: str, ref
         return
     with pytest.raises(UnsupportedModelError, match="tokens of a document's prefix see each other both ways"):
         refuse_context(anatomy)
+
+
+def test_a_trainer_over_ranks_counts_the_targets_of_a_step_and_leaves_smoothing_to_it() -> None:
+    trainer: Any = SimpleNamespace(label_smoother=SimpleNamespace(epsilon=0.1), accelerator=SimpleNamespace())
+    trainer.model_accepts_loss_kwargs = False  # by which transformers counts
+    assert over_ranks.OverRanks(trainer, Mock()).smoothing == 0.1
+    assert trainer.model_accepts_loss_kwargs is True and trainer.label_smoother is None

@@ -208,6 +208,9 @@ def compiled(wrap: Callable[[Any], Any], mesh: Any, **options: Any) -> dict[str,
         return {**train(wrap, mesh, **options), "graphs": len(made)}
 
 
+TEXT = ("input_ids", "labels")
+
+
 def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
     """Calls that must raise on all ranks alike, so that none of them waits."""
     batch = collate(documents(LENGTHS), capacity=None)
@@ -236,6 +239,15 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
         assert state is not None and state.context is not None
         OverRanks(Mock(label_smoother=None), state.context).cut({**batch, "loss_weights": batch["labels"]}, model)
 
+    def step_of(process_group: Any = None, group: Any = None) -> Any:
+        """A step whose gradients are reduced, and whose targets are counted, over these groups; None for all ranks."""
+        model = DistributedDataParallel(on_mesh(tiny("qwen3")), process_group=process_group)
+        return make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
+
+    def other_labels() -> None:
+        labels = batch["labels"] + dist.get_rank() * (batch["labels"] == batch["labels"].max())
+        on_mesh(tiny("qwen3"))(**{**batch, "labels": labels})
+
     def outside(ranks: list[int]) -> None:
         patch(tiny("qwen3"), verify=False, mesh=DeviceMesh("cpu", ranks))
 
@@ -251,6 +263,11 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
         "weights in a trainer": loss_weights_of_a_trainer,
         "dropout": lambda: on_mesh(tiny("qwen3", attention_dropout=0.1))(**batch),
         "different batches": different_batches,
+        "different labels": other_labels,
+        "gradients of some ranks": lambda: step_of(world["cp"].get_group()),
+        "targets of some ranks": lambda: step_of(None, world["cp"].get_group()),
+        "no boundaries": lambda: step_of()({name: batch[name] for name in TEXT}),
+        "no boundaries in evaluation": lambda: step_of().evaluate([{name: batch[name] for name in TEXT}]),
         "fewer tokens than ranks": lambda: on_mesh(tiny("qwen3"))(**collate([torch.tensor([7])], capacity=None)),
         "embeddings": images,
         "trainer": trainer,

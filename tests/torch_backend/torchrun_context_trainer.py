@@ -31,6 +31,7 @@ from torch_backend import audit, enable_packing, explain
 from torch_backend.context_parallel.share import RankShare
 
 CAPACITY = 96
+ROUTED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 ROWS, MICROBATCHES = 4, 2  # of a step
 
 
@@ -42,19 +43,25 @@ class Case(NamedTuple):
         kind: of the trainer.
         groups: of ranks, which train on different rows.
         smoothing: of labels.
+        changes: of the model's config.
+        evaluated: documents of a batch in evaluation, of eight in all.
     """
 
     family: str = "qwen3"
     kind: str = "Trainer"
     groups: int = 1
     smoothing: float = 0.0
+    changes: dict[str, Any] = {}  # noqa: RUF012
+    evaluated: int = 8
 
 
 CASES = {
-    "Trainer": Case(),
+    "Trainer": Case(evaluated=3),
     "Trainer, hybrid": Case("qwen3_5_text"),
     "SFTTrainer": Case(kind="SFTTrainer"),
     "Trainer, smoothed": Case(smoothing=0.1),
+    "Trainer, router": Case("qwen3_moe", changes=ROUTED),
+    "Trainer, router, smoothed": Case("qwen3_moe", smoothing=0.1, changes=ROUTED),
 }
 ON_FOUR = {"Trainer, two groups": Case(groups=2)}
 
@@ -75,13 +82,13 @@ def of_lengths(lengths: Sequence[int]) -> datasets.Dataset:
 
 def trainer_of(case: Case, folder: str, **changes: Any) -> Any:
     """The trainer of a case before it packs; its ranks are those of the process group, or one."""
-    model, ranks = tiny(case.family), dist.get_world_size() if dist.is_initialized() else 1
+    model, ranks = tiny(case.family, **case.changes), dist.get_world_size() if dist.is_initialized() else 1
     options: dict[str, Any] = {
         "max_steps": 2,
         "max_grad_norm": 0.5,
         "train_sampling_strategy": "sequential",
         "per_device_train_batch_size": ROWS // MICROBATCHES // case.groups,
-        "per_device_eval_batch_size": 8 // case.groups,
+        "per_device_eval_batch_size": case.evaluated // case.groups,
         "gradient_accumulation_steps": MICROBATCHES,
         "label_smoothing_factor": case.smoothing,
     }
@@ -138,10 +145,10 @@ def _restarting(share: RankShare) -> Any:
     return np.concatenate([np.arange(n) for n in share.lengths])
 
 
-def pack(kind: str = "Trainer", fast: bool = True, replaced: Any = None, **changes: Any) -> None:
+def pack(case: Case = CASES["Trainer"], fast: bool = True, replaced: Any = None, **changes: Any) -> None:
     """Packs a trainer that has other arguments, or another attribute."""
     with TemporaryDirectory() as folder:
-        trainer = trainer_of(Case(kind=kind), folder, **changes)
+        trainer = trainer_of(case, folder, **changes)
         for name, value in (replaced or {}).items():
             setattr(trainer, name, value)
         enable_packing(trainer, capacity=CAPACITY, verify=False, fast=fast)
@@ -150,7 +157,8 @@ def pack(kind: str = "Trainer", fast: bool = True, replaced: Any = None, **chang
 REFUSED: dict[str, Callable[[], Any]] = {
     "compute_loss_func": partial(pack, replaced={"compute_loss_func": max}),
     "compute_metrics": partial(pack, replaced={"compute_metrics": max}),
-    "loss of TRL": partial(pack, kind="SFTTrainer", loss_type="dft"),
+    "loss of TRL": partial(pack, CASES["SFTTrainer"], loss_type="dft"),
+    "router loss of TRL": partial(pack, Case("qwen3_moe", "SFTTrainer"), router_aux_loss_coef=0.5),
     "NEFTune": partial(pack, neftune_noise_alpha=5.0),
     "counts of a rank": partial(pack, average_tokens_across_devices=False),
     "torch_compile": partial(pack, torch_compile=True),

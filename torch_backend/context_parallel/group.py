@@ -50,12 +50,13 @@ class ContextGroup:
         """Ranks of the group."""
         return int(self.mesh.size())
 
-    def share(self, lengths: Sequence[int], tokens: Tensor) -> RankShare:
+    def share(self, lengths: Sequence[int], tokens: Tensor, *others: Tensor) -> RankShare:
         """Returns the part of a batch that this rank holds; the batch must be the same on all ranks.
 
         Args:
             lengths: tokens of each document.
             tokens: of the whole batch, on the device that the ranks exchange on.
+            others: further integers of each token, which are compared too.
 
         Raises:
             PackingError: there are fewer tokens than ranks.
@@ -63,19 +64,20 @@ class ContextGroup:
                 nothing is read back.
         """
         plan = context_plan(lengths, self.ranks, cost=self.cost, contiguous=self.contiguous)
-        self._compare(lengths, tokens)
+        self._compare(lengths, tokens, *others)
         return RankShare(plan, dist.get_rank(self.group), self.group, tokens.device)
 
-    def _compare(self, lengths: Sequence[int], tokens: Tensor) -> None:
-        """Check that all ranks have one batch: one reduction of two checksums."""
-        flat = tokens.reshape(-1).long()
-        weights = torch.arange(len(flat), device=flat.device) % _WEIGHTS + 1
+    def _compare(self, lengths: Sequence[int], *values: Tensor) -> None:
+        """Check that all ranks have one batch: one reduction of a checksum of each part."""
+        flat = [x.reshape(-1).long() for x in values]
+        weights = torch.arange(len(flat[0]), device=flat[0].device) % _WEIGHTS + 1
         of_lengths = zlib.crc32(np.asarray(lengths, np.int64).tobytes())
-        sums = torch.stack([flat.new_tensor(of_lengths), (flat * weights).sum()])
+        # filled on the device: a tensor made of a number is copied there, for which the host waits
+        sums = torch.stack([torch.full((), of_lengths, device=weights.device), *((x * weights).sum() for x in flat)])
         both = torch.cat([sums, -sums])
         lowest = both.clone()
         dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.group)
-        same = (lowest == both).all() & (lowest[:2] == -lowest[2:]).all()
+        same = (lowest == both).all() & (lowest[: len(sums)] == -lowest[len(sums) :]).all()
         message = (
             "the ranks of a context-parallel group have different batches: give all of them the same rows, by a "
             "sampler over the other dimensions of the mesh alone"

@@ -94,15 +94,17 @@ class PackedForward(BlockMask):
         prepared: whether everything is derived that compiled layers read.
         numbers: of each document's segments, in source order; None if the batch does not say.
         waiting: arguments of the model that wait for its inner model, while the head gets rows of documents.
-        context: what this rank holds of the batch under context parallelism, None otherwise; ``segments`` are then its
-            pieces of documents.
+        over_ranks: whether the batch is cut over ranks; ``segments`` are then the pieces that this one holds.
+        context: the share of this rank, where layers run as between ranks, because a document lies on several; None
+            where they run as on one rank.
         method: how attention crosses ranks then, as the user named it.
         encoded: the last hidden states [B, S, D], for a pooler that gets the first token of each row alone.
         real: bool [B * S], whether a token is not padding; None if the batch does not say, or nothing asks.
         experts: what each module of experts chose, by ``id``; shared by the copies.
         shared_row: the documents of the row whose common beginnings the layers compute once; None without.
         layers_of_spans: the kind of layers in which spans of the segments see both ways; None for all.
-        towers: the segments of the vision tower by the id of their boundaries, which are kept beside them.
+        image_sizes: sizes and grids of the images on the host, by the name of the argument, as the batch carries them.
+        tower_requests: the attention requests of the vision tower's layers that left a record.
         wants_blank_image: whether the vision tower has yet to run, on a blank image (:mod:`.blank_images`).
         share: of the step's targets that are in this batch, None where it was not asked for.
     """
@@ -115,11 +117,13 @@ class PackedForward(BlockMask):
         *,
         sizes: int = FINE,
         numbers: tuple[tuple[int, ...], ...] | None = None,
-        context: RankShare | None = None,
+        share: RankShare | None = None,
+        crosses: bool = False,
         method: str = "auto",
     ) -> None:
         self.segments = segments
-        self.context = context
+        self.over_ranks = share is not None
+        self.context = share if crosses else None
         self.method = method
         self.numbers = numbers
         self.waiting: dict[str, Any] = {}
@@ -129,7 +133,8 @@ class PackedForward(BlockMask):
         self.layers_of_spans: str | None = None
         self.real: Tensor | None = None
         self.experts: dict[int, Any] = {}
-        self.towers: dict[int, tuple[Tensor, PackedMetadata]] = {}
+        self.image_sizes: dict[str, Tensor] = {}
+        self.tower_requests: set[AttentionRequest] = set()
         self.implementation = implementation
         self.sizes = sizes
         self.choices: dict[int, Choice] = {}
@@ -158,7 +163,7 @@ class PackedForward(BlockMask):
             copy = PackedForward(
                 self.segments.to(device), (self._shape[0], self._shape[2]), self.implementation, sizes=self.sizes
             )
-            if self.context is not None:
+            if self.over_ranks:
                 raise UnsupportedModelError(
                     "context parallelism takes a model on one device, and this one is on several"
                 )

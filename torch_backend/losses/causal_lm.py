@@ -98,12 +98,35 @@ def causal_lm_loss(
 
 @torch.compiler.disable  # it exchanges modules; a compiled model inside is compiled all the same
 def _causal_lm_loss(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    loss, shortcut = _loss_of_model(model, batch, weights)
+    assert shortcut.sums is not None
+    return loss * shortcut.count, shortcut.sums[1]
+
+
+@torch.compiler.disable
+def loss_and_addend(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed next-token loss, the number of its targets, and what the model adds to their mean.
+
+    Args:
+        model, batch: see :func:`causal_lm_loss`.
+
+    Returns:
+        Three float32 scalars. The last is the auxiliary loss of the model's router times its coefficient, and zero but
+        for rounding if it has none. Gradients of all three pass through the output of the model, as its wrappers want.
+    """
+    loss, shortcut = _loss_of_model(model, cut_over_ranks(model, batch), None)
+    assert shortcut.sums is not None
+    total, count = shortcut.sums
+    return total, count, loss - total / count.clamp(min=1)
+
+
+def _loss_of_model(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None) -> tuple[Tensor, _Loss]:
+    """The loss that the model returns, and the shortcut by which it was made."""
     output, shortcut = call_with_shortcut(
         model, batch, lambda root, head, tail: _Loss(root, head, tail, weights), caller="causal_lm_loss"
     )
-    assert shortcut.sums is not None
     loss: Tensor = output[0]
-    return loss * shortcut.count, shortcut.sums[1]
+    return loss, shortcut
 
 
 S = TypeVar("S", bound="Shortcut")
@@ -252,6 +275,8 @@ class _Loss(Shortcut):
             )
         targets = targets.to(hidden.device)
         weights = None if weights is None else weights.to(hidden.device)
+        if shift_labels is None:
+            hidden, targets, weights = self.pairs.trained(hidden, targets, weights)
         self.sums = output_layer_loss(self.head, hidden, targets, weights=weights, tail=tail, entries=self.entries)
         self.count = (targets != IGNORE_INDEX).sum()
         return self.sums[0] / self.count.clamp(min=1)

@@ -1,11 +1,15 @@
-"""Refuses optimizers and schedulers with which a training step would stop, or change nothing, after it began."""
+"""Refuses optimizers, schedulers and groups of ranks with which a training step would stop, or train something else."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from packing_core.errors import UnsupportedError
 
@@ -62,6 +66,49 @@ def check_trainable(model: nn.Module) -> None:
             f"every parameter of {type(model).__name__} is frozen, so there is nothing to train: set requires_grad on "
             "those to train, or add adapters, before make_train_step"
         )
+
+
+def check_ranks(cut_over: Any, counted_over: Any, outer: nn.Module | None) -> None:
+    """Check that targets and gradients are added over all ranks that hold parts of the same documents.
+
+    Args:
+        cut_over: the process group over which documents are cut.
+        counted_over: the group over which the step adds up losses and targets; None for the default group.
+        outer: the outermost module that reduces gradients; None without one.
+
+    Raises:
+        UnsupportedError: one of the two sums leaves out ranks.
+    """
+    parts = set(dist.get_process_group_ranks(cut_over))
+    counted = set(dist.get_process_group_ranks(counted_over))
+    if not parts <= counted:
+        raise UnsupportedError(
+            f"targets would be counted on ranks {_listed(counted)}, and documents are cut over ranks "
+            f"{_listed(parts)}: pass the group of all ranks that train, or leave group out"
+        )
+    if outer is not None and (reduced := _reduced_over(outer)) is not None and not parts <= reduced:
+        raise UnsupportedError(
+            f"{type(outer).__name__} reduces gradients over ranks {_listed(reduced)}, and documents are cut over ranks "
+            f"{_listed(parts)}, each of which has a part of the gradients: wrap the model over all ranks of the mesh, "
+            'not over mesh["dp"] alone'
+        )
+
+
+def _reduced_over(outer: nn.Module) -> set[int] | None:
+    """Returns the ranks over which a module reduces gradients; None where it does not say."""
+    if isinstance(outer, DistributedDataParallel):
+        return set(dist.get_process_group_ranks(outer.process_group))
+    if not isinstance(outer, FSDPModule):
+        return None
+    meshes: list[list[int]] = [
+        p.device_mesh.mesh.flatten().tolist() for p in outer.parameters() if isinstance(p, DTensor)
+    ]
+    widest: list[int] = max(meshes, key=len, default=[])
+    return set(widest) or None
+
+
+def _listed(ranks: set[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def _innermost(wrapper: Any, name: str) -> Any:

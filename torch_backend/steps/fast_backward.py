@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedError
@@ -27,15 +27,15 @@ from torch_backend.hf.foreign_kernels import (
     replaced_modules,
     without_kernels,
 )
+from torch_backend.hf.forward import DocumentsChoice
+from torch_backend.hf.inputs.context import SHARE
 from torch_backend.hf.patch import context_of, state_of
 from torch_backend.steps.boundaries import Host
 from torch_backend.steps.cuda_graph import (
-    GRAPHS,
     CapturedBackward,
     compile_layers,
     form_of,
     layers_of,
-    whole_layers,
 )
 from torch_backend.steps.eligibility import (
     Batch,
@@ -52,7 +52,8 @@ from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_o
 from torch_backend.steps.memory import level_layers, level_of, recomputing_inside
 from torch_backend.steps.memory_fit import group_on_host, tokens_of
 from torch_backend.steps.progress import announced
-from torch_backend.steps.tiled_layers import tiled, tiled_modules
+from torch_backend.steps.tiled_layers import Parts, tiled, tiled_modules
+from torch_backend.steps.tower_blocks import enough_graphs, whole_layers
 
 Choice = bool | Literal["auto"]
 log = logging.getLogger("crosspack")
@@ -104,8 +105,9 @@ class Gradients:
     row. Compiled layers also run batches of as many tokens that differ in their segments, so that no step takes more
     memory than a compiled one. Batches of another size run as usual. Batches with images run no graph: their vision
     tower runs as usual, in front of compiled layers. Layers of documents that are cut over ranks are compiled for any
-    number of tokens; attention, convolutions and scans, which exchange other pieces in every batch, run between their
-    graphs. Outside of a call the layers are as they were, so evaluation and generation run as usual too.
+    number of tokens: as on one rank where each document of a batch lies on one, otherwise around attention,
+    convolutions and scans, which exchange other pieces in every batch. Outside of a call the layers are as they were,
+    so evaluation and generation run as usual too.
 
     Args:
         model: what is called, with all its wrappers.
@@ -140,12 +142,13 @@ class Gradients:
         self.parts = dict.fromkeys((LOSS, LAYERS, GRAPH), "decided at the first step")
         self.fixed: FixedShapes | None = None
         self.pieces = False  # whether compiled layers run the pieces of documents that are cut over ranks
+        self.of_whole: Any = None  # the requests of attention where documents lie on one rank each; empty for a refusal
         self.forests = False  # whether layers are compiled for batches whose forests differ in shape
         self.path: LossPath | None = None
         self.images = False  # whether a batch with images has run, so that attention was asked about its spans
         self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
         self.foreign: dict[nn.Module, Any] = {}  # modules in them that run a library's kernels otherwise
-        self.tiles: dict[int, list[nn.Module]] = {}  # MLPs that batches of so many tokens compute by tiles
+        self.tiles: dict[int, Parts] = {}  # parts of layers that batches of so many tokens compute by tiles
         self.groups: dict[int, int] = {}  # layers that share an input on the host, for batches of so many tokens
         self.recomputed: list[Any] = []  # of them, those that do not keep all that their backward reads
         self.host = Host()
@@ -160,9 +163,11 @@ class Gradients:
     def __call__(self, inputs: StepInputs, *, last: bool = True) -> Tensor:
         """Returns the loss as the path's ``backward`` does."""
         try:
-            path = self.path or self._prepare(inputs.batch)
+            parts = self._tiled(inputs.batch)
+            with tiled(parts):  # the first batch runs through the layers before they are compiled
+                path = self.path or self._prepare(inputs.batch)
             self.host.group = self._group(inputs.batch)
-            with self.exchange.around(last=last), tiled(self._tiled(inputs.batch)):
+            with self.exchange.around(last=last), tiled(parts):
                 if self.pieces:
                     return self._of_pieces(path, inputs)
                 if self.forests and self.compile and self.fixed is None:
@@ -176,8 +181,8 @@ class Gradients:
             self.shapes.forget_rows()
             raise
 
-    def _tiled(self, batch: Batch) -> list[nn.Module]:
-        """The MLPs that this batch computes by tiles; looked for once for all batches of a size."""
+    def _tiled(self, batch: Batch) -> Parts:
+        """The parts of layers that this batch computes by tiles; looked for once for all batches of a size."""
         given = batch.get("input_ids")
         tokens = 0 if given is None else given.numel()
         if tokens not in self.tiles:
@@ -195,8 +200,22 @@ class Gradients:
 
     def _of_pieces(self, path: LossPath, inputs: StepInputs) -> Tensor:
         """Through compiled layers. What fails on one rank is raised there: trying again, it would exchange alone."""
-        with torch._dynamo.config.patch(recompile_limit=GRAPHS), self._compiled():
+        share = inputs.batch.get(SHARE)  # straddles on all ranks alike
+        whole = share is not None and not share.straddles and self._run_whole(inputs.batch)
+        with self._compiled(whole=whole):
             return path.backward(inputs)
+
+    def _run_whole(self, batch: Batch) -> bool:
+        """Returns whether compiled layers run documents that lie on one rank each as on one rank; asks them once."""
+        if self.of_whole is None:
+            with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
+                run_layers(self.model, batch)
+            state = state_of(causal_lm(self.model))
+            assert state is not None
+            several = any(isinstance(choice, DocumentsChoice) for choice in state.choices.values())
+            refused = state.layers_need_lengths or several or why_mixers_wait(self.model) is not None
+            self.of_whole = set() if refused else {replace(each, requires_grad=True) for each in state.requests}
+        return bool(self.of_whole)
 
     def _by_form(self, path: LossPath, inputs: StepInputs) -> Tensor:
         form, images = form_of(inputs.flat()), holds_images(inputs.batch)
@@ -212,14 +231,12 @@ class Gradients:
 
     def _through_layers(self, path: LossPath, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
-        several = self.forests or self.images  # with spans that see both ways and without
-        limit = torch._dynamo.config.patch(recompile_limit=GRAPHS) if several else nullcontext()
         started = any(parameter.grad is not None for parameter in self.model.parameters())
         first, self.announced = bool(self.compile) and not self.announced, True
         try:
-            with limit, announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
+            with announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
                 return run(inputs)
-        except TorchDynamoException as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             if self.compile != "auto" or started:
                 raise
             for parameter in self.model.parameters():
@@ -233,8 +250,8 @@ class Gradients:
             return path.backward(inputs)
 
     @contextmanager
-    def _compiled(self) -> Iterator[None]:
-        """Inside, the layers are compiled, if they shall be."""
+    def _compiled(self, *, whole: bool = False) -> Iterator[None]:
+        """Inside, the layers are compiled, if they shall be; for pieces that are whole documents if ``whole``."""
         if not self.compile:
             yield
             return
@@ -254,15 +271,16 @@ class Gradients:
             self.requests = state.compiled
         for module, call in self.layers.items():
             module._compiled_call_impl = call
-        state.compiled = self.requests
+        state.compiled = self.of_whole if whole else self.requests
+        state.crosses = self.pieces and not whole
         self.host.begin()
         try:
-            with whole_layers(), recomputing_inside(self.recomputed), without_kernels(self.foreign):
+            with whole_layers(), enough_graphs(), recomputing_inside(self.recomputed), without_kernels(self.foreign):
                 yield
         finally:
             for module in self.layers:
                 module._compiled_call_impl = None
-            state.compiled = set()
+            state.compiled, state.crosses = set(), False
             self.host.begin()  # free what a backward left
 
     def _captured(self, path: LossPath, inputs: StepInputs) -> Tensor:

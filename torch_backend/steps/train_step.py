@@ -24,10 +24,11 @@ from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelE
 from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.patch import cut_over_ranks, state_of
+from torch_backend.hf.inputs.context import SHARE
+from torch_backend.hf.patch import context_of, cut_over_ranks, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.segments import to_device
-from torch_backend.steps.checks import check_optimizer, check_trainable
+from torch_backend.steps.checks import check_optimizer, check_ranks, check_trainable
 from torch_backend.steps.eligibility import fast_loss_refused
 from torch_backend.steps.fast_backward import (
     Batch,
@@ -40,6 +41,7 @@ from torch_backend.steps.fast_backward import (
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.memory import Memory, check_level, set_level
 from torch_backend.steps.memory_fit import FittedLevel, describe, naming_the_level, tokens_of
+from torch_backend.steps.tiled_layers import tiled, tiled_modules
 
 _DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
@@ -118,6 +120,8 @@ class TrainStep:
                 "wrap it first, DistributedDataParallel(model) or fully_shard(model), or pass the group of ranks that "
                 "hold different documents"
             )
+        if (context := context_of(model)) is not None:
+            check_ranks(context.group, group, self.wrappers[0] if self.wrappers else None)
         self._precision: Callable[[], AbstractContextManager[Any]] = lambda: torch.autocast(
             self.device.type, autocast, enabled=autocast is not None
         )
@@ -142,8 +146,9 @@ class TrainStep:
 
         Raises:
             LayoutError: there is no microbatch, or one has no labels.
+            UnsupportedError: documents are cut over ranks, and a batch does not say where they begin.
         """
-        microbatches = [cut_over_ranks(self.model, each) for each in ([batch] if isinstance(batch, Mapping) else batch)]
+        microbatches = [self._part(each) for each in ([batch] if isinstance(batch, Mapping) else batch)]
         if not microbatches or any(each.get("labels") is None for each in microbatches):
             raise LayoutError("a step takes a batch with labels, or a list of at least one")
         check_trainable(self.model)  # it may have been frozen since
@@ -180,15 +185,25 @@ class TrainStep:
         self.model.eval()
         try:
             for batch in batches:
-                given = self._on_device(cut_over_ranks(self.model, batch))
+                given = self._on_device(self._part(batch))
                 path = path or self._choose(given, forward=False)
-                with self._precision():
+                with self._precision(), tiled(tiled_modules(self.model, tokens_of(given))):
                     loss = self._loss_sum(given, path.why_logits)
                 sums += torch.stack([loss.double(), self._weight(given).double(), self._count(given).double()])
         finally:
             self.model.train(training)
         loss, weight, tokens = self._reduced(sums)
         return {"loss": loss / torch.where(weight > 0, weight, 1), "tokens": tokens.long()}
+
+    def _part(self, batch: Batch) -> Batch:
+        """Returns what this rank runs of a batch."""
+        part = cut_over_ranks(self.model, batch)
+        if context_of(self.model) is not None and part.get(SHARE) is None:
+            raise UnsupportedError(
+                "the batch does not say where its documents begin, so it is not cut over ranks, and each of them would "
+                "count all of its targets: collate it by PackedCollator(model), a single document too"
+            )
+        return part
 
     def _fit_memory(self, tokens: int, *, accumulates: bool) -> None:
         """Choose the level for microbatches of so many tokens, if they are the longest so far."""

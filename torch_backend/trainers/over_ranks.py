@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -19,9 +20,11 @@ from torch.nn import functional as F
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import UnsupportedError
 from torch_backend.context_parallel.group import ContextGroup
+from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.hf.patch import context_of, cut_over_ranks, refuse_context_of
-from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
+from torch_backend.hf.router import asks_for_router_loss
+from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss, loss_and_addend
 from torch_backend.trainers.own_loss import why_not_known
 
 WEIGHTS_REFUSED = (
@@ -71,6 +74,8 @@ def _why_not(trainer: Any, fast: bool) -> str | None:
         return "their targets are counted on all ranks: leave average_tokens_across_devices=False out"
     if args.torch_compile:
         return "their pieces differ in every batch: leave torch_compile out"
+    if getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False):
+        return "each rank would count all of their tokens: leave include_num_input_tokens_seen out"
     if trainer.is_deepspeed_enabled:
         return "DeepSpeed averages gradients over ranks of its own choice: use DDP or FSDP2"
     if getattr(parallelism, "tp_enabled", False):
@@ -111,17 +116,18 @@ class OverRanks:
 
         It takes this rank's part of a batch. The loss is this rank's part of the sum, divided by the targets that the
         trainer has counted on all ranks. Without their number it is such that the mean over the group is the loss of
-        the batch. In evaluation every rank of the group returns that mean.
+        the batch. In evaluation every rank of the group returns that mean. A router's loss is added for each
+        microbatch, as transformers does.
         """
 
         def call(num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:
             group, ranks = self.context.group, self.context.ranks
-            total, weight = self._smoothed_loss(model, inputs) if self.smoothing else causal_lm_loss(model, inputs)
+            total, weight, addend = self._loss(model, inputs)
             if num_items_in_batch is None:
                 dist.all_reduce(weight, group=group)
-                loss = total * ranks / weight.clamp(min=1)
+                loss = total * ranks / weight.clamp(min=1) + addend
             else:
-                loss = total / num_items_in_batch
+                loss = total / num_items_in_batch + addend / ranks
             if not model.training:
                 loss = loss.detach().clone()
                 dist.all_reduce(loss, group=group)
@@ -130,6 +136,14 @@ class OverRanks:
 
         return call
 
+    def _loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | float]:
+        """The sum over the rank's targets, their number, and a router's loss of all ranks, which each rank has."""
+        if self.smoothing:
+            return *self._smoothed_loss(model, batch), 0.0  # where transformers leaves the router's loss out too
+        if asks_for_router_loss(causal_lm(model), batch):
+            return loss_and_addend(model, batch)
+        return *causal_lm_loss(model, batch), 0.0
+
     def _smoothed_loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The sum of transformers' ``LabelSmoother`` over the rank's targets, and their number."""
         targets = batch["shift_labels"].flatten()
@@ -137,6 +151,13 @@ class OverRanks:
         logits = model(**given, use_cache=False)["logits"].flatten(0, 1).float()
         total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.smoothing)
         return total, (targets != IGNORE_INDEX).sum()
+
+    def gather_once(self, trainer: Any) -> None:
+        """Let an evaluation take each batch's losses from one rank of each group, all of which have the same.
+
+        Otherwise transformers weighs a last batch of fewer rows less than the others.
+        """
+        trainer.gather_function = partial(_of_each_group, trainer.accelerator, self.context.ranks)
 
     def refuse_outputs(self) -> None:
         """Raise for a prediction of logits, of which every rank has a part.
@@ -148,6 +169,13 @@ class OverRanks:
             f"documents are cut over {self.context.ranks} ranks, and no rank has the logits of whole ones: pass "
             "prediction_loss_only=True, or predict with a model that is patched without a mesh"
         )
+
+
+def _of_each_group(accelerator: Any, ranks: int, losses: Tensor) -> Tensor:
+    """Replaces ``Accelerator.gather_for_metrics`` for the losses of rows; a group's ranks follow each other."""
+    gathered = accelerator.gather(losses).unflatten(0, (-1, ranks, len(losses)))[:, 0].flatten()
+    state = accelerator.gradient_state
+    return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
 
 
 def _as_they_are(model: nn.Module, inputs: Any) -> tuple[Any, Any]:

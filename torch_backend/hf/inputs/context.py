@@ -94,7 +94,8 @@ def cut_batch(
         raise UnsupportedError("positions on several axes are not cut over ranks: leave position_ids out")
     assert segments.lengths is not None
     device = segments.device
-    share = context.share(segments.lengths, to_device(batch["input_ids"], device))
+    compared = [batch[name] for name in ("input_ids", "labels", "shift_labels") if batch.get(name) is not None]
+    share = context.share(segments.lengths, *(to_device(x, device) for x in compared))
     index = to_device(torch.from_numpy(share.tokens), device)
 
     def cut(x: Tensor) -> Tensor:
