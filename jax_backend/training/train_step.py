@@ -102,6 +102,7 @@ class TrainStep:
         self._loss_fn = loss_fn or causal_lm_loss
         self._own_loss = loss_fn is not None
         self._vocabulary: int | None = None
+        self._looked = False  # at the segments of a batch
         if isinstance(model, nnx.Module):
             self._make: Callable[[], nnx.Module] | None = None
             self._graph, params, rest = self._split(nnx.clone(model))
@@ -227,8 +228,9 @@ class TrainStep:
             raise LayoutError(f"the batch's arrays must share one shape [A, B, S] or [B, S], got {shapes}")
         if self._vocabulary is not None:
             check_vocabulary(batch, self._vocabulary)
-        if not self._own_loss and not isinstance(batch["segment_ids"], jax.Array):
+        if not self._own_loss and not (self._looked and isinstance(batch["segment_ids"], jax.Array)):
             check_positions(batch["segment_ids"], batch["position_ids"])
+            self._looked = True  # later batches on a device are not waited for
         single = not self._has_microbatches(shapes)
         arrays = {key: batch[key][None] if single else batch[key] for key in keys}
         leading = {key: np.shape(array)[:2] for key, array in arrays.items()}

@@ -102,8 +102,10 @@ def test_a_mask_of_0_and_1_is_no_segment_ids_where_positions_begin_again() -> No
     mask = dict(BATCH, segment_ids=(BATCH["segment_ids"] > 0).astype(np.int32))
     message = "position_ids begin again at token [59] of row 0, inside a segment: .* a 0/1 attention mask"
     train_step = make_train_step(decoder(), optax.sgd(0.1))
-    with pytest.raises(PackingError, match=message):
-        train_step(train_step.init(), mask)
+    on_device = {name: jnp.asarray(value) for name, value in mask.items()}
+    for batch in (mask, on_device):  # of batches on a device the first one is read
+        with pytest.raises(PackingError, match=message):
+            train_step(train_step.init(), batch)
     with pytest.raises(PackingError, match=message):
         decoder()(mask["input_ids"], mask["segment_ids"], mask["position_ids"])
     alone = jax_backend.to_batch(packing_core.pack([np.arange(9), np.arange(5)], 16, max_segments=1))
