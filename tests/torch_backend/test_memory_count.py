@@ -86,7 +86,7 @@ DENSE = {"first_k_dense_replace": 2, "intermediate_size": 32}
         ("recurrent_gemma", {}, "none"),
         ("deepseek_v3", DENSE, "none"),
         ("gpt_oss", {}, "selective"),
-        *((family, WIDE, "selective") for family in ("qwen2", "qwen3", "gemma3_text")),
+        *((family, WIDE, "selective") for family in ("qwen2", "qwen3")),
         ("qwen3", {}, "selective"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
