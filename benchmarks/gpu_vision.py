@@ -176,7 +176,7 @@ def places(batch: dict[str, Any]) -> torch.Tensor:
 
 @torch.no_grad()
 def moved(model: Any, batch: dict[str, Any], first: int) -> float:
-    """How far other documents move, relative to the largest state, when the text of the first one changes."""
+    """Returns how far other documents move, relative to the largest state, when the text of the first one changes."""
     given = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     changed = given["input_ids"].clone()
     changed[:, :first] = torch.where(changed[:, :first] == IMAGE, IMAGE, 5)

@@ -303,6 +303,10 @@ class PackedMetadata:
                     torch._dynamo.maybe_mark_dynamic(each, 0)
         self.any_length = True
 
+    def covers(self, tokens: int) -> bool:
+        """Returns whether the segments are those of so many tokens; a graph for any number takes it on trust."""
+        return (self.any_length and torch.compiler.is_compiling()) or self.tokens == tokens
+
     def forget(self) -> None:
         """Drop what was derived."""
         self._derived.clear()

@@ -46,6 +46,7 @@ _KEYWORDS = {
     r'\bimplementation="(\w+)"': r"--attention \1",
     r"\bcontext=([\d,]+)": r"--context \1",
     r"\bmin_piece=([\d,]+)": r"--min-piece \1",
+    r"^context must be\b": "--context must be",
     r"\bmin_piece is\b": "--min-piece is",
     r"\bleave context out\b": "leave --context out",
     r"\bleave min_piece out\b": "leave --min-piece out",

@@ -24,7 +24,7 @@ from crosspack.cli.outputs import Output, writing
 from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE, take_file
-from crosspack.cli.tables import lengths_table, saving_line, steps_table
+from crosspack.cli.tables import cap_line, lengths_table, saving_line, steps_table
 from crosspack.cli.tasks import train_task
 from crosspack.cli.traincommand import Steps, TrainCommand
 from crosspack.cli.trainresult import PICTURE, SUMMARY, report, report_finished
@@ -257,6 +257,8 @@ def _print_plan(command: TrainCommand, steps: Steps) -> None:
     OUT.print(lengths_table(lengths, trained=steps.schedule.corpus.n_trained))
     OUT.print(steps_table(steps.schedule))
     OUT.print(saving_line(steps.schedule), highlight=False)
+    if (free := steps.uncapped) is not None:
+        OUT.print(cap_line(steps.schedule.plans[0], free, command.given["max_segments"]), highlight=False)
     if steps.skipped:
         warn(f"left out {plural(len(steps.skipped), 'record')} that cannot be used, the first: {steps.skipped[0]}")
     if steps.evaluation is not None and command.held_out is not None:

@@ -98,7 +98,7 @@ def whole_steps(rows: PackPlan, gone: Int64, old: NDArray[np.bool_], share: int,
     must, leaves = np.logical_or.reduceat(old, rows.row_offsets[:-1]), np.zeros(rows.n_rows, np.bool_)
     leaves[gone] = True
     count = (before + len(gone)) // share * share - before
-    if count < max(1, np.count_nonzero(must)):
+    if count < max(1, int(np.count_nonzero(must))):
         count += share
     return np.lexsort((-rows.row_tokens, ~leaves, ~must))[:count]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import types
@@ -268,11 +269,20 @@ def test_the_rows_of_a_step_cost_the_same_by_the_model_and_a_run_resumes_in_them
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     result = run(*options, "--steps", 4, "--output", whole)
     assert result.exit_code == 0, result.output
+    assert "with at most" not in words(result)
     assert [(arguments[2], of["epoch"]) for arguments, of in seen] == [(3, 0), (3, 1)]
     assert seen[0][1]["cost"] == Cost.from_config(json.loads(model.read_text()))
     assert run(*options, "--steps", 2, "--output", parts).exit_code == 0
     assert run(*options, "--steps", 4, "--output", parts, "--resume").exit_code == 0
     assert losses(parts) == losses(whole) and len(losses(whole)) == 4
+
+
+def test_the_fill_that_a_cap_on_documents_costs_is_printed(small):
+    result = run(*small, "--max-segments", 1, "--steps", 1)
+    assert re.search(
+        r"with at most 1 document a row: (\d+) rows, \d+\.\d% full; without --max-segments \d+, \d+\.\d% full",
+        words(result),
+    ), result.output
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,13 @@ def test_an_order_that_has_no_effect_or_no_column_is_refused(tmp_path) -> None:
     lacking = build(tmp_path, [{"input_ids": [5, 6], "topic": "a"}, {"input_ids": [5, 6]}])
     with pytest.raises(PackingError, match='training example 1 has no "topic", which keys names: it has input_ids'):
         enabled(lacking, order="grouped", keys="topic")
+    rows = pack_dataset(numbered(), CAPACITY)
+    rows = rows.add_column("topic", ["ab"[row % 2] for row in range(len(rows))])
+    says = 'keys="topic" gives 20 training examples a key, which hold 60 documents: pass the documents as examples'
+    with pytest.raises(PackingError, match=says):
+        enabled(build(tmp_path, rows), order="grouped", keys="topic")
+    with pytest.raises(PackingError, match="keys is a list: pass the name of the column that holds each"):
+        enabled(build(tmp_path, numbered()), order="grouped", keys=["a"] * 60)
     with pytest.raises(PackingError, match='order="curriculum" has no effect, because a stream gives its documents'):
         enabled(build(tmp_path, numbered().to_iterable_dataset(), max_steps=2), order="curriculum")
     with pytest.raises(PackingError, match='order="curriculum" has no effect, because the training data are rows'):

@@ -1,6 +1,6 @@
 """Run by ``torchrun`` in test_ranks_on_gpu: steps of ranks that hold unequal shares, by NCCL, or by gloo on the CPU.
 
-Argument: the file to write to. Rank 0 writes metrics and weights by case.
+Arguments: the family of the model, and the file to write to. Rank 0 writes metrics and weights by case.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ Model = Any
 # What each of two ranks holds at each step, as lengths: unequal shares, a rank without a target, one without documents.
 STEPS = 2 * [((5, 19, 33, 7), (40,)), ((9, 30), (1, 1, 1)), ((3, 11, 21), ()), ((25, 2), (8, 14, 4))]
 FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text")
-# Whether layers are compiled and recorded, or neither.
+# How weights are held, and whether layers are compiled and recorded, or neither.
 CASES = {
-    f"{strategy}, {family}, {'fast' if fast else 'plain'}": (strategy, family, fast)
+    f"{strategy}, {'fast' if fast else 'plain'}": (strategy, fast)
     for strategy in ("ddp", "fsdp")
-    for family in FAMILIES
     for fast in (True, False)
 }
 
@@ -60,7 +59,7 @@ def train(model: Model, shares: list[list[list[Tensor]]], fast: bool = True) -> 
     }
 
 
-def main(target: Path) -> None:
+def main(family: str, target: Path) -> None:
     ranks = Ranks.from_environment()
     device = torch.device("cuda", ranks.local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -68,7 +67,7 @@ def main(target: Path) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     found: dict[str, Any] = {}
-    for name, (strategy, family, fast) in CASES.items():
+    for name, (strategy, fast) in CASES.items():
         model = patch(tiny(family).to(device), verify=False)
         if strategy == "fsdp":
             shard(model, Process(device, ranks, Clock(1)))
@@ -85,4 +84,4 @@ def main(target: Path) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

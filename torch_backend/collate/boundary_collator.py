@@ -122,7 +122,8 @@ def _segments(batch: Batch, ids: Tensor, rows: NDArray[np.int64]) -> FlatSegment
         predicts[:, :-1] |= np.asarray(labels["labels"][:, 1:]) != IGNORE_INDEX
     if "shift_labels" in labels:
         predicts |= np.asarray(labels["shift_labels"]) != IGNORE_INDEX
-    return read_segments(marks, rows, needed=predicts.reshape(-1))
+    tokens = np.asarray(ids).reshape(-1)
+    return read_segments(marks, rows, tokens=tokens, needed=predicts.reshape(-1))
 
 
 def _labels(batch: Batch, shape: torch.Size) -> dict[str, Tensor]:

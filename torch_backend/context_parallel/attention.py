@@ -47,6 +47,9 @@ class MethodChoice:
         return f"straddling documents exchange {names[self.method]} (numbers sent: {', '.join(sent)})"
 
 
+NOT_CROSSED = MethodChoice(KEYS, {KEYS: 0, HEADS: None})  # of a batch whose documents all lie on one rank each
+
+
 def choose_method(share: RankShare, q: Tensor, k: Tensor, v: Tensor, window: int | None, method: str) -> MethodChoice:
     """Chooses by the numbers that leave the ranks in a forward; the same on every rank.
 

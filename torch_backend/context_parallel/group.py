@@ -72,7 +72,8 @@ class ContextGroup:
         flat = [x.reshape(-1).long() for x in values]
         weights = torch.arange(len(flat[0]), device=flat[0].device) % _WEIGHTS + 1
         of_lengths = zlib.crc32(np.asarray(lengths, np.int64).tobytes())
-        sums = torch.stack([weights.new_tensor(of_lengths), *((x * weights).sum() for x in flat)])
+        # filled on the device: a tensor made of a number is copied there, for which the host waits
+        sums = torch.stack([torch.full((), of_lengths, device=weights.device), *((x * weights).sum() for x in flat)])
         both = torch.cat([sums, -sums])
         lowest = both.clone()
         dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.group)

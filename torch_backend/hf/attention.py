@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
-from torch_backend.context_parallel.attention import MethodChoice, choose_method, context_attention
+from torch_backend.context_parallel.attention import NOT_CROSSED, MethodChoice, choose_method, context_attention
 from torch_backend.hf.anatomy.families import INTERFACE, WITHOUT_EFFECT
 from torch_backend.hf.forward import AttentionChoice, PackedForward
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
@@ -200,10 +200,11 @@ def _packed(
         mask.record(module, AttentionChoice(name, request, crossing))
         return run(name, request, q, k, v, packed, sinks=sinks)
 
-    if mask.context is None:
-        out = attend(q, k, v, packed, s_aux)
-    else:
+    if mask.over_ranks:
         _refuse_across_ranks(module, causal=causal, dropout=dropout)
+    if mask.context is None:
+        out = attend(q, k, v, packed, s_aux, NOT_CROSSED if mask.over_ranks else None)
+    else:
         out = _across_ranks(q, k, v, mask, attend, sliding_window, s_aux)
     return out.view(rows, length, heads, -1), None
 

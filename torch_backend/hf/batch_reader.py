@@ -50,6 +50,7 @@ class BatchReader:
         rows: the edits of the model's head, which knows what a batch's labels are of.
         experts: the modules that are overridden for routed experts, each with what overrides it.
         compiled: the attention requests of compiled layers, see ``steps.cuda_graph.compile_layers``.
+        crosses: whether layers run as between ranks in batches too whose documents lie on one rank each.
         seen: what of the model the edits rest on.
     """
 
@@ -62,6 +63,7 @@ class BatchReader:
         self.rows = HeadRows(self.root, self.decoder, anatomy.head, per_document=anatomy.route == "documents")
         self.experts = [] if anatomy.route == "documents" else list(experts_overrides(self.decoder))
         self.compiled: set[AttentionRequest] = set()
+        self.crosses = False
         self.guard = Guard()
         self.root_names, self.decoder_names = inputs.forward_names(self.root), inputs.forward_names(self.decoder)
         self.shifted = anatomy.head == "next token"
@@ -194,7 +196,8 @@ class BatchReader:
             (shape[0], shape[1]),
             self.implementation,
             sizes=self.anatomy.sizes,
-            context=share,
+            share=share,
+            crosses=self.crosses or share.straddles,
             method=self.context.method,
         )
         return forward, kwargs

@@ -94,8 +94,9 @@ class PackedForward(BlockMask):
         prepared: whether everything is derived that compiled layers read.
         numbers: of each document's segments, in source order; None if the batch does not say.
         waiting: arguments of the model that wait for its inner model, while the head gets rows of documents.
-        context: what this rank holds of the batch under context parallelism, None otherwise; ``segments`` are then its
-            pieces of documents.
+        over_ranks: whether the batch is cut over ranks; ``segments`` are then the pieces that this one holds.
+        context: the share of this rank, where layers run as between ranks, because a document lies on several; None
+            where they run as on one rank.
         method: how attention crosses ranks then, as the user named it.
         encoded: the last hidden states [B, S, D], for a pooler that gets the first token of each row alone.
         real: bool [B * S], whether a token is not padding; None if the batch does not say, or nothing asks.
@@ -116,11 +117,13 @@ class PackedForward(BlockMask):
         *,
         sizes: int = FINE,
         numbers: tuple[tuple[int, ...], ...] | None = None,
-        context: RankShare | None = None,
+        share: RankShare | None = None,
+        crosses: bool = False,
         method: str = "auto",
     ) -> None:
         self.segments = segments
-        self.context = context
+        self.over_ranks = share is not None
+        self.context = share if crosses else None
         self.method = method
         self.numbers = numbers
         self.waiting: dict[str, Any] = {}
@@ -160,7 +163,7 @@ class PackedForward(BlockMask):
             copy = PackedForward(
                 self.segments.to(device), (self._shape[0], self._shape[2]), self.implementation, sizes=self.sizes
             )
-            if self.context is not None:
+            if self.over_ranks:
                 raise UnsupportedModelError(
                     "context parallelism takes a model on one device, and this one is on several"
                 )

@@ -44,7 +44,7 @@ from torch_backend.hf.foreign_kernels import refuse_replaced_layers
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed
-from torch_backend.hf.inputs.context import MeanOverRanks, refuse_context
+from torch_backend.hf.inputs.context import SHARE, MeanOverRanks, refuse_context
 from torch_backend.ops.attention import AttentionRequest
 from torch_backend.seal import unseal, unsealed
 
@@ -261,12 +261,13 @@ class Patched(BatchReader):
         whole = self.context is not None and is_packed(kwargs)
         if whole:
             kwargs = self.with_count(self.cut(kwargs))
+        share = kwargs.get(SHARE)
         forward, kwargs = self.forward_of(self.root, self.root_names, kwargs)
         if forward is None:
             return run_inside(self, None, call, *args, **kwargs)
         kwargs = self.rows.begin(forward, kwargs)
         forward.wants_blank_image = wants_blank_image(self.root, self.decoder, kwargs)
-        call = router.over_ranks(self.root, call, forward.context, kwargs, whole=whole)
+        call = router.over_ranks(self.root, call, share, kwargs, whole=whole)
         output = run_inside(self, forward, call, *args, **kwargs)
         if not forward.handed_over:
             raise UnsupportedModelError(
@@ -275,7 +276,7 @@ class Patched(BatchReader):
             )
         output = self.rows.end(forward, output)
         if whole and kwargs.get("labels") is not None:
-            output = _with_loss(output, MeanOverRanks.apply(_loss_of(output), forward.context))
+            output = _with_loss(output, MeanOverRanks.apply(_loss_of(output), share))
         return output if expected is None else self.unpadding.put_back(expected, output)
 
     def run_decoder(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -30,6 +30,7 @@ def main() -> None:
     options.add_argument("--tiny", action="store_true")
     options.add_argument("--backend", default="cuda", choices=["cuda", "cpu"])
     options.add_argument("--fetch", action="store_true", help="get kernels-community/fla from the Hub")
+    options.add_argument("--only", default="", metavar="TEXT", help="functions whose title holds this")
     options.add_argument("--package", type=Path, default=Path(__file__).parents[1], help="where this package is")
     chosen = options.parse_args()
     ours = load(chosen.package / "build" / f"torch-{chosen.backend}")
@@ -43,6 +44,8 @@ def main() -> None:
         "| function | ours, ms | peer | peer, ms | times as fast | outputs differ by |\n|---|---:|---|---:|---:|---:|"
     )
     for name, (make, call, peers) in CASES.items():
+        if chosen.only not in name:
+            continue
         inputs = make(tokens, 16 if chosen.tiny else 128, device, dtype)
         own = clock(partial(call, ours, bounds, **inputs), inputs, device)
         for title, peer in peers(chosen.fetch):
@@ -56,7 +59,7 @@ def main() -> None:
                 continue
             right, found = (run(bounds, **inputs).detach().float() for run in (peer, partial(call, ours)))
             off = float((found - right).norm() / right.norm())
-            print(f"| {name} | {own:.2f} | {title} | {other:.2f} | {other / own:.2f} | {off:.1e} |")
+            print(f"| {name} | {own:.2f} | {title} | {other:.2f} | {other / own:.2f} | {off:.1e} |", flush=True)
 
 
 def load(variant: Path) -> Any:

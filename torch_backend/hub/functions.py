@@ -246,8 +246,9 @@ def _of_rows(bounds: Tensor | None, rows: int, length: int, like: Tensor, *, sta
 
     def make() -> PackedMetadata:
         if bounds is not None and not states:
-            shape = {"rows": rows, "row_length": length, "max_seqlen": length}
-            return PackedMetadata.from_boundaries(bounds, device=like.device, **shape)
+            return PackedMetadata.from_boundaries(
+                bounds, rows=rows, row_length=length, max_seqlen=length, device=like.device
+            )
         ends = torch.arange(0, rows * length + 1, length) if bounds is None else bounds
         return PackedMetadata(ends.to(like.device, torch.int32), length, rows * length)
 

@@ -56,7 +56,7 @@ def compile_layers(
             normalised input, the product inside a gated MLP. Saves memory for about one percent of the time.
         backend: of ``torch.compile``.
         dynamic: of ``torch.compile``. False compiles a graph for each number of tokens; None one for all of them,
-            where documents are cut over ranks at the second or third number that it sees.
+            around what exchanges between ranks at the second or third number that it sees.
         memory: what those layers keep that :func:`torch_backend.steps.memory.set_level` lets recompute.
 
     Raises:
@@ -72,7 +72,7 @@ def compile_layers(
     for module in layers_of(state.decoder):
         recomputed = getattr(module, "gradient_checkpointing", False) and memory != "none"
         module.compile(backend=by_level if recomputed else chosen, dynamic=dynamic)
-        if dynamic is None and state.context is None:
+        if dynamic is None:
             compiled: Any = module._compiled_call_impl
             module._compiled_call_impl = partial(_of_any_length, compiled)
     compile_tower(root, state.tower_requests, backend=chosen)
@@ -84,10 +84,13 @@ def _of_any_length(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     By itself torch.compile makes a graph for the first number of tokens that it sees, and a second one for all others.
     """
     arguments = (*args, *kwargs.values())
+    forward = forward_among(arguments)
+    if forward is not None and forward.context is not None:
+        return call(*args, **kwargs)  # in several graphs, whose inputs nobody can mark
     for x in chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in arguments):
         if isinstance(x, Tensor) and x.ndim > 1:
             torch._dynamo.maybe_mark_dynamic(x, 1)  # [1, T, ...]
-    if (forward := forward_among(arguments)) is not None:
+    if forward is not None:
         forward.segments.mark_any_length()
     return call(*args, **kwargs)
 

@@ -27,6 +27,8 @@ from torch_backend.hf.foreign_kernels import (
     replaced_modules,
     without_kernels,
 )
+from torch_backend.hf.forward import DocumentsChoice
+from torch_backend.hf.inputs.context import SHARE
 from torch_backend.hf.patch import context_of, state_of
 from torch_backend.steps.boundaries import Host
 from torch_backend.steps.cuda_graph import (
@@ -103,8 +105,9 @@ class Gradients:
     row. Compiled layers also run batches of as many tokens that differ in their segments, so that no step takes more
     memory than a compiled one. Batches of another size run as usual. Batches with images run no graph: their vision
     tower runs as usual, in front of compiled layers. Layers of documents that are cut over ranks are compiled for any
-    number of tokens; attention, convolutions and scans, which exchange other pieces in every batch, run between their
-    graphs. Outside of a call the layers are as they were, so evaluation and generation run as usual too.
+    number of tokens: as on one rank where each document of a batch lies on one, otherwise around attention,
+    convolutions and scans, which exchange other pieces in every batch. Outside of a call the layers are as they were,
+    so evaluation and generation run as usual too.
 
     Args:
         model: what is called, with all its wrappers.
@@ -139,6 +142,7 @@ class Gradients:
         self.parts = dict.fromkeys((LOSS, LAYERS, GRAPH), "decided at the first step")
         self.fixed: FixedShapes | None = None
         self.pieces = False  # whether compiled layers run the pieces of documents that are cut over ranks
+        self.of_whole: Any = None  # the requests of attention where documents lie on one rank each; empty for a refusal
         self.forests = False  # whether layers are compiled for batches whose forests differ in shape
         self.path: LossPath | None = None
         self.images = False  # whether a batch with images has run, so that attention was asked about its spans
@@ -196,8 +200,22 @@ class Gradients:
 
     def _of_pieces(self, path: LossPath, inputs: StepInputs) -> Tensor:
         """Through compiled layers. What fails on one rank is raised there: trying again, it would exchange alone."""
-        with self._compiled():
+        share = inputs.batch.get(SHARE)  # straddles on all ranks alike
+        whole = share is not None and not share.straddles and self._run_whole(inputs.batch)
+        with self._compiled(whole=whole):
             return path.backward(inputs)
+
+    def _run_whole(self, batch: Batch) -> bool:
+        """Returns whether compiled layers run documents that lie on one rank each as on one rank; asks them once."""
+        if self.of_whole is None:
+            with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
+                run_layers(self.model, batch)
+            state = state_of(causal_lm(self.model))
+            assert state is not None
+            several = any(isinstance(choice, DocumentsChoice) for choice in state.choices.values())
+            refused = state.layers_need_lengths or several or why_mixers_wait(self.model) is not None
+            self.of_whole = set() if refused else {replace(each, requires_grad=True) for each in state.requests}
+        return bool(self.of_whole)
 
     def _by_form(self, path: LossPath, inputs: StepInputs) -> Tensor:
         form, images = form_of(inputs.flat()), holds_images(inputs.batch)
@@ -232,8 +250,8 @@ class Gradients:
             return path.backward(inputs)
 
     @contextmanager
-    def _compiled(self) -> Iterator[None]:
-        """Inside, the layers are compiled, if they shall be."""
+    def _compiled(self, *, whole: bool = False) -> Iterator[None]:
+        """Inside, the layers are compiled, if they shall be; for pieces that are whole documents if ``whole``."""
         if not self.compile:
             yield
             return
@@ -253,7 +271,8 @@ class Gradients:
             self.requests = state.compiled
         for module, call in self.layers.items():
             module._compiled_call_impl = call
-        state.compiled = self.requests
+        state.compiled = self.of_whole if whole else self.requests
+        state.crosses = self.pieces and not whole
         self.host.begin()
         try:
             with whole_layers(), enough_graphs(), recomputing_inside(self.recomputed), without_kernels(self.foreign):
@@ -261,7 +280,7 @@ class Gradients:
         finally:
             for module in self.layers:
                 module._compiled_call_impl = None
-            state.compiled = set()
+            state.compiled, state.crosses = set(), False
             self.host.begin()  # free what a backward left
 
     def _captured(self, path: LossPath, inputs: StepInputs) -> Tensor:

@@ -81,9 +81,9 @@ def convolve(
         [B, C, S], dtype of x.
     """
     segments = _segments_of(CONVOLUTION, others)
-    if segments.context is not None:
-        return _convolve_across_ranks(segments.context, function, x, weight, bias, activation)
     tokens = x.transpose(1, 2)
+    if segments.context is not None:
+        return _convolve_across_ranks(segments.context, function, tokens, weight, bias, activation).transpose(1, 2)
     packed = segments.packed
     if packed.parents is not None:
         unfolded = tails(packed, weight.shape[-1])
@@ -108,15 +108,17 @@ def convolve(
 def _convolve_across_ranks(
     share: RankShare,
     function: Callable[..., Tensor],
-    x: Tensor,
+    tokens: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     activation: str | None,
 ) -> Tensor:
+    """[1, T, C] -> [1, T, C]. Between compiled graphs, gradients of [1, C, T] would be transposed in memory, twice."""
+
     def convolved(flat: Tensor, packed: PackedMetadata) -> Tensor:
         return convolve(function, flat.T[None], weight, bias, activation, segments=LayerSegments(packed))[0].T
 
-    return convolve_pieces(x[0].T, share, weight.shape[-1], convolved).T[None]
+    return convolve_pieces(tokens[0], share, weight.shape[-1], convolved)[None]
 
 
 def scan(name: str, function: Callable[..., Any], libraries: Sequence[str], *args: Any, **kwargs: Any) -> Any:

@@ -194,8 +194,9 @@ class TowerCall:
             if (host := self.copies.get(id(boundaries))) is not None:
                 made = PackedMetadata.from_lengths(host[1].diff().tolist(), device=device)
             else:
-                sizes = {"rows": 1, "row_length": patches, "max_seqlen": patches}
-                made = PackedMetadata.from_boundaries(boundaries, device=device, **sizes)
+                made = PackedMetadata.from_boundaries(
+                    boundaries, rows=1, row_length=patches, max_seqlen=patches, device=device
+                )
             known = self.segments[id(boundaries)] = boundaries, made  # the tensor is kept, and with it its id
         return known[1].to(device)
 

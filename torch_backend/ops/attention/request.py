@@ -124,7 +124,7 @@ def request_of(
         raise LayoutError(
             f"attention takes q [T, H, D], k [T, K, D], v [T, K, Dv] with H a multiple of K, got {shapes}"
         )
-    if not (packed.any_length and torch.compiler.is_compiling()) and packed.tokens != tokens:
+    if not packed.covers(tokens):
         raise LayoutError(f"the segments cover {packed.tokens:,} tokens and q holds {tokens:,}")
     if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
         raise LayoutError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")

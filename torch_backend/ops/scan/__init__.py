@@ -88,7 +88,7 @@ def choose(
     key = ours and (name, runs_triton(ours[0]), *ours[0].shape[2:], *ours[1].shape[2:], ours[1].itemsize)
     if torch.compiler.is_compiling():
         found = TRITON if key is None else _chosen.get(key, TRITON)
-        if found == "flash_qla" and packed.tokens < fla.CHUNK:
+        if found == "flash_qla" and ours is not None and ours[0].shape[0] * ours[0].shape[1] < fla.CHUNK:
             found = TRITON
         return ScanChoice(DOCUMENTS if found == TRITON and triton.refused(name, args, kwargs) else found)
     found, rejected = DOCUMENTS, dict[str, str]()

@@ -1,0 +1,85 @@
+"""Rows of a model with a mesh whose documents lie on one rank each: layers run and are compiled as on one rank.
+
+The other rank is not there: nothing of such a row is exchanged, and sums over ranks are those of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.torch_backend.models import collate, documents, tiny
+from tests.torch_backend.test_captured import interpreted as interpreted
+from tests.torch_backend.test_rank_share import shares
+from torch_backend import explain, make_train_step, patch
+from torch_backend.hf.edits import stand_ins
+from torch_backend.hf.edits.stand_ins import LayerSegments
+from torch_backend.steps import cuda_graph, fast_backward, train_step
+from torch_backend.steps.cuda_graph import compile_layers
+
+ROWS = [(20, 20, 8, 8), (30, 30, 12, 12), (9, 9, 5, 5)]  # of which each of two ranks has a document of each length
+
+
+@pytest.fixture
+def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Rank 0 of two, whose collectives leave tensors as they are."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    monkeypatch.setattr(train_step, "wrappers_of", lambda model: [nn.Identity()])  # DDP needs the other rank
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
+    dist.destroy_process_group()
+
+
+def losses(family: str, mesh: Any, compile: Any) -> tuple[list[Tensor], str]:
+    model = patch(tiny(family), implementation="triton", verify=False, mesh=mesh)
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.01), compile=compile)
+    found = [step(collate(documents(row), capacity=None))["loss"] for row in ROWS]
+    return found, str(explain(step))
+
+
+@pytest.mark.slow  # compiles layers and interprets their kernels
+@pytest.mark.parametrize(("family", "graphs"), [("qwen3", 2), ("qwen3_5_text", 3)])
+def test_layers_are_compiled_once_for_rows_of_any_length(
+    family: str, graphs: int, mesh: Any, interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []  # a graph of each kind of layer, and of the last norm
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        made.append(graph)
+        return aot_eager(graph, inputs)
+
+    def compile_for_the_cpu(model: Any, **given: Any) -> None:
+        compile_layers(model, **{**given, "backend": backend})
+
+    right, _ = losses(family, mesh, False)
+    monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
+    monkeypatch.setattr(fast_backward, "compile_layers", compile_for_the_cpu)
+    found, explained = losses(family, mesh, "auto")
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=0)
+    assert "layers of the step: compiled, around what exchanges between ranks" in explained
+    assert "no document straddles ranks" in explained
+    assert len(made) == graphs
+
+
+def test_a_convolution_exchanges_tokens_as_they_lie_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that its gradients, which compiled graphs write, need no transposed copy."""
+    share = shares([9, 7], 2, contiguous=True)[0]
+    whole: list[Tensor] = []
+
+    def passed_on(tokens: Tensor, *_: Any) -> Tensor:
+        whole.append(tokens)
+        return tokens
+
+    monkeypatch.setattr(stand_ins, "convolve_pieces", passed_on)
+    tokens = torch.randn(1, len(share.tokens), 4)
+    segments = LayerSegments(share.segments, share)
+    out = stand_ins.convolve(lambda x, *_, **__: x, tokens.transpose(1, 2), torch.ones(4, 3), segments=segments)
+    assert whole[0].is_contiguous() and out.transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(out.transpose(1, 2), tokens)
