@@ -87,6 +87,10 @@ class FeedForward(NamedTuple):
             return ()
         return ("full", "offload") if self.routed else LEVELS_OF_TILES
 
+    def is_narrow(self, width: int) -> bool:
+        """Returns whether its products are at most twice as wide as the model, which "selective" keeps."""
+        return self.inner <= 2 * width * (2 if self.gated else 1)
+
     @property
     def inside(self) -> int:
         """Returns the columns that it holds while it computes its gradients, beside its input and output.

@@ -9,12 +9,13 @@ Where the figures come from: for a token and layer of width D, queries Q, keys a
 and an MLP of W inner columns (both halves of a gated one), the backward reads
 
     "none"       inputs of the norms 2 D, rotated queries and keys Q + K, V, O, the MLP's inner columns W
-    "selective"  2 D + Q + K + V + O
+    "selective"  2 D + Q + K + V + O, and W where each half of the MLP is at most twice as wide as the model
     "full"       the layer's input D
     "offload"    D of two layers: of this one, and of the next on its way back from the host
 
-and the softmax statistics, 4 bytes a head. Norms of queries and keys read those before the rotation too, norms behind
-attention and MLP the input of the latter, and other mixers what their sizes say. Most is held at one of three times:
+and the softmax statistics, 4 bytes a head. Norms of queries and keys read those before the rotation too, from which
+"selective" makes the others; norms behind attention and MLP the input of the latter, and other mixers what their sizes
+say. Most is held at one of three times:
 
     in the loss      what all layers keep, hidden states before and after the last norm and their gradient, a chunk of
                      logits, and the sum of the output layer's gradient in float32
@@ -194,9 +195,9 @@ class MemoryModel:
         for kind in sizes.kinds:
             statistics = kind.mixer.statistics + kind.feed.routing
             narrow = kind.norms * sizes.width + kind.mixer.kept + adapted
-            first_product = kind.feed.inner if kind.feed.routed else 0
+            first_product = kind.feed.inner if kind.feed.routed or kind.feed.is_narrow(sizes.width) else 0
             kept["none"] += kind.layers * (itemsize * (narrow + kind.feed.inner) + statistics)
-            kept["selective"] += kind.layers * (itemsize * (narrow + first_product) + statistics)
+            kept["selective"] += kind.layers * (itemsize * (narrow - kind.mixer.twice + first_product) + statistics)
             kept["full"] += kind.layers * itemsize * sizes.width
             by_tiles = kind.tiles if tiles is None else {*tiles} & kind.tiles
             for parts, found in ((set(), works), (by_tiles, works_by_tiles)):

@@ -29,6 +29,7 @@ class Mixer(NamedTuple):
         parameters: of one layer.
         linear: inputs and outputs of its linear layers, added up.
         statistics: bytes, of the softmax.
+        twice: of ``kept``, what a norm and a rotation make again at "selective": queries and keys that have norms.
     """
 
     kept: int = 0
@@ -37,6 +38,7 @@ class Mixer(NamedTuple):
     parameters: int = 0
     linear: int = 0
     statistics: int = 0
+    twice: int = 0
 
     def beside(self, other: Mixer) -> Mixer:
         """Returns the sizes of two mixers that run beside each other in one layer."""
@@ -52,7 +54,8 @@ def attention(kind: str, width: int, heads: int, read: Read) -> Mixer:
     read_and_returned = 2 * queries + 2 * keys
     weights = width * (2 * queries + 2 * keys + gate)
     gradients = read_and_returned + gate
-    return Mixer(read_and_returned + again + gate, gradients, queries, weights, 4 * width + gradients, 4 * heads)
+    kept = read_and_returned + again + gate
+    return Mixer(kept, gradients, queries, weights, 4 * width + gradients, 4 * heads, again)
 
 
 def latent_attention(width: int, heads: int, read: Read) -> Mixer:

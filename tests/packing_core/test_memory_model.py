@@ -82,6 +82,13 @@ def test_norms_of_queries_and_norms_behind_layers_keep_more() -> None:
     plain, queries, behind = (MemoryModel.from_config(LLAMA | {"model_type": m}) for m in ("llama", "qwen3", "glm4"))
     assert queries.kept["none"] - plain.kept["none"] == 32 * 2 * (4_096 + 1_024)
     assert behind.kept["none"] - plain.kept["none"] == 32 * 2 * 4_096
+    assert queries.kept["selective"] == plain.kept["selective"], "which normalises and rotates them again"
+
+
+def test_selective_keeps_the_inner_columns_of_a_narrow_mlp() -> None:
+    """Products at most twice as wide as their input: 1,792 columns of 896."""
+    narrow, wide = (MemoryModel.from_config(QWEN2 | {"intermediate_size": size}) for size in (1_792, 1_793))
+    assert narrow.kept["selective"] == narrow.kept["none"] and wide.kept["selective"] < wide.kept["none"]
 
 
 def test_the_longest_row_fits_and_the_next_does_not() -> None:

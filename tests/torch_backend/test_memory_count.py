@@ -73,6 +73,7 @@ def counted(family: str, level: Any, dtype: torch.dtype = torch.float32, **chang
     ) // TOKENS, model.config
 
 
+WIDE = {"intermediate_size": 160}  # more than twice the width of 64, so that "selective" keeps no inner columns
 DENSE = {"first_k_dense_replace": 2, "intermediate_size": 32}
 
 
@@ -85,6 +86,8 @@ DENSE = {"first_k_dense_replace": 2, "intermediate_size": 32}
         ("recurrent_gemma", {}, "none"),
         ("deepseek_v3", DENSE, "none"),
         ("gpt_oss", {}, "selective"),
+        *((family, WIDE, "selective") for family in ("qwen2", "qwen3")),
+        ("qwen3", {}, "selective"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -173,7 +173,7 @@ class _Unnormed(NamedTuple):
 
 
 class _Projected(NamedTuple):
-    """What the projections of attention return, in place of its input."""
+    """The results of the projections of attention, in place of its input."""
 
     shape: torch.Size
     q: Tensor

@@ -1,4 +1,4 @@
-"""Who reads what inside a layer, by the source of its forward.
+"""Reads from the source of a forward which part of a layer reads what.
 
 The forward of a decoder layer -> which of its norms is read by one other part alone. The forward of an attention layer
 -> whether it reads its input by its projections alone. Names of parts would say the same of most families and the
