@@ -9,9 +9,9 @@ from transformers import Seq2SeqTrainer as HfSeq2SeqTrainer
 class TrainerFactory:
     TRAINER_MAPPING = {"causal_lm": "swift.trainers.Seq2SeqTrainer"}  # noqa: RUF012 # as in the release
 
-    @classmethod
-    def get_trainer_cls(cls, args):
-        module, _, name = cls.TRAINER_MAPPING.get(
+    @staticmethod
+    def get_trainer_cls(args):
+        module, _, name = TrainerFactory.TRAINER_MAPPING.get(
             getattr(args, "rlhf_type", args.task_type), "builtins.object"
         ).rpartition(".")
         return getattr(import_module(module), name)
