@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import crosspack
+from benchmarks._matter_figures import WAYS, common_seeds, interval, reached_by_all, runs_of, tokens_to
 from benchmarks._matter_tasks import Task, retrieval, text
 from benchmarks._report import machine, table, versions
 from packing_core import PackedBatch, plan
@@ -45,10 +46,8 @@ from packing_core.training.schedule import Corpus, Schedule
 
 PLACES = [Path(__file__).parents[up] / "shared" / "data" / "gsm8k_train.jsonl" for up in (1, 2)]
 GSM8K = PLACES[0] if PLACES[0].exists() else PLACES[1]
-WAYS = ("exact", "contaminated", "wrapped", "padded")
 PEAK, PEAK_TRAINED = 3e-3, 2e-5  # learning rates, of random weights and of trained ones
 WARMUP = 0.1  # the part of the steps in which the rate rises
-T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t by degrees of freedom, from 1
 
 Inputs = tuple[dict[str, Tensor], Tensor]  # arguments of the model, and unshifted targets
 
@@ -294,38 +293,15 @@ INPUTS: dict[str, Callable[[Schedule, int], Iterator[Inputs]]] = {
 }
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of its 95% confidence interval; NaN for one value."""
-    if len(values) < 2:
-        return float(np.mean(values)), float("nan")
-    return float(np.mean(values)), T95[min(len(values) - 2, len(T95) - 1)] * float(np.std(values, ddof=1)) / len(
-        values
-    ) ** 0.5
-
-
-def tokens_to(curve: Sequence[dict[str, float]], loss: float) -> float:
-    """Trained tokens until the held-out loss is at most ``loss``, linear between evaluations; NaN if it never is."""
-    before: dict[str, float] | None = None
-    for point in curve:
-        if point["loss"] <= loss:
-            if before is None or before["loss"] == point["loss"]:
-                return point["tokens"]
-            part = (before["loss"] - loss) / (before["loss"] - point["loss"])
-            return before["tokens"] + part * (point["tokens"] - before["tokens"])
-        before = point
-    return float("nan")
-
-
 def _report(records: list[dict[str, Any]]) -> str:
     """Prints the tables of each task, over the seeds that every way has."""
     said = []
     for task in dict.fromkeys(record["task"] for record in records):
-        runs = {(r["way"], r["seed"]): r for r in records if r["task"] == task}
-        ways = [way for way in WAYS if any(way == other for other, _ in runs)]
-        seeds = sorted({seed for _, seed in runs if all((way, seed) in runs for way in ways)})
+        runs = runs_of(records, task)
+        ways, seeds = common_seeds(runs)
         if not seeds or "exact" not in ways:
             continue
-        worst = max(runs[way, s]["curve"][-1]["loss"] for s in seeds for way in ways)  # which every run reaches
+        worst = reached_by_all(runs)
         lines = []
         for way in ways:
             last = [runs[way, seed]["curve"][-1] for seed in seeds]

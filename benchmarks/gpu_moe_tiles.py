@@ -56,6 +56,7 @@ TABLES = {
     "OUTER": [
         TileSize(128, 128, 64, 4, 4), TileSize(128, 128, 64, 4, 3), TileSize(128, 128, 64, 8, 3),
         TileSize(128, 256, 64, 8, 3),
+        TileSize(128, 128, 64, 4, 5),  # where lines are gathered, the stage that reads their numbers holds no tile
     ],
     "NARROW_OUTER": [
         TileSize(128, 128, 64, 4, 4), TileSize(256, 256, 64, 4, 3), TileSize(128, 128, 32, 4, 4),

@@ -6,12 +6,13 @@
     python -m benchmarks.gpu_ranks --match 'DDP, balance$' --profile    # where the time of a step goes
     python -m benchmarks.gpu_ranks --tiny               # two processes on the CPU by gloo, where nothing is sharded
 
-Every contender trains random weights on the same packed rows, one row per rank and step, in processes of its own that
+Every contender trains random weights on the same documents, one row per rank and step, in processes of its own that
 torchrun starts, by ``Trainer`` and ``enable_packing`` unless its name says ``make_train_step``. Documents are
 heavy-tailed: a lognormal with sigma 1.3, at most as long as a row, so rows of few long documents cost several times as
-much attention as rows of many short ones. ``balance`` puts rows of equal cost into one step, ``as they come`` leaves
-the plan's random order. The first epoch warms up and the next ones are timed as a whole, on rank 0 after all ranks have
-ended. Tokens per second count real tokens of all ranks; the ratio is to one GPU on the rows as they come.
+much attention as rows of many short ones. ``balance`` puts rows of about equal cost into one step, ``equal cost`` makes
+the rows for their step, as ``enable_packing(equal_cost=True)`` does, and ``as they come`` leaves the plan's random
+order. The first epoch warms up and the next ones are timed as a whole, on rank 0 after all ranks have ended. Tokens per
+second count real tokens of all ranks; the ratio is to one GPU on the rows as they come.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize
 from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_workload import DTYPE, qwen2
 from packing_core import Cost, PackedDataset, PackPlan, balance, plan
+from packing_core.planning.epochs import plan_epoch
 from torch_backend import PackedCollator, enable_packing, explain, make_train_step, patch
 
 SECTION = "training on several GPUs, Qwen2-0.5B" if not TOY else "training on several ranks, toy"
@@ -56,7 +58,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Contender:
-    """The set-up of a contender: its number of ranks, what is sharded, and whether rows are dealt at equal cost.
+    """The set-up of a contender: its number of ranks, what is sharded, and how rows are dealt to ranks.
 
     Attributes:
         gathered: of sharded layers, keep the weights between forward and backward.
@@ -66,7 +68,7 @@ class Contender:
 
     ranks: int
     sharded: bool = False
-    balanced: bool = False
+    dealt: str = "as they come"
     gathered: bool = False
     by_step: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -75,10 +77,9 @@ class Contender:
     def name(self) -> str:
         if self.ranks == 1:
             return "one"
-        dealt = "balance" if self.balanced else "as they come"
         more = ["make_train_step"] * self.by_step + ["layers kept gathered"] * self.gathered
         more += [f"{name}={value}" for name, value in self.arguments.items()]
-        return ", ".join([f"{self.ranks} ranks", "FSDP2" if self.sharded else "DDP", dealt, *more])
+        return ", ".join([f"{self.ranks} ranks", "FSDP2" if self.sharded else "DDP", self.dealt, *more])
 
 
 @dataclass
@@ -100,14 +101,16 @@ def documents(capacity: int, count: int) -> list[np.ndarray[Any, Any]]:
     return [generator.integers(1, 199 if TOY else 100_000, n) for n in lengths]
 
 
-def dealt(rows: PackPlan, contender: Contender, cost: Cost) -> tuple[PackPlan, float]:
-    """The rows in the order that ranks take them in turn, whole steps only, and slowest rank over mean."""
-    whole = rows.n_rows - rows.n_rows % contender.ranks
-    if contender.balanced:
-        steps = balance(rows.select(np.arange(whole)), contender.ranks, cost=cost).steps
-        rows = rows.select(steps.reshape(-1))
+def dealt(lengths: list[int], capacity: int, contender: Contender, cost: Cost) -> tuple[PackPlan, float]:
+    """Rows in the order that ranks take them in turn, whole steps only, and slowest rank over mean."""
+    if contender.dealt == "equal cost":
+        epoch = plan_epoch(lengths, capacity, seed=0, ranks=contender.ranks, cost=cost, equal_cost=True)
+        rows = epoch.plan.select(epoch.steps.reshape(-1))
     else:
-        rows = rows.select(np.arange(whole))
+        rows = plan(lengths, capacity, seed=0)
+        rows = rows.select(np.arange(rows.n_rows - rows.n_rows % contender.ranks))
+    if contender.dealt == "balance":
+        rows = rows.select(balance(rows, contender.ranks, cost=cost).steps.reshape(-1))
     loads = cost.of_rows(rows).reshape(-1, contender.ranks)
     return rows, float(loads.max(1).sum() / loads.mean(1).sum())
 
@@ -148,8 +151,7 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=DTYPE)
     docs = documents(chosen.capacity, chosen.documents)
-    planned = plan([len(each) for each in docs], chosen.capacity, seed=0)
-    rows, imbalance = dealt(planned, contender, Cost.from_config(config))
+    rows, imbalance = dealt([len(each) for each in docs], chosen.capacity, contender, Cost.from_config(config))
     steps = rows.n_rows // contender.ranks
     clock = Clock(steps, steps * (1 + chosen.epochs), chosen.profile)
     run = by_step if contender.by_step else by_trainer
@@ -247,10 +249,11 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
 
 def contenders(ranks: int) -> list[Contender]:
     """The most important first."""
-    several = [Contender(ranks, sharded, balanced) for balanced in (True, False) for sharded in (False, True)]
-    more = [Contender(ranks, balanced=True, arguments=each) for each in VARIANTS]
-    more = [*(Contender(ranks, sharded, True, by_step=True) for sharded in (False, True)), *more]
-    return [Contender(1), *several, Contender(ranks, sharded=True, balanced=True, gathered=True), *more]
+    orders = ("balance", "equal cost", "as they come")
+    several = [Contender(ranks, sharded, order) for order in orders for sharded in (False, True)]
+    more = [Contender(ranks, sharded, "balance", by_step=True) for sharded in (False, True)]
+    more += [Contender(ranks, dealt="balance", arguments=each) for each in VARIANTS]
+    return [Contender(1), *several, Contender(ranks, sharded=True, dealt="balance", gathered=True), *more]
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:

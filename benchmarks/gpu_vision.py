@@ -4,11 +4,16 @@
     python -m benchmarks.gpu_vision --layers 12          # so many layers of the decoder and of the tower
     python -m benchmarks.gpu_vision --case OCR --match "^packed"
     python -m benchmarks.gpu_vision --budget 500         # begin no contender after so many seconds
+    python -m benchmarks.gpu_vision --case OCR --match "^packed$" --profile     # where the time of an update goes
     python -m benchmarks.gpu_vision --tiny               # everything on the CPU; its times mean nothing
 
 An update takes the same documents for every contender: forward, backward and fused AdamW over all weights, those of the
-tower too. A document is one image and a text behind it; tokens count both. Padded contenders run transformers' model as
-it is, with sdpa, in batches of 8 as the documents come, or sorted by length. Packed ones run rows of ``--capacity``
+tower too. A document is one image and a text behind it; tokens count both. There are as many as fill the rows of a case
+to 98%, as rows of a large data set are. Padded contenders run transformers' model as it is, with sdpa, in batches of 8
+as the documents come, or sorted by length, padded to the longest of 8; images are not padded. The best stock packed
+path is transformers' own: rows without a mask, whose positions restart, as the first of four axes, by which it masks
+other documents. It runs on flash-attention where that is installed, else on sdpa; whether a document moves another is
+printed. Packed ones run rows of ``--capacity``
 tokens through ``make_train_step``, and are measured first, the one without compiled layers before the other. The first
 update, which compiles, is timed by itself; ``--stacks 20`` prints where it is every 20 seconds. The losses of the first
 update are compared. Batches are made before they are timed;
@@ -40,6 +45,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.gpu import as_table, header, in_one_line, survived, write
 from benchmarks.gpu_clock import DEVICE, TOY, Result, free, seconds_left, set_budget, set_match, synchronize, wanted
+from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_workload import DTYPE
 from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.collate.vision import VisionReader, rows_of
@@ -50,7 +56,8 @@ WORDS = 90 if TOY else 100_000
 CAPACITY = 256 if TOY else 8_192
 LOSS_TOLERANCE = 1e-4 if TOY else 2e-2
 PADDED, SORTED, PACKED, PLAIN = "padded", "padded, sorted by length", "packed", "packed, layers as they are"
-CONTENDERS = (PLAIN, PACKED, PADDED, SORTED)  # in the order in which they are measured
+STOCK = "stock, packed"
+CONTENDERS = (PLAIN, PACKED, STOCK, PADDED, SORTED)  # in the order in which they are measured
 Example = dict[str, Any]
 
 
@@ -61,19 +68,19 @@ class Case:
     Attributes:
         image, text: median tokens of an image and of a text, both lognormal.
         spread: the standard deviation of their logarithms.
-        documents: how many an update has.
+        rows: of the usual capacity that the documents of an update fill.
     """
 
     name: str
     image: int
     text: int
     spread: float
-    documents: int
+    rows: int
 
 
 CASES = (
-    Case("OCR", image=64, text=32, spread=1.0, documents=256),
-    Case("mixed resolutions", image=400, text=64, spread=0.7, documents=64),
+    Case("OCR", image=64, text=32, spread=1.0, rows=4),
+    Case("mixed resolutions", image=400, text=64, spread=0.7, rows=4),
 )
 
 
@@ -95,12 +102,19 @@ def config(layers: int) -> Any:
     return Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision, **tokens)
 
 
-def model_of(layers: int) -> Any:
+def model_of(layers: int, attention: str = "sdpa") -> Any:
     from transformers import Qwen2_5_VLForConditionalGeneration as Model
 
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        return Model._from_config(config(layers), dtype=DTYPE, attn_implementation="sdpa").train()
+        return Model._from_config(config(layers), dtype=DTYPE, attn_implementation=attention).train()
+
+
+def stock_attention() -> str:
+    """The fastest attention of transformers that is installed."""
+    from transformers.utils import is_flash_attn_2_available
+
+    return "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
 
 
 def documents(case: Case) -> list[Example]:
@@ -111,12 +125,14 @@ def documents(case: Case) -> list[Example]:
     def drawn(median: int) -> int:
         return int(np.clip(generator.lognormal(np.log(median), case.spread), 4, 16 * median)) // shrink
 
-    found = []
-    for _ in range(case.documents // (8 if TOY else 1)):
+    found: list[Example] = []
+    while (tokens := sum(len(x["input_ids"]) for x in found)) < 0.95 * case.rows * CAPACITY:
         side = max(1, round(drawn(case.image) ** 0.5))
         grid = torch.tensor([[1, side * MERGE, side * MERGE]])
         before, after = (torch.from_numpy(generator.integers(4, WORDS, n)) for n in (3, max(2, drawn(case.text))))
         ids = torch.cat([before, torch.full((side**2,), IMAGE), after])
+        if tokens + len(ids) > 0.98 * case.rows * CAPACITY:
+            continue
         pixels = torch.randn(int(grid.prod()), 3 * 2 * PATCH**2, generator=torch_generator)
         found.append({"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid})
     return found
@@ -143,6 +159,32 @@ def padded_batches(examples: Sequence[Example]) -> list[dict[str, Any]]:
     return batches
 
 
+def stock_rows(batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Our packed rows as transformers' models take them without us."""
+    taken = ("input_ids", "labels", "pixel_values", "image_grid_thw")
+    return [
+        {name: batch[name] for name in taken}
+        | {"position_ids": torch.cat([places(batch), batch["position_ids"]]), "use_cache": False}
+        for batch in batches
+    ]
+
+
+def places(batch: dict[str, Any]) -> torch.Tensor:
+    """int64 [1, 1, S]: the place of each token in its document, from 0."""
+    return torch.cat([torch.arange(n) for n in batch["packed_lengths"]])[None, None]
+
+
+@torch.no_grad()
+def moved(model: Any, batch: dict[str, Any], first: int) -> float:
+    """Returns how far other documents move, relative to the largest state, when the text of the first one changes."""
+    given = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    changed = given["input_ids"].clone()
+    changed[:, :first] = torch.where(changed[:, :first] == IMAGE, IMAGE, 5)
+    states = [model.model(**{**given, "labels": None, "input_ids": ids})[0] for ids in (given["input_ids"], changed)]
+    one, other = (x[:, first:].float() for x in states)
+    return float((one - other).abs().max() / one.abs().max())
+
+
 def padded_update(model: Any, optimizer: Any, batches: Sequence[dict[str, Any]]) -> float:
     """An update of all batches; the loss is the mean over their targets."""
     optimizer.zero_grad()
@@ -150,7 +192,9 @@ def padded_update(model: Any, optimizer: Any, batches: Sequence[dict[str, Any]])
     loss = torch.zeros((), device=DEVICE)
     for batch in batches:
         count = int((batch["labels"][:, 1:] != -100).sum())
-        given = {name: x.to(DEVICE, non_blocking=True) for name, x in batch.items()}
+        given = {
+            name: x.to(DEVICE, non_blocking=True) if isinstance(x, torch.Tensor) else x for name, x in batch.items()
+        }
         part = model(**given).loss * (count / total)
         part.backward()
         loss += part.detach()
@@ -164,15 +208,23 @@ def collator(model: Any, capacity: int, collate: Any = None) -> PackedCollator:
     return found
 
 
-def measure(name: str, case: Case, layers: int, capacity: int, updates: int) -> Iterator[Result]:
-    """Times the updates of one contender after the first two."""
-    model, examples = model_of(layers), documents(case)
+def measure(
+    name: str, case: Case, layers: int, capacity: int, updates: int, *, profile: bool = False
+) -> Iterator[Result]:
+    """Times the updates of one contender after the first two; with ``profile`` prints where the time of one goes."""
+    model = model_of(layers, stock_attention() if name == STOCK else "sdpa")
+    examples = documents(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=not TOY)
     tokens = sum(len(x["input_ids"]) for x in examples)
     step = None
     if name in (PADDED, SORTED):
         order = sorted(examples, key=lambda x: len(x["input_ids"])) if name == SORTED else examples
         batches = padded_batches(order)
+    elif name == STOCK:
+        packed = packed_rows(patch(model_of(min(layers, 2)), verify=False), examples, capacity)
+        batches = stock_rows(packed)
+        leak = moved(model, batches[0], packed[0]["packed_lengths"][0])
+        print(f"{name}, {stock_attention()}: changing one document moves the others by {leak:.1e}", flush=True)
     else:
         patch(model, verify=False)
         batches = packed_rows(model, examples, capacity)
@@ -189,6 +241,12 @@ def measure(name: str, case: Case, layers: int, capacity: int, updates: int) -> 
     print(f"{case.name}, {name}: the first update took {compiling:.1f} s", flush=True)
     update()
     free()
+    if profile:
+        seen = Profile()
+        seen.start()
+        update()
+        seen.stop()
+        print(seen.report(steps=1), flush=True)
     before = 0 if TOY else torch.cuda.memory_allocated()
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
@@ -228,7 +286,7 @@ def verdict(case: str, results: list[Result]) -> list[str]:
         apart = (max(losses.values()) - min(losses.values())) / max(losses.values())
         lines.append(f"{case}: losses {'agree' if apart <= LOSS_TOLERANCE else 'DIFFER'}, by {apart:.1e}")
     packed = figures.get((PACKED, "tokens/s"))
-    others = {name: figures.get((name, "tokens/s")) for name in (PADDED, SORTED, PLAIN)}
+    others = {name: figures.get((name, "tokens/s")) for name in (STOCK, PADDED, SORTED, PLAIN)}
     return lines + [f"{case}: packed is {packed / x:.2f} times {name}" for name, x in others.items() if packed and x]
 
 
@@ -294,6 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     parser.add_argument("--updates", type=int, default=1 if TOY else 3)
     parser.add_argument("--images", type=int, default=48 if TOY else 1_024, help="of the rate of the data")
     parser.add_argument("--no-data", action="store_true", help="leave the rate of the data out")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one update, and waits of the host")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--stacks", type=float, help="print the stacks of all threads every so many seconds")
     parser.add_argument("--output", type=Path)
@@ -319,7 +378,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
             continue
         for name in CONTENDERS:
             if wanted(name) and seconds_left() >= 0:
-                found = measure(name, case, chosen.layers, chosen.capacity, chosen.updates)
+                options = {"profile": chosen.profile}
+                found = measure(name, case, chosen.layers, chosen.capacity, chosen.updates, **options)
                 add(f"{case.name}, {name}", list(survived(name, found)))
         print("\n".join(verdict(case.name, results)), flush=True)
     for workers in () if chosen.no_data else (0, 2) if TOY else (0, 8):

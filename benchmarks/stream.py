@@ -26,6 +26,7 @@ def main() -> None:
     print(versions("numpy"), end="\n\n")
     streaming()
     one_by_one()
+    even_steps()
     balancing()
 
 
@@ -67,6 +68,22 @@ def one_by_one(count: int = 40_000, repeat: int = 2) -> None:
     rates = {way: lengths.sum() / best(repeat, run, time.process_time) / 1e6 for way, run in taken.items()}
     lines = [[way, f"{rate:,.0f}", f"{rate / rates['chunks']:.2f}"] for way, rate in rates.items()]
     print(table([f"{name}, {count:,}", "Mtok per CPU-second", "to chunks"], lines), end="\n\n")
+
+
+def even_steps(count: int = 20_000, shards: int = 8) -> None:
+    """The slowest shard over the mean, of a stream's rows in random order and under ``equal_cost=True``."""
+    lines = []
+    for name, lengths, capacity in islice(distributions(count), 2):
+        tokens, cost = np.zeros(capacity, np.int32), Cost()
+        documents = [tokens[:length] for length in lengths.tolist()]
+        for equal in (False, True):
+            given = {"lengths": lengths, "seed": 0, "buffer": BUFFER, "equal_cost": equal}
+            of_shards = [stream(documents, capacity, shard=(shard, shards), **given) for shard in range(shards)]
+            costs = np.array([np.concatenate([cost.of_rows(rows) for rows in of.chunks()]) for of in of_shards])
+            costs = costs[:, (costs > 0).all(axis=0)]
+            slowest = costs.max(axis=0).sum() / costs.mean(axis=0).sum()
+            lines.append([f"{name}, {count:,}", str(equal), f"{costs.shape[1]:,}", f"{slowest:.4f}"])
+    print(table([f"stream, {shards} shards", "equal_cost", "rows of each", "slowest / mean"], lines), end="\n\n")
 
 
 def balancing(repeat: int = 5) -> None:

@@ -16,6 +16,7 @@ BLOCKS = (plgpu.TilingTransform((COPIED, 64)), plgpu.SwizzleTransform(128))  # h
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)  # how one number per row lies beside them in registers
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # and one per column
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
+_BLACKWELL = re.compile(r"\bG?B(100|200|300)\b")  # of data centres
 
 
 def along_rows(x: jax.Array, columns: int) -> jax.Array:
@@ -36,6 +37,14 @@ def column_numbers(columns: int) -> jax.Array:
 def compiles_for_hopper() -> bool:
     """Returns whether the GPU that is compiled for is a Hopper, by an assembler that such kernels survive."""
     return _HOPPER.search(_device_kind()) is not None and not _miscompiled()
+
+
+def has_large_shared_memory() -> bool:
+    """Returns whether a program on the GPU that is compiled for has 227 KB of shared memory; JAX tells no number.
+
+    An A100 has 163 KB and a consumer card 99 KB. A GPU that is not known counts as one of those.
+    """
+    return any(kind.search(_device_kind()) is not None for kind in (_HOPPER, _BLACKWELL))
 
 
 def multiprocessors() -> int:

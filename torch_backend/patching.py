@@ -16,6 +16,7 @@ from torch import nn
 from torch_backend.auditing.model import verify as verify_kind
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits.rotary import rounded_frequencies
+from torch_backend.hf.entry import watch_wrapper
 from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import install, state_of, unpatch
 
@@ -63,6 +64,8 @@ def patch(
     if verify and (state is None or state.implementation != implementation):
         verify_kind(root, implementation)
     patched = install(model, implementation, mesh=mesh, context_method=context_method)
+    if model is not root:
+        watch_wrapper(model)
     if state is None and (rounded := rounded_frequencies(root)):
         _warn_of_rounding(rounded)
     fresh = state_of(root)

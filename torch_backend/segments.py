@@ -22,6 +22,7 @@ from packing_core.errors import LayoutError, UnsupportedError
 from packing_core.storage.forest import check_parents, offsets
 
 Value = TypeVar("Value")
+COPIED_AT_ONCE = 1 << 16  # bytes that CUDA copies from any memory without waiting
 
 
 class Spans(NamedTuple):
@@ -403,7 +404,13 @@ def host_lengths(packed: PackedMetadata) -> tuple[int, ...]:
 
 
 def to_device(host: Tensor, device: torch.device | str) -> Tensor:
-    """``host`` on ``device`` without waiting for the device: a blocking copy would be a synchronisation."""
+    """``host`` on ``device`` without waiting for the device: a blocking copy would be a synchronisation.
+
+    CUDA copies from memory that is not pinned when the device has done what came before, unless it is little.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and host.device.type == "cpu" and host.nbytes > COPIED_AT_ONCE and not host.is_pinned():
+        host = host.pin_memory()
     return host.to(device, non_blocking=True)
 
 

@@ -21,7 +21,7 @@ from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_
 from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.progress import counted
 from crosspack.cli.tables import lengths_table
-from crosspack.cli.train import warn_if_busy
+from crosspack.cli.trainresult import warn_if_busy
 from crosspack.encoding.text import Policy
 from packing_core.errors import ContaminationError, PackingError, plural
 from packing_core.extras import loaded, registered

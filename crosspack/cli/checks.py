@@ -114,7 +114,7 @@ def _check_optimizer(given: Mapping[str, Any]) -> None:
 
 
 def check_order(given: Mapping[str, Any]) -> None:
-    """Refuse an order of training without its column, and one of rows that are packed by length."""
+    """Refuse an order of training without its column or of rows packed by length, and steps of equal cost beside it."""
     order, column = given["order"], given["order_by"]
     if order in ("sorted", "grouped") and column is None:
         raise PackingError(f"--order {order} needs --order-by, the column of the records to order by")
@@ -122,6 +122,22 @@ def check_order(given: Mapping[str, Any]) -> None:
         raise PackingError(f"--order-by {column} has no effect under --order {order}: pass --order sorted or grouped")
     if order != "random" and given["packing"] != "mixed":
         raise PackingError(f"--order {order} packs mixed rows: leave --packing {given['packing']} out")
+    if given["equal_cost"]:
+        for option, value, own in (("order", order, "random"), ("packing", given["packing"], "mixed")):
+            if value != own:
+                raise PackingError(
+                    f"--equal-cost chooses the documents of a step by cost: leave --{option} {value} out"
+                )
+        if given["rows_per_step"] == 1:
+            raise PackingError("--equal-cost evens the rows of a step, and --rows-per-step 1 gives it one: pass more")
+
+
+def check_steps(equal_cost: bool, rows_per_step: int | None) -> None:
+    """Refuse packed rows of equal cost without the number of rows of a step, and that number without them."""
+    if equal_cost and rows_per_step is None:
+        raise PackingError("--equal-cost needs --rows-per-step, how many rows of the files are trained together")
+    if rows_per_step is not None and not equal_cost:
+        raise PackingError(f"--rows-per-step {rows_per_step} has no effect without --equal-cost: pass both or neither")
 
 
 def _check_context(given: Mapping[str, Any], ranks: int) -> None:

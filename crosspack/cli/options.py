@@ -82,6 +82,14 @@ OrderOfTraining = Annotated[
 OrderBy = Annotated[
     str | None, typer.Option("--order-by", help="The column to sort or group by, a number or a text in each record.")
 ]
+EqualCost = Annotated[
+    bool,
+    typer.Option(
+        "--equal-cost",
+        help="Make the rows of a step for its ranks, so that they cost the same, where the slowest would take 2% more "
+        "than the mean.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
 TrustRemoteCode = Annotated[
     bool,

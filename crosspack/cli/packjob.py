@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from crosspack.cli.checks import check_order
+from crosspack.cli.checks import check_order, check_steps
 from crosspack.cli.console import OUT, warn
 from crosspack.cli.listing import digest
 from crosspack.cli.options import EncodedRecords, Engine, check_data
@@ -57,6 +57,8 @@ class PackOptions:
     packing: Strategy
     order: Order
     order_by: str | None
+    equal_cost: bool
+    rows_per_step: int | None
     form: Format
     rows_per_file: int
     keep: tuple[str, ...]
@@ -104,6 +106,7 @@ def open_job(given: PackOptions, part: Part) -> Job:
     """
     check_seed(given.seed)
     check_order(asdict(given))
+    check_steps(given.equal_cost, given.rows_per_step)
     rule = OverflowRule.checked(given.capacity, given.overflow, given.context, given.min_piece)
     if own := [name for name in given.keep if name in PACKED]:
         raise PackingError(
@@ -147,6 +150,7 @@ def open_job(given: PackOptions, part: Part) -> Job:
         given.max_segments,
         given.order,
         given.order_by,
+        given.rows_per_step,
     )
     run = {
         "kind": "run",
@@ -350,6 +354,8 @@ def finish_job(
         "packing": rules.packing,
         "order": rules.order,
         "order_by": rules.order_by,
+        "equal_cost": rules.equal_step is not None,
+        "rows_per_step": rules.equal_step,
         "seed": rules.seed,
         "records": totals.records,
         "bad_records": totals.counts["bad"],

@@ -13,6 +13,7 @@ from typing import Any
 from crosspack.cli import charts
 from crosspack.cli.charts import Bar, Segment
 from crosspack.cli.speed import duration
+from packing_core.errors import plural
 
 # Text has a contrast of at least 4.5 to its background and the colours of charts of at least 3, in both (tested).
 LIGHT = {
@@ -238,11 +239,20 @@ def _time(found: dict[str, Any]) -> str:
     row = {name: duration(seconds / 3600) for name, seconds in time["row_seconds"].items()}
     caption = escape(
         f"{of} Packing saves {duration(longest - packed)} of {duration(longest)} at most. A row takes {row['mean']} on "
-        f"average and {row['most']} at most."
+        f"average and {row['most']} at most.{_of_step(time)}"
     )
     lines = [[x["arrangement"], duration(x["hours"])] for x in time["hours"]]
     shown = charts.table("Estimated time of an epoch", ["arrangement", "time"], lines)
     return charts.figure(charts.bars("Estimated time of an epoch by arrangement", bars), caption, shown)
+
+
+def _of_step(time: dict[str, Any]) -> str:
+    """Says the time of a step of as many tokens as those of a measured run, if there is one."""
+    if "step_seconds" not in time:
+        return ""
+    count, mean, most = (time["step_seconds"][name] for name in ("rows", "mean", "most"))
+    taken = f"{duration(mean / 3600)} on average and {duration(most / 3600)} at most"
+    return f" A step of {plural(count, 'row')} takes {taken}."
 
 
 def _warnings(found: dict[str, Any]) -> str:

@@ -42,12 +42,12 @@ def weighted(data: str) -> tuple[str, float | None]:
     >>> weighted("a.jsonl:0.3"), weighted("s3://bucket/a"), weighted("a.jsonl")
     (('a.jsonl', 0.3), ('s3://bucket/a', None), ('a.jsonl', None))
     """
-    match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", data)
+    match = re.fullmatch(r"(.+):(-?(?:\d+\.?\d*|\.\d+)|nan|-?inf)", data)
     if match is None or os.path.exists(data):
         return data, None
-    if float(match[2]) <= 0:
-        raise PackingError(f"--data {data}: a weight is more than 0: leave the data out")
-    return match[1], float(match[2])
+    if not 0 < (weight := float(match[2])) < float("inf"):
+        raise PackingError(f"--data {data}: a weight is a number above 0: leave the data out, or give it one")
+    return match[1], weight
 
 
 def read_columns(given: Sequence[str] | None, known: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:

@@ -35,6 +35,7 @@ from crosspack.cli.page import page
 from crosspack.cli.progress import counted
 from crosspack.cli.speed import Speed, said_of
 from crosspack.cli.tables import (
+    cap_line,
     composition_table,
     computed_tokens,
     epoch_line,
@@ -146,6 +147,9 @@ def report(
         )
     speed = Speed.stated(shape, card) if measured is None else Speed.measured(measured, packed)
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
+    if max_segments is not None:
+        free = make_plan(documents, capacity, strategy=packing, seed=seed, **limits | {"max_segments": None})
+        OUT.print(cap_line(packed, free, max_segments), highlight=False)
     OUT.print(composition_table(composition, random.composition()))
     taken = hours(packed, speed, BATCHES, seed)
     if measured is None:
@@ -155,6 +159,8 @@ def report(
     for concern in warnings:
         warn(concern.text)
     timing: dict[str, Any] = {**speed.about, "hours": taken, "row_seconds": speed.of_row(packed)}
+    if step_seconds := speed.of_step(packed):
+        timing["step_seconds"] = step_seconds
     found: dict[str, Any] = {
         "data": opened.name,
         "tokenizer": opened.tokenizer,

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, plural
 from packing_core.planning.cost import Cost
 from packing_core.planning.packplan import PackPlan
 
@@ -40,11 +41,13 @@ class Speed:
         cost: the operations of the model's forward.
         per_second: operations of training a second.
         about: what the speed is of, for a page and ``--json``.
+        step: tokens with padding of a step of the measured run; None for a speed that was not measured.
     """
 
     cost: Cost
     per_second: float
     about: dict[str, Any]
+    step: float | None = None
 
     @staticmethod
     def stated(shape: str, gpu: str) -> Speed:
@@ -70,6 +73,7 @@ class Speed:
             steps = summary["runs"]["packed"]
             seconds = [step["seconds"] / step["slots"] for step in steps[1:] or steps]
             per_slot, device = float(np.median(seconds)), str(summary["device"])
+            step = float(np.median([step["slots"] for step in steps]))
             own = float(summary.get(PER_SLOT, 0.0))
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
             raise PackingError(
@@ -80,7 +84,8 @@ class Speed:
             raise PackingError(f"--run {folder} says that its steps took no time: train a few more steps")
         cost = Cost.operations(config)
         per_second = 3 * (own or per_token(rows, cost)) / per_slot
-        return Speed(cost, per_second, {"run": str(folder), "device": device, "tokens_per_second": 1 / per_slot})
+        about = {"run": str(folder), "device": device, "tokens_per_second": 1 / per_slot}
+        return Speed(cost, per_second, about, step)
 
     def hours(self, forward: float) -> float:
         """Hours of training that takes so many operations in the forward."""
@@ -92,9 +97,26 @@ class Speed:
 
     def of_row(self, rows: PackPlan) -> dict[str, float]:
         """Seconds that the mean row takes, and the most expensive one."""
-        padding = rows.capacity - rows.row_tokens
-        seconds = 3600 * self.hours(1.0) * (self.cost.of_rows(rows) + self.cost.tokens * padding)
+        seconds = self._of_rows(rows)
         return {"mean": float(seconds.mean()), "most": float(seconds.max())}
+
+    def of_step(self, rows: PackPlan) -> dict[str, float]:
+        """Seconds that the mean step takes, and the most expensive one, of as many tokens as the run's; {} without one.
+
+        ``rows`` is how many of them make such a step, 1 or more. They run one after the other on one device.
+        """
+        if self.step is None:
+            return {}
+        count = max(1, round(self.step / rows.capacity))
+        seconds = np.add.reduceat(self._of_rows(rows), np.arange(0, rows.n_rows, count))
+        whole = seconds[: rows.n_rows // count] if rows.n_rows >= count else seconds
+        return {"rows": count, "mean": float(whole.mean()), "most": float(whole.max())}
+
+    def _of_rows(self, rows: PackPlan) -> NDArray[np.float64]:
+        """Seconds that each row takes, whose padding costs what tokens do."""
+        padding = rows.capacity - rows.row_tokens
+        seconds: NDArray[np.float64] = 3600 * self.hours(1.0) * (self.cost.of_rows(rows) + self.cost.tokens * padding)
+        return seconds
 
 
 def of_run(config: Path, rows: PackPlan) -> dict[str, float]:
@@ -107,10 +129,14 @@ def of_run(config: Path, rows: PackPlan) -> dict[str, float]:
 def said_of(time: dict[str, Any]) -> str:
     """The time of an epoch by a measured run, in one line."""
     padded, packed = (x["hours"] for x in (max(time["hours"], key=lambda x: x["hours"]), time["hours"][-1]))
-    row = {name: duration(seconds / 3600) for name, seconds in time["row_seconds"].items()}
+    row, step = (
+        {name: duration(taken[name] / 3600) for name in ("mean", "most")}
+        for taken in (time["row_seconds"], time["step_seconds"])
+    )
     return (
         f"by {time['run']} on {time['device']}: an epoch takes {duration(packed)} packed and up to {duration(padded)} "
-        f"padded; a row takes {row['mean']} on average and {row['most']} at most"
+        f"padded; a row takes {row['mean']} on average and {row['most']} at most, a step of "
+        f"{plural(time['step_seconds']['rows'], 'row')} {step['mean']} and {step['most']}"
     )
 
 

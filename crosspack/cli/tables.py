@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from crosspack.cli.progress import LABELS
+from packing_core.errors import plural
 from packing_core.planning.composition import Composition
 from packing_core.planning.plan import PackPlan
 from packing_core.training.job import TrainResult
@@ -68,6 +69,14 @@ def saving_line(schedule: Schedule) -> str:
     return (
         f"an epoch computes {packed:,} tokens; padded batches of {schedule.padded_batch} would compute {padded:,}: "
         f"packing saves about {max(0.0, 1 - packed / padded):.0%} of the time"
+    )
+
+
+def cap_line(capped: PackPlan, free: PackPlan, cap: int) -> str:
+    """Compares rows of at most ``cap`` documents with rows of any number of them."""
+    return (
+        f"with at most {plural(cap, 'document')} a row: {plural(capped.n_rows, 'row')}, {capped.efficiency:.1%} full; "
+        f"without --max-segments {free.n_rows:,}, {free.efficiency:.1%} full"
     )
 
 

@@ -7,41 +7,36 @@ files. The model is written by the backend; the tokenizer and everything else of
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
 
 from crosspack.cli import launch, options
 from crosspack.cli.checks import read_mesh, used_options
-from crosspack.cli.console import OUT, figures, warn
-from crosspack.cli.figures import compare_figure
-from crosspack.cli.hub import create_repository, push
+from crosspack.cli.console import OUT, warn
+from crosspack.cli.hub import create_repository
 from crosspack.cli.images import have_images
 from crosspack.cli.outputs import Output, writing
 from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE, take_file
-from crosspack.cli.speed import of_run
-from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saved_line, saving_line, steps_table
+from crosspack.cli.tables import cap_line, lengths_table, saving_line, steps_table
 from crosspack.cli.tasks import train_task
 from crosspack.cli.traincommand import Steps, TrainCommand
+from crosspack.cli.trainresult import PICTURE, SUMMARY, report, report_finished
 from packing_core.errors import ContaminationError, plural
 from packing_core.extras import loaded, require
-from packing_core.training.checkpoints import FOLDER, remove_checkpoints, remove_older
+from packing_core.training.checkpoints import FOLDER
 from packing_core.training.job import Strategy, TrainJob, TrainResult, check_honoured
 from packing_core.training.options import Optimizer
 from packing_core.training.rates import Decay
 from packing_core.training.records import StepRecord
 from packing_core.training.tasks import TaskName
 
-SUMMARY, PICTURE = "crosspack.json", "compare.png"
 RESULTS = (
     PICTURE,
     RUN_FILE,
@@ -54,7 +49,7 @@ GROUPS = {
     "Data": (
         "data eval_data capacity overflow loss",
         "split eval_split column tokenizer limit on_error context min_piece max_segments packing order order_by "
-        "bos eos",
+        "equal_cost bos eos",
     ),
     "Model": ("model task lora dtype", "lora_alpha lora_dropout lora_targets merge_lora attention trust_remote_code"),
     "Steps": (
@@ -68,7 +63,6 @@ GROUPS = {
         "keep_checkpoints keep_best sample push_to_hub report_to eval_every padded_batch",
     ),
 }
-BUSY = 0.7  # of the processor time that an idle machine gives
 Trainer = Callable[[TrainJob], TrainResult]
 
 
@@ -143,6 +137,7 @@ def train(
     packing: options.Packing = "mixed",
     order: options.OrderOfTraining = "random",
     order_by: options.OrderBy = None,
+    equal_cost: options.EqualCost = False,
     rows_per_step: Annotated[int, typer.Option(min=1, help="Packed rows in an optimizer step.")] = 4,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Examples, or rows of --task classify and mlm, in a step of another --task.")
@@ -233,10 +228,10 @@ def train(
     with ExitStack() as stack:
         kept = _output(command, stack)
         if kept is not None and kept.finished:
-            _report_finished(kept)
+            report_finished(kept)
             return
         result = _run(command, prepared, trainer, kept, stack)
-        _report(command, prepared, result, kept)
+        report(command, prepared, result, kept)
     OUT.print(f"audit: [green]exact[/]: {result.audit.line}", highlight=False)
 
 
@@ -262,6 +257,8 @@ def _print_plan(command: TrainCommand, steps: Steps) -> None:
     OUT.print(lengths_table(lengths, trained=steps.schedule.corpus.n_trained))
     OUT.print(steps_table(steps.schedule))
     OUT.print(saving_line(steps.schedule), highlight=False)
+    if (free := steps.uncapped) is not None:
+        OUT.print(cap_line(steps.schedule.plans[0], free, command.given["max_segments"]), highlight=False)
     if steps.skipped:
         warn(f"left out {plural(len(steps.skipped), 'record')} that cannot be used, the first: {steps.skipped[0]}")
     if steps.evaluation is not None and command.held_out is not None:
@@ -339,81 +336,3 @@ def _run(command: TrainCommand, steps: Steps, trainer: Trainer, kept: Output | N
     if not result.audit.exact:  # nothing is published
         raise ContaminationError(f"audit: documents that are packed together see each other: {result.audit.line}")
     return result
-
-
-def _report(command: TrainCommand, steps: Steps, result: TrainResult, kept: Output | None) -> None:
-    """Prints a result and publishes the files of the output folder."""
-    OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
-    warn_if_busy(result.cpu)
-    if command.given["compare"]:
-        OUT.print(comparison_table(result))
-        folder = kept.partial if kept else Path("runs")
-        compare_figure(result, steps.schedule, folder / PICTURE, title=f"{command.name}, {result.device}")
-        OUT.print(f"picture: {(command.output or folder) / PICTURE}", highlight=False)
-    else:
-        OUT.print(_outcome(result.records["packed"]), highlight=False)
-        OUT.print(saved_line(steps.schedule, result.records["packed"]), highlight=False)
-    about = _about(result, command.given["backend"])
-    about |= {"samples": steps.samples} if steps.samples else {}
-    if kept is not None:
-        about |= of_run(kept.partial / "config.json", steps.schedule.plans[0])
-        _publish(command, steps, about, kept)
-    elif command.output is None and not command.given["compare"]:
-        OUT.print("nothing is kept: pass --output to keep the model")
-    if launch.rank() == 0:
-        figures(about)
-
-
-def _publish(command: TrainCommand, steps: Steps, about: Mapping[str, Any], kept: Output) -> None:
-    """Writes what stands beside the model, and puts the result in place of an earlier one."""
-    (kept.partial / "README.md").unlink(missing_ok=True)  # of peft, an empty form
-    steps.source.encoder.tokenizer.save_pretrained(kept.partial)
-    (kept.partial / SUMMARY).write_text(json.dumps({"crosspack": version("crosspack"), **about}, indent=1))
-    (kept.partial / RUN_FILE).write_text(command.run_file)
-    kept.publish()
-    # those of a run that was overwritten, or what a killed one left
-    if command.resume or command.given["save_every"]:
-        remove_older(kept.folder / FOLDER, command.given["keep_checkpoints"])
-    else:
-        remove_checkpoints(kept.folder / FOLDER)
-    OUT.print(f"model: {kept.folder}", highlight=False)
-    if command.given["push_to_hub"]:
-        OUT.print(f"pushed to {push(kept.folder, command.given['push_to_hub'])}", highlight=False)
-
-
-def _report_finished(kept: Output) -> None:
-    """Reports the result of an earlier run of the same options, data and model."""
-    figures(json.loads((kept.folder / SUMMARY).read_text()))
-    OUT.print(f"model: {kept.folder}, complete already: pass --overwrite to train again", highlight=False)
-
-
-def _outcome(records: list[StepRecord]) -> str:
-    """Summarises a run without ``--compare`` in a line."""
-    eval_loss = records[-1].eval_loss
-    evaluated = "" if eval_loss is None else f", evaluation loss {eval_loss:.4f}"
-    return (
-        f"{plural(len(records), 'step')}, {rate(records):,.0f} real tokens/s (median step), "
-        f"{padding(records):.1%} padding, loss {records[0].loss:.4f} to {records[-1].loss:.4f}{evaluated}"
-    )
-
-
-def warn_if_busy(cpu: float | None) -> None:
-    """Warn that speeds are unreliable if the steps got much less processor time than their threads could use."""
-    if cpu is not None and cpu < BUSY:
-        warn(
-            f"the steps got {cpu:.0%} of the processor time that their threads could use, so the machine is busy and "
-            "speeds are unreliable (losses are not): run it again when nothing else runs"
-        )
-
-
-def _about(result: TrainResult, backend: str) -> dict[str, Any]:
-    """Collects the entries on a run for crosspack.json and ``--json``."""
-    return {
-        "backend": backend,
-        "device": result.device,
-        "attention": result.attention,
-        "cpu": result.cpu,
-        "peak_bytes": result.peak_bytes,
-        "audit": asdict(result.audit),
-        "runs": {run: [asdict(record) for record in records] for run, records in result.records.items()},
-    }

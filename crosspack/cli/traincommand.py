@@ -18,7 +18,7 @@ from crosspack.cli import launch
 from crosspack.cli.checks import check_contradictions, check_output
 from crosspack.cli.console import OUT
 from crosspack.cli.listing import digest
-from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_tokens
+from crosspack.cli.models import SMALL_LLAMA, check_name, model_config, model_source, special_tokens
 from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.progress import counted
 from crosspack.cli.records import read_columns
@@ -30,6 +30,9 @@ from crosspack.reading.files import File
 from crosspack.reading.records import Records
 from packing_core.errors import PackingError, first_line
 from packing_core.extras import registered
+from packing_core.planning.cost import cost_of
+from packing_core.planning.epochs import plan_steps
+from packing_core.planning.plan import PackPlan
 from packing_core.planning.plan import plan as make_plan
 from packing_core.training.checkpoints import check_resume, has_checkpoint
 from packing_core.training.job import GROUP
@@ -138,6 +141,7 @@ class Steps:
         evaluation: those to evaluate on.
         prompts: the token ids of ``--sample``.
         skipped: why records were left out, under ``--on-error skip``.
+        uncapped: the rows of an epoch without ``--max-segments``, where there is one.
         samples: what the model made of the prompts, which the run fills.
     """
 
@@ -147,6 +151,7 @@ class Steps:
     evaluation: Schedule | None
     prompts: tuple[tuple[int, ...], ...] = ()
     skipped: list[str] = field(default_factory=list)
+    uncapped: PackPlan | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
@@ -170,11 +175,20 @@ class Steps:
         skip = (lambda _, error: skipped.append(first_line(error))) if lenient else None
         documents = islice(source.documents(capacity, overflow, key=given["order_by"], skip=skip), given["limit"])
         corpus = Corpus.collect(counted(OUT, "documents read", documents))
-        ordered = {"strategy": given["packing"], "order": given["order"], "keys": corpus.keys}
-        plans = tuple(
-            make_plan(corpus.documents.lengths, capacity, seed=seed + epoch, **ordered, **limits)
-            for epoch in range(given["epochs"])
-        )
+        known = given["model"] is not None
+        model = command.model if known else SMALL_LLAMA | special_tokens(tokenizer)
+        cost = cost_of([model_config(given["model"]) if known else model]) if given["equal_cost"] else None
+
+        def planned(epoch: int, **limits: Any) -> PackPlan:
+            lengths = corpus.documents.lengths
+            if cost is not None:
+                step = given["rows_per_step"]
+                return plan_steps(lengths, capacity, step, seed=seed, epoch=epoch, cost=cost, **limits)
+            ordered = {"strategy": given["packing"], "order": given["order"], "keys": corpus.keys}
+            return make_plan(lengths, capacity, seed=seed + epoch, **ordered, **limits)
+
+        plans = tuple(planned(epoch, **limits) for epoch in range(given["epochs"]))
+        uncapped = None if given["max_segments"] is None else planned(0, **limits | {"max_segments": None})
         schedule = Schedule(
             corpus,
             plans,
@@ -188,11 +202,9 @@ class Steps:
         if command.held_out is not None:
             held_out = replace(source, records=command.held_out)
             evaluation = _evaluation(held_out, capacity, limits, pad_id)
-        known = given["model"] is not None
-        model = command.model if known else SMALL_LLAMA | special_tokens(tokenizer)
         chats = bool(given["sample"]) and source.holds_chats()
         prompts = tuple(source.encoder.prompt(text, chat=chats) for text in given["sample"] or ())
-        return Steps(source, model, schedule, evaluation, prompts, skipped)
+        return Steps(source, model, schedule, evaluation, prompts, skipped, uncapped)
 
 
 def _policy(given: Mapping[str, Any]) -> Policy:

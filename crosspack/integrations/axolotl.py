@@ -11,11 +11,12 @@ from inspect import signature
 from typing import Any
 
 from axolotl.core.trainers import AxolotlTrainer
-from axolotl.integrations.base import BasePlugin
+from axolotl.integrations.base import BasePlugin, PluginManager
 from pydantic import BaseModel
 from transformers import Trainer
 
 from crosspack.integrations.options import pack_trainer, read_options, refuse
+from packing_core.errors import UnsupportedError
 
 _PLANNED = "says how its sampler plans, and rows are planned over the whole data set here: leave it out"
 _REFUSED = {
@@ -83,6 +84,10 @@ class CrosspackPlugin(BasePlugin):
         Raises:
             UnsupportedError: an option of axolotl asks for something that packing does not follow.
         """
+        if cfg.get("sample_packing") is False and not (cfg.get("rl") or cfg.get("reward_model")):
+            raise UnsupportedError(
+                "axolotl's sample_packing=False pads each document: leave out either that or the plugin"
+            )
         self.options = read_options(cfg.get("crosspack"), "crosspack")
         refuse(_REFUSED, cfg, "axolotl")
         refuse(_CUT, {name: size for name, size in cfg.items() if size != 1}, "axolotl")
@@ -98,9 +103,16 @@ class CrosspackPlugin(BasePlugin):
         return f"{CrosspackArgs.__module__}.{CrosspackArgs.__qualname__}"
 
     def get_trainer_cls(self, cfg: Any) -> type[Trainer] | None:
-        """Returns the trainer of language models; None where axolotl trains by one of TRL's."""
+        """Returns the trainer of language models; None where axolotl trains by one of TRL's.
+
+        Raises:
+            UnsupportedError: another plugin names a trainer as well, of which axolotl would take the first.
+        """
         if not _packs_rows(cfg):
             return None
+        for name, other in PluginManager.get_instance().plugins.items():
+            if other is not self and other.get_trainer_cls(cfg) is not None:
+                raise _two_trainers(name)
         adds = cfg.include_tkps or cfg.orpo_alpha or str(cfg.model_config_type).startswith("gemma4")
         return PackedTrainer if adds else PackedTrainerWithStockLoss
 
@@ -122,9 +134,19 @@ class CrosspackPlugin(BasePlugin):
 
         Raises:
             PackingError: as ``enable_packing``.
+            UnsupportedError: another plugin's trainer was built.
         """
+        if _packs_rows(cfg) and not isinstance(trainer, PackedTrainer):
+            raise _two_trainers(type(trainer).__name__)
         rows = {"capacity": cfg.sequence_len} if _packs_rows(cfg) else {}
         pack_trainer(trainer, self.options, **rows)
+
+
+def _two_trainers(other: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"axolotl trains by one trainer, and {other} is another than that of packed documents: leave out its plugin, "
+        "or crosspack.integrations.axolotl"
+    )
 
 
 def _packs_rows(cfg: Any) -> bool:

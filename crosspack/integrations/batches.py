@@ -27,7 +27,7 @@ _KNOWN = {"input_ids", "labels", "attention_mask", *CARRIED}
 
 
 class FirstBatch:
-    """Checks the first training batch of a run, and no other.
+    """Checks the first training batch of a run, and that the call of the model on it gets its segments.
 
     Args:
         audit: compare its logits with each document alone, and stop if they see each other.
@@ -47,11 +47,27 @@ class FirstBatch:
             return
         self.seen = True
         check_batch(batch, "train_dataloader")
-        if not self.audit:
-            return
-        report = audit_batch(module, batch)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(report)
+        if self.audit:
+            report = audit_batch(module, batch)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                print(report)
+        self._expect_segments(module, batch["input_ids"])
+
+    def _expect_segments(self, module: nn.Module, ids: Tensor) -> None:
+        """Let the first call of the model on these tokens raise if it comes without their segments."""
+
+        def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = kwargs.get("input_ids", args[0] if args else None)
+            if not (isinstance(given, Tensor) and given.shape == ids.shape and torch.equal(given, ids)):
+                return
+            handle.remove()
+            if "packed_lengths" not in kwargs:
+                raise PackingError(
+                    "the training step calls the model on a packed batch without its segments, so its documents would "
+                    f"see each other: it passes {', '.join(kwargs) or 'the tokens'}; call model(**batch)"
+                )
+
+        handle = _model_in(module).register_forward_pre_hook(check, with_kwargs=True)
 
 
 def check_batch(batch: Any, loader: str) -> None:
@@ -95,7 +111,7 @@ def audit_batch(module: nn.Module, batch: Mapping[str, Any]) -> str:
             f"the audit of a batch runs documents of tokens alone, and this one has {unknown[0]}: pass audit=False; "
             "crosspack.patch has audited the model"
         )
-    model: Any = next(each for each in module.modules() if isinstance(each, PreTrainedModel))
+    model = _model_in(module)
     lengths, training = batch["packed_lengths"], model.training
     ids, labels = (batch[name].reshape(-1).split(lengths) for name in ("input_ids", "labels"))
     trained = [i for i, each in enumerate(labels) if bool((each != -100).any())]
@@ -123,6 +139,10 @@ def audit_batch(module: nn.Module, batch: Mapping[str, Any]) -> str:
     if worst > tolerance or _difference(probed[replaced], packed[replaced]) <= leak:
         raise ContaminationError(f"audit: documents that are packed together see each other: {report}")
     return report
+
+
+def _model_in(module: nn.Module) -> Any:
+    return next(each for each in module.modules() if isinstance(each, PreTrainedModel))
 
 
 def _logits(model: Any, inputs: Mapping[str, Any], lengths: Any) -> tuple[Tensor, ...]:

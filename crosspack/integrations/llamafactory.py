@@ -93,16 +93,19 @@ def main(arguments: list[str]) -> None:
         PackingError: there is another command, or one process for several GPUs.
         UnsupportedError: as :func:`take_over`.
     """
-    if arguments[:1] != ["train"]:
+    is_v1 = os.environ.get("USE_V1", "0").lower() in ("1", "true", "y")
+    if not is_v1 and arguments[:1] != ["train"]:
         raise PackingError("the command is `train FILE.yaml [NAME=VALUE ...]`; llamafactory-cli has the others")
-    if os.environ.get("USE_V1", "0").lower() in ("1", "true", "y"):
-        raise UnsupportedError("LLaMA-Factory's v1 (USE_V1) has trainers of another kind: leave it out")
     if torch.cuda.device_count() > 1 and "LOCAL_RANK" not in os.environ:
         line = " ".join(arguments)
         raise PackingError(
             f"this is one process, and there are {torch.cuda.device_count()} GPUs: start it by `torchrun "
             f"--nproc-per-node {torch.cuda.device_count()} -m crosspack.integrations.llamafactory {line}`"
         )
+    if is_v1:
+        from crosspack.integrations import llamafactory_v1
+
+        return llamafactory_v1.main(arguments)
     sys.argv[1:] = arguments[1:]  # where read_args looks
     config = read_args()
     _PackedWhenBuilt.options = take_over(config)

@@ -57,5 +57,16 @@ def configure(**options: Any) -> None:
 
 
 def _any_attention(arguments: Any) -> None:
-    """Replaces a check of ms-swift's arguments; ``crosspack.patch`` checks what the model runs on."""
-    arguments.padding_free = arguments.padding_free or arguments.packing  # which the check sets as well
+    """Replaces a check of ms-swift's arguments; ``crosspack.patch`` checks what the model runs on.
+
+    Raises:
+        UnsupportedError: another trainer of ms-swift would join documents, which this plugin does not patch.
+    """
+    joined = arguments.padding_free or arguments.packing
+    if joined and TrainerFactory.get_trainer_cls(arguments) is not PackedSeq2SeqTrainer:
+        kind = getattr(arguments, "rlhf_type", arguments.task_type)
+        raise UnsupportedError(
+            f"ms-swift trains {kind} by a trainer that this plugin does not patch, and documents that it joins would "
+            "see each other in some models: leave out --padding_free and --packing, or the plugin"
+        )
+    arguments.padding_free = joined  # which the check sets as well

@@ -2,7 +2,6 @@
 
 ``packed_rows`` -> :class:`PackedDataLoader` packs documents into rows, whose positions restart with every document ->
 torchtitan makes its ``VarlenMetadata`` of the positions -> ``packed_attention`` -> :class:`PackedAttention` reads that.
-The two work alone as well: rows of torchtitan's own loaders, or its own attention on these rows.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
-from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.tokenizer import BaseTokenizer, MultiModalTokenizer
 from torchtitan.config import derive, override
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
@@ -47,7 +46,7 @@ class PackedAttention(VarlenAttention):
         """Attention of the tokens of each document among themselves, [B, L, N, H] -> [B, L, N, Hv].
 
         Raises:
-            UnsupportedError: the layer reads the log-sum-exp of its logits, as gpt-oss does, or is compiled.
+            UnsupportedError: the layer reads the log-sum-exp of its logits, is captured, or compiled without Triton.
             LayoutError: the documents of ``attention_masks`` do not cover the tokens.
         """
         if out_transform is not None:
@@ -55,10 +54,9 @@ class PackedAttention(VarlenAttention):
                 "this layer changes its output by the log-sum-exp of the logits (out_transform), which is not returned "
                 "here: leave packed_attention out, and torchtitan's varlen attention reads the same documents"
             )
-        if torch.compiler.is_compiling() or (q_BLNH.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if q_BLNH.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                "the segments of a batch are read outside of graphs, and this layer is compiled or captured: leave "
-                "model out of compile.components, and pass --training.disable_cuda_graphs"
+                "segments are read outside of CUDA graphs, this layer is captured: set --training.disable_cuda_graphs"
             )
         rows, length = q_BLNH.shape[:2]
         left, right = self.window_size
@@ -66,10 +64,11 @@ class PackedAttention(VarlenAttention):
             q_BLNH.flatten(0, 1),
             k_BLNH.flatten(0, 1),
             v_BLNH.flatten(0, 1),
-            _segments(attention_masks, rows * length),
+            segments_of(attention_masks, rows, length),
             causal=right == 0,
             window=None if left < 0 else left + 1,  # torchtitan's does not count the query itself
             scale=scale,
+            implementation="triton" if torch.compiler.is_compiling() else "auto",  # in a graph, without a break
         )
         return out.unflatten(0, (rows, length))
 
@@ -77,10 +76,12 @@ class PackedAttention(VarlenAttention):
 _built: Any = WeakTensorKeyDictionary()  # boundaries of a batch -> its segments, which all layers share
 
 
-def _segments(masks: VarlenMetadata, tokens: int) -> crosspack.PackedMetadata:
+def segments_of(masks: VarlenMetadata, rows: int, length: int) -> crosspack.PackedMetadata:
+    """Returns the segments of rows [rows, length], whose boundaries torchtitan cuts at the end of every row."""
+    if torch.compiler.is_compiling():  # a graph is for batches of any documents, of which none is longer than a row
+        return crosspack.PackedMetadata(masks.cu_seq_q, length, rows * length)
     if masks.cu_seq_q not in _built:
-        # torchtitan's boundaries begin with 0, end with B * L and cut at the end of every row
-        _built[masks.cu_seq_q] = crosspack.PackedMetadata(masks.cu_seq_q, masks.max_q, tokens)
+        _built[masks.cu_seq_q] = crosspack.PackedMetadata(masks.cu_seq_q, masks.max_q, rows * length)
     return _built[masks.cu_seq_q]
 
 
@@ -120,8 +121,9 @@ class _Documents:
 class PackedDataLoader(ParallelAwareDataloader):
     """Rows of ``seq_len`` tokens for torchtitan's trainer, packed by ``crosspack.stream``, resumed by its checkpoints.
 
-    Each batch is ``({"input": [B, L], "positions": [B, L]}, labels [B, L])``. Positions count from 0 in each document;
-    labels are shifted, as torchtitan's are, and no document's last token has one.
+    Each batch is ``({"input": [B, L], "positions": [B, L]}, labels [B, L])``, with ``special_tokens`` of a multimodal
+    tokenizer. Positions count from 0 in each document; labels are shifted, as torchtitan's are, and no document's last
+    token has one.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -152,6 +154,10 @@ class PackedDataLoader(ParallelAwareDataloader):
     ) -> None:
         given = config.documents
         self.infinite = config.infinite
+        self.of_every_batch: dict[str, Any] = {}
+        if isinstance(tokenizer, MultiModalTokenizer):  # models with a vision encoder ask for them, of text too
+            names = [f"{name}_id" for name in tokenizer.TOKEN_FIELDS]
+            self.of_every_batch = {"special_tokens": {name: getattr(tokenizer, name) for name in names}}
         rows = crosspack.StreamedRows(
             _Documents(given, tokenizer) if isinstance(given, str | PathLike) else given,
             seq_len,
@@ -171,11 +177,12 @@ class PackedDataLoader(ParallelAwareDataloader):
             snapshot_every_n_steps=snapshot_every_n_steps,
         )
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """Yields batches, of one epoch unless ``infinite``."""
         while True:
             for batch in super().__iter__():
-                yield _torchtitan_batch(batch)
+                inputs, labels = _torchtitan_batch(batch)
+                yield inputs | self.of_every_batch, labels
             if not self.infinite:
                 return
 

@@ -1,4 +1,4 @@
-"""``--order``: the documents of all units in, their rows in the order of training out, on disk.
+"""``--order`` and ``--equal-cost``: the documents of all units in, the rows of one plan in the order of training out.
 
 The plan needs the length and the key of every document, a few bytes each. Tokens are read for about a gigabyte of rows
 at a time: each time the units' files that these rows draw on, one after the other.
@@ -6,7 +6,7 @@ at a time: each time the units' files that these rows draw on, one after the oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,22 @@ import numpy as np
 
 from crosspack.packing.row_files import Rows, joined
 from crosspack.packing.unit import KEY, Rules
+from packing_core.planning.epochs import plan_steps
+from packing_core.planning.packplan import PackPlan
 from packing_core.planning.plan import plan
 
 TOGETHER = 1 << 26  # tokens of the rows that are made at a time
 
 
-def rows_in_order(files: Sequence[Path], rules: Rules) -> Iterator[Rows]:
+def planned_rows(files: Sequence[Path], rules: Rules) -> Iterator[Rows]:
     """Yields the rows in the order of training, some at a time.
 
     Args:
         files: the documents that units handed on, in the order of the input.
     """
     outlines = [Rows.outline(path) for path in files]
-    keys = None if rules.order_by is None else [key for _, values in outlines for key in values[KEY]]
     lengths = [segments for segments, _ in outlines]
-    made = plan(
-        np.concatenate(lengths),
-        rules.capacity,
-        max_segments=rules.max_segments,
-        seed=rules.seed,
-        order=rules.order,
-        keys=keys,
-    )
+    made = _plan(np.concatenate(lengths), [values for _, values in outlines], rules)
     first = np.cumsum([0, *map(len, lengths)])
     upto = np.cumsum(made.row_tokens)
     blocks = np.flatnonzero(np.diff(upto // TOGETHER, prepend=-1))
@@ -43,6 +37,15 @@ def rows_in_order(files: Sequence[Path], rules: Rules) -> Iterator[Rows]:
         counts = np.diff(made.row_offsets[begin : end + 1])
         wanted = made.source[made.row_offsets[begin] : made.row_offsets[end]]
         yield _gathered(files, first, wanted).take(np.argsort(np.argsort(wanted)), counts)
+
+
+def _plan(lengths: Any, values: Sequence[Mapping[str, Any]], rules: Rules) -> PackPlan:
+    """The rows of all documents, whose values the units kept."""
+    limits: dict[str, Any] = {"max_segments": rules.max_segments, "seed": rules.seed}
+    if rules.equal_step is not None:
+        return plan_steps(lengths, rules.capacity, rules.equal_step, **limits)
+    keys = None if rules.order_by is None else [key for of_unit in values for key in of_unit[KEY]]
+    return plan(lengths, rules.capacity, order=rules.order, keys=keys, **limits)
 
 
 def _gathered(files: Sequence[Path], first: Any, wanted: Any) -> Rows:

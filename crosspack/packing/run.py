@@ -1,7 +1,7 @@
 """A packing run: units by the workers, then files of their rows; resumes from a journal.
 
     stretches of the input -> units (workers) -> rows and leftovers on disk
-    leftovers of all units, in order          -> the last rows (this process); under --order, all rows
+    leftovers of all units, in order          -> the last rows (this process); under --order and --equal-cost, all rows
     rows of all units, in order               -> files of so many rows (workers)
 
 Everything that a finished unit leaves on disk is complete and on the device before the journal says so.
@@ -19,7 +19,7 @@ import numpy as np
 
 from crosspack.encoding.text import Encoder
 from crosspack.packing.journal import Journal
-from crosspack.packing.ordering import rows_in_order
+from crosspack.packing.ordering import planned_rows
 from crosspack.packing.row_files import Rows, joined
 from crosspack.packing.unit import (
     Key,
@@ -230,8 +230,8 @@ class Run:
         """
         rules, units = self.worker.rules, self.worker.units
         sequence = [(rows_file(folder_of(key), key), self.outcomes[key].rows) for key in sorted(self.outcomes)]
-        if rules.order != "random":
-            return self._pack_in_order(folder_of)
+        if rules.planned_at_once:
+            return self._pack_at_once(folder_of)
         limit = max(PACKED_TOGETHER, 64 * rules.capacity)
         held: list[Rows] = []
         made = Outcome(len(self.stretches), -1)
@@ -254,8 +254,8 @@ class Run:
             emit(last=True)
         return sequence
 
-    def _pack_in_order(self, folder_of: Callable[[Key], Path]) -> list[tuple[Path, int]]:
-        """Pack all documents, in the order of their training.
+    def _pack_at_once(self, folder_of: Callable[[Key], Path]) -> list[tuple[Path, int]]:
+        """Pack all documents by one plan.
 
         Raises:
             PackingError: keys are numbers in some records and texts in others.
@@ -269,7 +269,7 @@ class Run:
                 "every record a number, or every record a text"
             )
         sequence = []
-        for number, rows in enumerate(rows_in_order([left_file(folder_of(key), key) for key in keys], rules)):
+        for number, rows in enumerate(planned_rows([left_file(folder_of(key), key) for key in keys], rules)):
             path = rows_file(units, Key(len(self.stretches), number))
             write(path, rows)
             sequence.append((path, len(rows)))

@@ -57,9 +57,9 @@ class Rules:
     """Settings that decide the content of the rows.
 
     Attributes:
-        capacity, overflow, context, min_piece, packing, max_segments, seed, order: as in ``packing_core.plan``. Under
-            an order units pack nothing and hand all documents on.
+        capacity, overflow, context, min_piece, packing, max_segments, seed, order: as in ``packing_core.plan``.
         order_by: the column that holds the key of each record.
+        equal_step: rows of a step, which are to cost the same; None for rows of any cost.
         size: bytes of input of a unit.
         dtype: of the token ids, ``uint16`` or ``int32``.
         keep: columns of the records that are carried into the packed files.
@@ -77,6 +77,12 @@ class Rules:
     max_segments: int | None = None
     order: Order = "random"
     order_by: str | None = None
+    equal_step: int | None = None
+
+    @property
+    def planned_at_once(self) -> bool:
+        """Returns whether one plan of all documents decides the rows: units pack nothing and hand all of them on."""
+        return self.order != "random" or self.equal_step is not None
 
     @property
     def overflow_rule(self) -> OverflowRule:
@@ -170,8 +176,7 @@ def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: 
             outcome.keys.setdefault("text" if isinstance(values[KEY], str) else "number", str(found.where))
         gathered.add(found.document.ids, found.document.trained, values, tokens)
     documents = gathered.rows()
-    ordered = rules.order != "random"
-    full, left = (documents[:0], documents) if ordered else pack_documents(documents, rules, key)
+    full, left = (documents[:0], documents) if rules.planned_at_once else pack_documents(documents, rules, key)
     outcome.documents = fit.documents
     outcome.rows, outcome.tokens, outcome.trained = len(full), len(full.ids), int(np.count_nonzero(full.targets))
     outcome.left, outcome.left_tokens = len(left), len(left.ids)

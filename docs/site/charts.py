@@ -36,18 +36,6 @@ class Chart:
 
 
 CHARTS = {
-    "matter": Chart(
-        "Trained tokens until held-out documents have a loss of 0.459",
-        "What contamination costs in training",
-        "trained tokens to a loss of 0.459",
-        {
-            "packed exactly, or padded": ("exact",),
-            "packed, contaminated": ("contaminated",),
-            "documents cut at row ends": ("wrapped",),
-        },
-        "exactly",
-        "Retrieval of values from keys, a Llama of two layers from random weights, means of two seeds.",
-    ),
     "step": Chart(
         "Real tokens per second, Qwen2-0.5B shape, rows of 16,384, one H200",
         "The training step",

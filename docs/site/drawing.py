@@ -6,6 +6,7 @@ so that it is legible on a dark page too, which a picture knows nothing of.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from textwrap import wrap
@@ -16,6 +17,8 @@ WIDTH = 690  # of a page's text, in pixels
 FONT, CODE = 16, 14  # of a page's text and of code in it, in pixels
 MARGIN, LINE = 12, 22
 CHARACTER, BOLD = 9.3, 10.2  # of a letter in the widest of the usual fonts, on average, in pixels
+
+Point = tuple[float, float]
 
 
 @dataclass
@@ -56,6 +59,15 @@ class Drawing:
             'marker-end="url(#arrowhead)"/>'
         )
 
+    def line(self, points: Sequence[Point], colour: str, *, width: float = 2, dashed: bool = False) -> None:
+        style = ' stroke-dasharray="5 5"' if dashed else ""
+        self._shapes.append(
+            f'<polyline points="{_places(points)}" fill="none" stroke="{colour}" stroke-width="{width:g}"{style}/>'
+        )
+
+    def area(self, points: Sequence[Point], fill: str) -> None:
+        self._shapes.append(f'<polygon points="{_places(points)}" fill="{fill}"/>')
+
     def svg(self, caption: str) -> str:
         """Returns the file: the drawing, and the caption below it in as many lines as it takes.
 
@@ -81,6 +93,10 @@ class Drawing:
             + "\n".join((head, ground, *self._shapes))
             + "\n</svg>\n"
         )
+
+
+def _places(points: Sequence[Point]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
 def bars(title: str, measured: list[tuple[str, float, str]], *, highlight: str, caption: str) -> str:

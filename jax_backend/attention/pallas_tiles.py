@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_backend.attention.request import LOG2E, Request
+from jax_backend.hopper import has_large_shared_memory
 from jax_backend.segments import Interval
 
 _FAR = 2**30  # past every index
@@ -58,7 +59,7 @@ class KernelTiles:
 
 
 def tiles_for(request: Request) -> KernelTiles:
-    """The tiles for a request's platform, dtype and head width: the fastest of a sweep on an H200.
+    """The tiles for a request's platform, dtype and head width: the fastest of a sweep on an H200, where they fit.
 
     Where dkv has few programs, the one that walks a long document's queries for its first keys decides how long the
     kernel takes: its walks are divided.
@@ -74,6 +75,10 @@ def _undivided(request: Request) -> KernelTiles:
         small = Tile(32, 32, 4, 2)
         return KernelTiles(small, small, small)
     width = padded(max(request.head_dim, request.value_dim))
+    if width > 128 and not has_large_shared_memory():  # compiled for sm_86: at most 96 of 99 KB
+        if request.dtype == jnp.float32:
+            return KernelTiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 8, 1))
+        return KernelTiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 32, 4, 2))
     if request.dtype == jnp.float32:
         if width > 128:
             return KernelTiles(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen, nnx
 from jax.sharding import Mesh
 
@@ -15,6 +18,10 @@ from jax_backend.losses.cross_entropy import packed_cross_entropy
 from jax_backend.model.decoder import Decoder
 from jax_backend.placement import CONTEXT, TENSOR
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError, first_line
+
+logger = logging.getLogger(__name__)
+
+INPUTS = ("input_ids", "segment_ids", "position_ids")  # of a model, in the order in which it is called
 
 # (model, microbatch) -> (loss sum, weight sum) or (loss sum, weight sum, extra values by name)
 LossFunction = Callable[[Any, dict[str, jax.Array]], tuple[Any, ...]]
@@ -24,11 +31,34 @@ def causal_lm_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Arra
     """Sums of next-token losses and of weights, of a batch [B, S] that `to_batch` made.
 
     A `Decoder` keeps no logits; another module is called with ``input_ids, segment_ids, position_ids`` for its logits.
+
+    Raises:
+        UnsupportedModelError: the module's parameters are named for something else.
     """
     if isinstance(model, Decoder):
         return model.loss(batch)
-    logits = model(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+    check_signature(model)
+    logits = model(*(batch[name] for name in INPUTS))
     return packed_cross_entropy(logits, batch["targets"], weights=batch["loss_weights"])
+
+
+def check_signature(model: Any) -> None:
+    """Look at the names of the second and the third parameter of a module: they must not be those of something else.
+
+    Raises:
+        UnsupportedModelError: positions stand where segment ids are passed, or the other way round, or a mask, which
+            would make one document of all that is not 0.
+    """
+    try:
+        names = list(inspect.signature(model).parameters)
+    except (TypeError, ValueError):  # a callable without a signature
+        return
+    for at, foreign in ((1, ("position", "mask")), (2, ("segment", "mask"))):
+        if at < len(names) and any(word in names[at] for word in foreign):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} takes {', '.join(names)}, and is called with {', '.join(INPUTS)} in this "
+                f"order, so {names[at]} would receive {INPUTS[at]}: rename it, or pass a loss_fn that calls the model"
+            )
 
 
 def refuse_linen(model: Any) -> None:
@@ -63,7 +93,7 @@ def check_variables(params: nnx.State, rest: nnx.State) -> None:
 
 
 def check_optimizer(tx: Any) -> None:
-    """Look at the optimizer.
+    """Look at the optimizer, and warn of one that takes means of steps.
 
     Raises:
         PackingError: it is no optax transformation.
@@ -74,6 +104,11 @@ def check_optimizer(tx: Any) -> None:
         )
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise PackingError(f"tx must be an optax transformation such as optax.adamw(1e-3), got {type(tx).__name__}")
+    if isinstance(tx, optax.MultiSteps) or isinstance(getattr(tx.update, "__self__", None), optax.MultiSteps):
+        logger.warning(
+            "optax.MultiSteps takes the mean of gradients that are means over the targets of a step, and packed rows "
+            "hold unequal numbers of targets: pass the microbatches as one batch [A, B, S], whose sums are divided once"
+        )
 
 
 def check_vocabulary(batch: Mapping[str, Any], vocabulary: int) -> None:

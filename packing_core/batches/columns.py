@@ -82,7 +82,7 @@ def read_columns(columns: Mapping[str, Any]) -> Documents:
     loss_mask = trained_tokens({name: ragged.pop(name).flat().values for name in TRAINED if name in ragged})
     offsets = _offsets(ragged["input_ids"].lengths)
     if marks:
-        segments = _segments(marks, offsets)
+        segments = _segments(marks, offsets, ragged["input_ids"].flat().values)
         real, offsets = ~segments.padding, _offsets(segments.documents)
         ragged = {name: Ragged(x.flat().values[real], offsets, name=name) for name, x in ragged.items()}
         loss_mask = None if loss_mask is None else loss_mask[real]
@@ -166,12 +166,13 @@ def _check_sizes(columns: Mapping[str, Ragged]) -> None:
             )
 
 
-def _segments(marks: Mapping[str, Any], offsets: Int64) -> FlatSegments:
+def _segments(marks: Mapping[str, Any], offsets: Int64, tokens: Any) -> FlatSegments:
     """The documents and the padding of examples; an example without boundaries is one document."""
     unmarked = marks.keys() == {"attention_mask"} and not is_numbered(marks["attention_mask"])
     one_each = {"position_ids": ranges(np.diff(offsets))} if unmarked else {}
     every_token = np.ones(offsets[-1], np.bool_)
-    segments = read_segments({**marks, **one_each}, offsets, needed=every_token, row_name="example")
+    all_marks = {**marks, **one_each}
+    segments = read_segments(all_marks, offsets, tokens=tokens, needed=every_token, row_name="example")
     real = np.diff(np.append(0, np.cumsum(~segments.padding))[offsets])
     if (example := first_true(real == 0)) is not None:
         raise LayoutError(f"example {example} has no tokens but padding: drop it")

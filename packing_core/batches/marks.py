@@ -31,9 +31,11 @@ PER_TOKEN = (*NUMBERS, "attention_mask", "position_ids")
 MARKS = (*LENGTHS, *BOUNDARIES, *PER_TOKEN)
 # What other packers call them (flash-attention and Megatron, torchtune, OLMo, MosaicML, MaxText), and the name here.
 OTHER_NAMES = {
-    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv"), "cu_seq_lens_q"),
-    **dict.fromkeys(("seq_lens", "seqlens", "doc_lens", "document_lengths"), "seq_lengths"),
-    **dict.fromkeys(("document_ids", "doc_ids", "sequence_id", "inputs_segmentation", "segmentation"), "segment_ids"),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"), "cu_seq_lens_q"),
+    **dict.fromkeys(("cu_seq_lens", "cu_doc_lens", "cumulative_seqlens"), "cu_seq_lens_q"),
+    **dict.fromkeys(("seq_lens", "seqlens", "doc_lens", "document_lens", "document_lengths"), "seq_lengths"),
+    **dict.fromkeys(("document_ids", "doc_ids", "sequence_id", "sequence_ids"), "segment_ids"),
+    **dict.fromkeys(("inputs_segmentation", "segmentation"), "segment_ids"),
 }
 
 
@@ -61,7 +63,12 @@ class FlatSegments:
 
 
 def read_segments(
-    marks: Mapping[str, Any], row_offsets: Int64, *, needed: Bool | None = None, row_name: str = "row"
+    marks: Mapping[str, Any],
+    row_offsets: Int64,
+    *,
+    tokens: Array | None = None,
+    needed: Bool | None = None,
+    row_name: str = "row",
 ) -> FlatSegments:
     """The segments that ``marks`` describe.
 
@@ -74,6 +81,7 @@ def read_segments(
         marks: any of ``MARKS``. Values per token are flat, [T]; position_ids may be [3, T], or [4, T] with the text
             positions first. Lengths are a list per row, or one list over all rows.
         row_offsets: int64 [R+1], the first token of each row, then T.
+        tokens: [T], the token ids, of which ``segment_ids`` that count from 0 are told from padding.
         needed: bool [T], tokens that must not be padding merely because they stand after the last document of their
             row; None for none.
         row_name: what messages call a row.
@@ -86,6 +94,8 @@ def read_segments(
     if "attention_mask" in marks:
         padding |= _checked(marks["attention_mask"]) == 0
     numbers = {name: marks[name] for name in NUMBERS if name in marks}
+    if tokens is not None and len(tokens) and "segment_ids" in numbers:
+        rows.check_counts_from_one(numbers["segment_ids"], tokens)
     for name, values in numbers.items():
         padding |= values < 0 if name == "seq_idx" else (values == 0) | (values == -1)
     if is_numbered(marks.get("attention_mask")):
@@ -148,6 +158,22 @@ class _Rows:
         starts = np.ones(self.tokens, np.bool_)
         starts[1:] = (numbers[1:] != numbers[:-1]) | (self.row[1:] != self.row[:-1])
         return starts
+
+    def check_counts_from_one(self, ids: Array, tokens: Array) -> None:
+        """Check that no row begins with a document of segment 0, padding whose tokens are not all the same.
+
+        Raises:
+            LayoutError: it does.
+        """
+        real = np.append(0, np.cumsum(ids != 0))
+        before = np.repeat(real[self.offsets[:-1]], self.sizes)
+        leading = (real[1:] == before) & np.repeat(real[self.offsets[1:]] > real[self.offsets[:-1]], self.sizes)
+        first = np.repeat(tokens[np.minimum(self.offsets[:-1], self.tokens - 1)], self.sizes)
+        if (token := first_true(leading & (tokens != first))) is not None:
+            raise LayoutError(
+                f"segment_ids are 0, which is padding, up to {self.at(token)}, and the tokens there differ as those of "
+                "a document do: count documents from 1, or pass the numbers as seq_idx, which counts from 0"
+            )
 
     def numbered(self, numbers: Array, padding: Bool) -> Bool:
         """Marks the starts of numbered documents, bool [T].

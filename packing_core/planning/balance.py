@@ -20,7 +20,7 @@ from packing_core.errors import LayoutError, PackingError, within_memory
 from packing_core.hints import hinted
 from packing_core.planning.composition import Composition, composition
 from packing_core.planning.context import context_plan
-from packing_core.planning.cost import Cost, WeighedRows
+from packing_core.planning.cost import Cost, WeighedRows, checked_cost
 from packing_core.planning.pieces import MOST_TOKENS, check_seed, integer, positive
 from packing_core.planning.plan import PackPlan
 from packing_core.storage.arrays import as_array, read_only
@@ -170,9 +170,7 @@ def balance(
     """
     if not isinstance(plan, PackPlan) and not hasattr(plan, "parents"):
         raise PackingError(f"plan is a {type(plan).__name__}: pass what crosspack.plan, pack or pack_tree returns")
-    cost = Cost() if cost is None else cost
-    if not isinstance(cost, Cost):
-        raise PackingError(f"cost is {cost!r}: pass Cost(tokens=..., squares=...) or Cost.from_config(config)")
+    cost = checked_cost(cost)
     world_size, rows_per_step = positive("world_size", world_size), positive("rows_per_step", rows_per_step)
     seed = check_seed(seed)
     count = _count(plan)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from packing_core.errors import PackingError, within_memory
 from packing_core.hints import hinted
-from packing_core.planning.cost import Cost
+from packing_core.planning.cost import Cost, checked_cost
 from packing_core.planning.pieces import MOST_TOKENS, check_lengths, integer, positive
 from packing_core.storage.arrays import read_only
 
@@ -130,9 +130,7 @@ def context_plan(lengths: Any, ranks: int, *, cost: Cost | None = None, contiguo
     """
     checked = check_lengths(lengths)
     ranks = positive("ranks", ranks)
-    cost = Cost() if cost is None else cost
-    if not isinstance(cost, Cost):
-        raise PackingError(f"cost is {cost!r}: pass Cost(tokens=..., squares=...) or Cost.from_config(config)")
+    cost = checked_cost(cost)
     total = int(checked.sum())
     if total < ranks:
         raise PackingError(

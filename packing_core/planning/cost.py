@@ -148,6 +148,17 @@ class Cost:
         return row_costs
 
 
+def checked_cost(cost: Any) -> Cost:
+    """The cost that was given, or the default one for None.
+
+    Raises:
+        PackingError: it is something else.
+    """
+    if cost is not None and not isinstance(cost, Cost):
+        raise PackingError(f"cost is {cost!r}: pass Cost(tokens=..., squares=...) or Cost.from_config(config)")
+    return Cost() if cost is None else cost
+
+
 class WeighedRows(Protocol):
     """The parts of a ``PackedBatch`` that its rows are weighed by: ``rows``, ``lengths`` and ``offsets``, [S] each."""
 

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, plural
 from packing_core.planning.assignment import RowAssignment
 from packing_core.planning.balance import ShardedPlan, balance, balance_in_order
-from packing_core.planning.cost import Cost
+from packing_core.planning.cost import Cost, checked_cost
 from packing_core.planning.equal_cost import equal_cost_rows
 from packing_core.planning.mixed import FULL, most_rows
 from packing_core.planning.order import Order, OrderRule, ordered_rows
 from packing_core.planning.packplan import PackPlan
-from packing_core.planning.pieces import Overflow, OverflowRule, check_lengths, positive
+from packing_core.planning.pieces import Overflow, OverflowRule, check_lengths, integer, positive
 from packing_core.planning.plan import Strategy, plan
 
 Int64 = NDArray[np.int64]
@@ -78,9 +78,11 @@ def plan_epoch(
             more than that has the rows of the first.
 
     Raises:
-        PackingError: what ``plan`` raises, or there are fewer documents than ranks.
+        PackingError: what ``plan`` raises, ``seed`` or ``epoch`` is no integer of at least 0, or there are fewer
+            documents than ranks.
     """
-    ranks = positive("ranks", ranks)
+    ranks, seed, epoch = positive("ranks", ranks), _from_0("seed", seed), _from_0("epoch", epoch)
+    cost = checked_cost(cost)
     rule = OverflowRule.checked(positive("capacity", capacity), overflow, context, min_piece)
     lengths = check_lengths(lengths)
     pieces = rule.cut(lengths)
@@ -91,6 +93,7 @@ def plan_epoch(
     if equal_cost and (in_order or order != "random"):
         given = "in_order=True" if in_order else f'order="{order}"'
         raise PackingError(f"equal_cost=True chooses the documents of a step by cost: leave it or {given} out")
+    ordered = OrderRule.checked(order, keys, weights, len(lengths))
     if order == "random":
         strategy: Strategy = "sequential" if in_order else "mixed"
         draw = None if in_order else _draw(random)
@@ -99,7 +102,7 @@ def plan_epoch(
         most = len(pieces.length)
         count = drawn_plan.n_rows if in_order else most_rows(pieces.length, capacity, min(limit or most, most))
     else:
-        rule_of_pieces = OrderRule.checked(order, keys, weights, len(lengths)).of_pieces(pieces.source)
+        rule_of_pieces = ordered.of_pieces(pieces.source)
         rows = ordered_rows(rule_of_pieces, pieces.length, capacity, limit, np.random.PCG64([seed, 0]))
         count = int(len(rows.counts) / FULL)
         for _ in range(DRAWS if epoch else 0):
@@ -125,7 +128,7 @@ def plan_epoch(
         )
 
     cut = _cut_in_two(rows.offsets, -(-count // ranks) * ranks - len(rows.counts))
-    made, cost = planned(RowAssignment(cut, rows.order, rows.sizes)), cost or Cost()
+    made = planned(RowAssignment(cut, rows.order, rows.sizes))
     if ranks == 1 or in_order:
         steps = np.full(-(-made.n_rows // ranks) * ranks, made.n_rows, np.int64)
         steps[: made.n_rows] = np.arange(made.n_rows)
@@ -140,6 +143,67 @@ def plan_epoch(
             evener = balance(planned(levelled), ranks, cost=cost, seed=dealt_by)
             return min(dealt, evener, key=lambda sharded: sharded.imbalance)
     return dealt
+
+
+def plan_steps(
+    lengths: ArrayLike,
+    capacity: int,
+    rows_per_step: int,
+    *,
+    seed: int,
+    epoch: int = 0,
+    cost: Cost | None = None,
+    overflow: Overflow = "error",
+    context: int | None = None,
+    min_piece: int = 1,
+    max_segments: int | None = None,
+) -> PackPlan:
+    """The rows of one epoch, one step after the other; the rows of a step cost about the same.
+
+    So the ranks of a step finish together, whatever number of them shares its rows (``plan_epoch(equal_cost=True)``
+    with a rank for each row).
+
+    Args:
+        lengths, capacity, seed, epoch, cost, overflow, context, min_piece, max_segments: as in :func:`plan_epoch`.
+        rows_per_step: consecutive rows that are trained together.
+
+    Raises:
+        PackingError: what ``plan_epoch`` raises, or the documents make fewer pieces than a step has rows.
+    """
+    rule = OverflowRule.checked(positive("capacity", capacity), overflow, context, min_piece)
+    pieces = len(rule.cut(check_lengths(lengths)).length)
+    if pieces < positive("rows_per_step", rows_per_step):
+        raise PackingError(
+            f"equal_cost=True needs a document for each row of a step, and there are {plural(pieces, 'document')} and "
+            f"rows_per_step={rows_per_step:,}: lower it, or leave equal_cost out"
+        )
+    dealt = plan_epoch(
+        lengths,
+        capacity,
+        seed=seed,
+        epoch=epoch,
+        overflow=overflow,
+        context=context,
+        min_piece=min_piece,
+        max_segments=max_segments,
+        ranks=rows_per_step,
+        cost=cost,
+        equal_cost=True,
+    )
+    order = dealt.steps.reshape(-1)
+    return dealt.plan.select(order[order < dealt.plan.n_rows])
+
+
+def _from_0(name: str, value: Any) -> int:
+    """``value`` as an integer of at least 0.
+
+    Raises:
+        PackingError: it is none.
+    """
+    number = integer(value)
+    if number is None or number < 0:
+        raise PackingError(f"{name} must be an integer of at least 0, got {value!r}")
+    return number
 
 
 def _draw(random: np.random.PCG64) -> int:

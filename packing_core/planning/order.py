@@ -6,7 +6,8 @@ follow the order up to the length of a stage. A stream reads its documents in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -29,7 +30,7 @@ FEWEST_ROWS, STAGE_ROWS, STAGES = 4, 64, 16
 SHOWN = 5  # keys that a message lists
 
 
-class Sequence(NamedTuple):
+class Stages(NamedTuple):
     """Pieces in the order in which they are trained; stage s holds ``order[offsets[s]:offsets[s+1]]``."""
 
     order: Int64
@@ -120,7 +121,7 @@ class OrderRule:
         due = (upto - before[codes]) / self.weights[codes]
         return drawn[np.argsort(due, kind="stable")]
 
-    def sequence(self, lengths: Int64, capacity: int, shuffle: Shuffle) -> Sequence:
+    def stages(self, lengths: Int64, capacity: int, shuffle: Shuffle) -> Stages:
         """The documents in their order, and its stages: octaves of length, else up to ``STAGE_ROWS`` rows."""
         order = self.arrange(lengths, shuffle)
         if self.order == "curriculum":
@@ -129,7 +130,7 @@ class OrderRule:
             before = np.cumsum(lengths[order]) - 1
             rows = min(STAGE_ROWS, max(FEWEST_ROWS, int(before[-1]) // capacity // STAGES))
             stage = before // (rows * capacity)
-        return Sequence(order, np.append(np.flatnonzero(np.diff(stage, prepend=-1)), len(order)))
+        return Stages(order, np.append(np.flatnonzero(np.diff(stage, prepend=-1)), len(order)))
 
 
 def octaves(lengths: Int64) -> Int64:
@@ -150,13 +151,13 @@ def ordered_rows(
     does not fill a row joins the next one. A stage of the curriculum is drawn and its rows are shuffled by ``shuffle``;
     other stages keep the order inside them too.
     """
-    sequence = rule.sequence(lengths, capacity, shuffle)
+    stages = rule.stages(lengths, capacity, shuffle)
     drawn_by = shuffle if rule.order == "curriculum" else None
     sizes, room, limit = -(-lengths // alignment), capacity // alignment, max_segments or len(lengths)
     packed: list[tuple[Int64, Int64, Int64]] = []
-    moved = sequence.order[:0]
-    for begin, end in pairwise(sequence.offsets.tolist()):
-        taken = np.concatenate([moved, sequence.order[begin:end]])
+    moved = stages.order[:0]
+    for begin, end in pairwise(stages.offsets.tolist()):
+        taken = np.concatenate([moved, stages.order[begin:end]])
         rows = mixed(sizes[taken], room, min(limit, len(taken)), drawn_by)
         order, counts = taken[rows.order], np.diff(rows.offsets)
         moved = moved[:0]
@@ -186,7 +187,7 @@ def _coded(keys: Any, documents: int) -> tuple[NDArray[Any], Int64]:
     if len(array) != documents:
         raise PackingError(f"there are {len(array):,} keys and {documents:,} documents: pass one per document")
     if array.dtype.kind == "O" or (isinstance(keys, list | tuple) and array.dtype.kind in "US"):
-        _refuse_unlike(list(keys))
+        _refuse_unlike(keys if isinstance(keys, list | tuple) else array.tolist())
     elif array.dtype.kind in "fM" and (wrong := np.flatnonzero(array != array)).size:
         raise PackingError(f"the key of document {wrong[0]} is {array[wrong[0]]}: pass one that can be sorted")
     try:
@@ -196,7 +197,7 @@ def _coded(keys: Any, documents: int) -> tuple[NDArray[Any], Int64]:
     return found, codes.reshape(-1).astype(np.int64)
 
 
-def _refuse_unlike(keys: list[Any]) -> None:
+def _refuse_unlike(keys: Sequence[Any]) -> None:
     """Raise at the first key that is neither a text nor a number as the first one is."""
 
     def kind(key: Any) -> str:
@@ -231,7 +232,7 @@ def _weights_of(found: NDArray[Any], codes: Int64, weights: Any) -> Float64:
             raise PackingError(f"the key of document {document} is {name!r}, and weights has {known}: add its weight")
         value = weights[name]
         number_ok = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not number_ok or not np.isfinite(value) or value <= 0:
+        if not number_ok or not 0 < value <= sys.float_info.max:
             raise PackingError(f"the weight of {name!r} is {value!r}: pass a number above 0")
         values.append(float(value))
     return np.array(values)

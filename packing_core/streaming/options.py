@@ -18,7 +18,8 @@ StreamStrategy = Literal["mixed", "best_fit"]
 class StreamOptions:
     """The options of :func:`packing_core.stream` as numbers; ``checked`` makes them.
 
-    ``keys`` identifies the keys and weights of the ``order``.
+    ``keys`` identifies the keys and weights of the ``order``. ``equal_cost`` is the number of shards whose rows of a
+    step cost the same by ``cost``, 0 for rows in any order.
     """
 
     capacity: int
@@ -36,6 +37,8 @@ class StreamOptions:
     weighting: Weighting
     order: Order = "random"
     keys: str | None = None
+    equal_cost: int = 0
+    cost: str | None = None
 
     @staticmethod
     def checked(**given: Any) -> StreamOptions:
@@ -62,13 +65,19 @@ class StreamOptions:
         choice("weighting", given["weighting"], WEIGHTINGS)
         if given["order"] != "random" and given["strategy"] != "mixed":
             raise PackingError(f'order="{given["order"]}" packs mixed rows: leave strategy={given["strategy"]!r} out')
+        if given["equal_cost"] and given["order"] != "random":
+            raise PackingError(
+                f'equal_cost=True chooses the rows of a step by cost: leave it or order="{given["order"]}" out'
+            )
         return StreamOptions(**given | {"pad_id": pad_id})
 
     def state(self) -> dict[str, Any]:
-        """Returns the options that a state holds: those of the order only where there is one."""
+        """Returns the options that a state holds: those of the order, and of equal cost, only where there is one."""
         held = asdict(self)
         if self.order == "random":
             del held["order"], held["keys"]
+        if not self.equal_cost:
+            del held["equal_cost"], held["cost"]
         return held
 
     @property

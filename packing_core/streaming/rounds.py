@@ -17,6 +17,7 @@ from packing_core.planning.plan import PackPlan, plan
 from packing_core.streaming.pending import Pending, columns_of, read_now
 
 Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
 
 WASTE = 5e-4  # of the slots of the rows that leave a round; the rest waits for documents that fill it
 
@@ -81,6 +82,46 @@ def leaving(rows: PackPlan, most_pieces: int, most_tokens: int, old: NDArray[np.
     leaves[fullest[: _enough(tokens, fullest, most_tokens)]] = True
     leaves |= np.logical_or.reduceat(old, rows.row_offsets[:-1])
     return np.flatnonzero(leaves)
+
+
+def whole_steps(rows: PackPlan, gone: Int64, old: NDArray[np.bool_], share: int, before: int) -> Int64:
+    """The rows that leave where each ``share`` rows of the stream are a step: as many as make steps whole.
+
+    The emptiest rows stay, unless nothing would leave then, or a row that is old: the fullest others leave too.
+
+    Args:
+        rows: the plan of all that is pending.
+        gone: the rows that would leave.
+        old: [P] which pieces of the plan must leave.
+        before: rows that left in earlier rounds.
+    """
+    must, leaves = np.logical_or.reduceat(old, rows.row_offsets[:-1]), np.zeros(rows.n_rows, np.bool_)
+    leaves[gone] = True
+    count = (before + len(gone)) // share * share - before
+    if count < max(1, int(np.count_nonzero(must))):
+        count += share
+    return np.lexsort((-rows.row_tokens, ~leaves, ~must))[:count]
+
+
+def by_step(gone: Int64, costs: Float64, share: int, before: int, seed: list[int] | None) -> Int64:
+    """The rows that leave in an order in which each ``share`` rows of the stream cost about the same.
+
+    They are taken by falling cost. ``seed`` shuffles the steps, and the rows of each.
+
+    Args:
+        gone: their numbers.
+        costs: [R] of all rows of the plan.
+        before: rows that left in earlier rounds; a step that they began is completed first.
+    """
+    gone = gone[np.argsort(-costs[gone], kind="stable")]
+    begun = -before % share
+    first, gone = gone[:begun], gone[begun:]
+    whole = len(gone) // share * share
+    steps = gone[:whole].reshape(-1, share)
+    if seed is not None:
+        random = np.random.default_rng(seed)
+        steps = random.permuted(random.permutation(steps), axis=1)
+    return np.concatenate([first, steps.reshape(-1), gone[whole:]])
 
 
 def _enough(amount: Int64, order: Int64, most: int) -> int:

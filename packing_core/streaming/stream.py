@@ -21,6 +21,7 @@ from packing_core.batches.joining import concatenate
 from packing_core.batches.stored import Weighting
 from packing_core.errors import PackingError
 from packing_core.hints import hinted
+from packing_core.planning.cost import Cost, checked_cost
 from packing_core.planning.order import Order, OrderRule
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import Overflow, positive
@@ -29,7 +30,7 @@ from packing_core.streaming.options import StreamOptions, StreamStrategy
 from packing_core.streaming.ordered import OrderedSource
 from packing_core.streaming.pending import Pending
 from packing_core.streaming.reader import Reader
-from packing_core.streaming.rounds import leaving, make_rows, plan_round
+from packing_core.streaming.rounds import by_step, leaving, make_rows, plan_round, whole_steps
 from packing_core.streaming.sources import Source
 from packing_core.streaming.state import Mark, read_state, restore, sealed
 
@@ -62,6 +63,8 @@ def stream(
     order: Order = "random",
     keys: Any = None,
     weights: Mapping[Any, float] | None = None,
+    equal_cost: bool = False,
+    cost: Cost | None = None,
 ) -> PackStream:
     """Pack documents as they come. Iterating yields rows, each a PackedBatch of one row.
 
@@ -96,6 +99,9 @@ def stream(
             and the epoch; rows follow it up to a buffer, and are not shuffled. ``random`` reads them as they come. With
             ``curriculum`` and ``weighted``, pass ``lengths``, or every document is read once before for its length. To
             mix sources that are not sequences, pass :func:`packing_core.mix` as the source.
+        equal_cost: gives the rows that leave together such an order that each row of a shard costs about as much as the
+            rows of the other shards in its place. A state then loads onto as many shards alone.
+        cost: what a row costs there, by default ``Cost()``.
 
     Raises:
         PackingError: an option is out of range; while iterating also: a document is empty, or longer than ``capacity``
@@ -104,6 +110,9 @@ def stream(
     Whatever is raised while iterating, by the source too, loses nothing: what was read stays, and the next call opens
     the source again at the first document that was not. A bad document raises every time.
     """
+    if cost is not None and not equal_cost:
+        raise PackingError("cost has no effect without equal_cost=True: pass both, or leave cost out")
+    weighed = checked_cost(cost)
     options = StreamOptions.checked(
         capacity=capacity,
         buffer=buffer,
@@ -119,6 +128,8 @@ def stream(
         pad_id=pad_id,
         weighting=weighting,
         order=order,
+        equal_cost=part_of("shard", shard)[1] if equal_cost else 0,
+        cost=repr(weighed) if equal_cost else None,
     )
     given: Any = source
     if order == "random":
@@ -126,7 +137,8 @@ def stream(
     else:
         given = OrderedSource(source, order, keys, weights, seed=options.seed, lengths=lengths)
         options, lengths = replace(options, keys=given.rule.digest), None
-    return PackStream(given, options, shard=shard, worker=worker, rows_per_batch=rows_per_batch, lengths=lengths)
+    dealt: dict[str, Any] = {"shard": shard, "worker": worker, "rows_per_batch": rows_per_batch}
+    return PackStream(given, options, **dealt, lengths=lengths, cost=weighed)
 
 
 class PackStream:
@@ -157,8 +169,10 @@ class PackStream:
         worker: tuple[int, int] = (0, 1),
         rows_per_batch: int = 1,
         lengths: ArrayLike | None = None,
+        cost: Cost | None = None,
     ) -> None:
         self.options = options
+        self._cost = cost or Cost()
         self.capacity, self.seed = options.capacity, options.seed
         self.index, self.shards = part_of("shard", shard)
         part = part_of("worker", worker)
@@ -388,7 +402,10 @@ class PackStream:
         )
 
     def _leaving(self, rows: PackPlan) -> Int64:
-        """The rows that leave in this round, shuffled by the seed unless they keep an order."""
+        """The rows that leave in this round: in steps of equal cost, shuffled by the seed unless they keep an order."""
+        shares, seed = self.options.equal_cost, None
+        if self.seed is not None and self.options.order == "random":
+            seed = [self.seed, self._epoch, self._round]
         if self._reader.exhausted:
             gone = np.arange(rows.n_rows)
         else:  # what stays now is looked at again after another buffer of documents
@@ -396,9 +413,11 @@ class PackStream:
                 self.options.max_age - self.options.buffer
             )
             gone = leaving(rows, self.options.buffer // 2, self.options.buffer_tokens // 2, old)
-        if self.seed is not None and self.options.order == "random":
-            gone = np.random.default_rng([self.seed, self._epoch, self._round]).permutation(gone)
-        return gone
+            if shares:
+                gone = whole_steps(rows, gone, old, shares, self._rows_before)
+        if shares:
+            return by_step(gone, self._cost.of_rows(rows), shares, self._rows_before, seed)
+        return gone if seed is None else np.random.default_rng(seed).permutation(gone)
 
     def _even_out(self) -> None:
         """After the last row: one row of padding for each shard that would otherwise have one row less.

@@ -24,7 +24,8 @@ FOLDER, STATE, PARTIAL = "checkpoints", "state.json", ".crosspack-partial-"
 # parts of a job's identity -> the options that decide them, where these have another name
 _DECIDED_BY = {
     "data": "--data, --split, --tokenizer, --loss, --bos or --eos",
-    "rows": "--capacity, --overflow, --context, --min-piece, --max-segments, --rows-per-step, --packing or --epochs",
+    "rows": "--capacity, --overflow, --context, --min-piece, --max-segments, --rows-per-step, --packing, --order, "
+    "--order-by, --equal-cost or --epochs",
     "learning rates": "--steps or --epochs",
 }
 

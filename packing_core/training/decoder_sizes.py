@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.planning.config_reader import ConfigReader
@@ -24,6 +24,25 @@ _NOT_GATED = (
     *("nemotron_h", "opt", "phi", "starcoder2"),
 )
 _ONE_BLOCK = ("mamba2", "nemotron_h")  # whose layers are a norm and a mixer, or a norm and an MLP
+Part = Literal["mlp", "projections"]  # of a layer: its MLP or experts; queries, keys and values, and all its norms
+LEVELS_OF_TILES = ("selective", "full", "offload")
+# Families whose every layer hands each norm to one part alone, which are attention by three projections and an MLP or
+# experts: long rows compute these with their norms by tiles. tests/torch_backend/test_tiled_families.py holds the list.
+_PROJECTIONS_BY_TILES = (
+    *(
+        "ernie4_5",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "granite",
+        "granitemoe",
+        "helium",
+        "llama",
+        "ministral3",
+    ),
+    *("mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+)
 # Names of kinds of layers in configs -> the kind.
 _ATTENTION, _BOTH, _ALONE = "attention", "attention beside a recurrent layer", "no mixer"
 _DELTA, _MAMBA2, _RG_LRU = "the gated delta rule", "Mamba-2", "RG-LRU"
@@ -66,7 +85,7 @@ class FeedForward(NamedTuple):
         """Returns the levels at which long rows compute it by tiles; experts keep a product at others."""
         if self.untiled == self.inner:
             return ()
-        return ("full", "offload") if self.routed else ("selective", "full", "offload")
+        return ("full", "offload") if self.routed else LEVELS_OF_TILES
 
     @property
     def inside(self) -> int:
@@ -88,12 +107,24 @@ class FeedForward(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """Describes equal layers of a decoder; ``norms``: inputs of norms that are as wide as the model."""
+    """Describes equal layers of a decoder.
+
+    Attributes:
+        norms: inputs of norms that are as wide as the model.
+        projections: whether tiles compute queries, keys and values, and each norm with what reads it.
+    """
 
     layers: int
     mixer: Mixer
     feed: FeedForward
     norms: int
+    projections: bool = False
+
+    @property
+    def tiles(self) -> frozenset[Part]:
+        """Returns the parts that long rows compute by tiles."""
+        parts: list[Part] = [*["mlp"] * bool(self.feed.tiled), *["projections"] * self.projections]  # type: ignore[list-item]
+        return frozenset(parts)
 
 
 @dataclass(frozen=True)
@@ -160,7 +191,7 @@ class DecoderSizes:
         for (kind, routed), count in kinds.items():
             without = family in _ONE_BLOCK and kind != _ALONE
             feed = FeedForward() if without else _feed_forward(family, width, find, read, routed=routed)
-            found.append(LayerSizes(count, mixer(kind), feed, norms))
+            found.append(LayerSizes(count, mixer(kind), feed, norms, family in _PROJECTIONS_BY_TILES))
         vocabulary = read("vocab_size", default=1)
         embedded = vocabulary * width * (1 if find("tie_word_embeddings") else 2)
         return cls(

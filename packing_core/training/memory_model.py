@@ -23,17 +23,18 @@ attention and MLP the input of the latter, and other mixers what their sizes say
 
 While a layer computes its gradients it holds what it recomputed, and either three columns in place of each inner one
 (halves, their product and the gradients of these) or the gradients of O, queries, keys and values. In long rows the
-MLP, or the experts, hold a tile of these. Experts keep their first product at "selective", in rows of any length.
+MLP, or the experts, hold a tile of these, and a norm and what reads it a tile of what it returns. Experts keep their
+first product at "selective", in rows of any length.
 Figures that this was compared with: benchmarks/RESULTS.md, levels of memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packing_core.training.decoder_sizes import DecoderSizes, LayerSizes
+from packing_core.training.decoder_sizes import LEVELS_OF_TILES, DecoderSizes, LayerSizes, Part
 
 GIB = 2**30
 LEVELS = ("none", "selective", "full", "offload")  # the fastest first
@@ -42,7 +43,7 @@ USABLE = 0.95  # of a device: its own context, and what the allocator cannot use
 # Chunks of the loss take a seventh of all logits, within these bounds: few sums in float32 where rows are long, and
 # little memory beside the activations where they are not. Each chunk reads and writes the gradient of the weight once.
 _CHUNKS, _LEAST_BYTES, _MOST_BYTES = 7, 2**29, 2**31
-# Rows from this length on compute MLPs and experts by tiles of so many tokens, at the levels that recompute them.
+# Rows from this length on compute MLPs, projections and experts by tiles of so many tokens, where they are recomputed.
 TILED_FROM, TILE = 65_536, 8_192
 _ON_THEIR_WAY = 2  # inputs of layers that offloading holds on the device: the last two to leave, or to come back
 _WORKSPACES = 144 * 2**20  # of the libraries of matrix products, on the streams of a step
@@ -62,7 +63,8 @@ class MemoryModel:
         gradients: of these, the gradients, which the first microbatch of a step makes in its backward.
         kept: at each level, what all layers keep for a token.
         work: at each level, what one layer holds beside that for a token while it computes its gradients.
-        tiled: as ``work`` in rows whose MLPs or experts are computed by tiles, without these; empty where none are.
+        tiled: as ``work`` in rows whose MLPs, projections or experts are computed by tiles, without these; empty where
+            none are.
         tile: of a layer, for a tile of its MLP or experts and the sums of their weights' gradients.
         hidden: of a token, one hidden state: the input of a layer.
         logits: of a token, in the dtype of the activations.
@@ -157,6 +159,7 @@ class MemoryModel:
         adapted: int | None = None,
         gradients: int | None = None,
         head: bool | None = None,
+        tiles: Collection[Part] | None = None,
     ) -> MemoryModel:
         """Returns the memory of training a decoder, by its sizes.
 
@@ -169,6 +172,7 @@ class MemoryModel:
             adapted: the sum of the ranks of a layer's adapters, where it is known.
             gradients: bytes of the gradients, where they are known.
             head: whether the output layer and the norms are trained; by ``rank`` if None.
+            tiles: the parts of layers that long rows compute by tiles; by the family if None.
 
         Raises:
             PackingError: the config does not say how large the model is, or a size is not one integer.
@@ -184,7 +188,9 @@ class MemoryModel:
         if adapted is None:
             adapted = 7 * rank if rank else 0
         kept = dict.fromkeys(LEVELS, 0)
-        works = []
+        works: list[dict[str, int]] = []
+        works_by_tiles: list[dict[str, int]] = []
+        levels: set[str] = set()
         for kind in sizes.kinds:
             statistics = kind.mixer.statistics + kind.feed.routing
             narrow = kind.norms * sizes.width + kind.mixer.kept + adapted
@@ -192,9 +198,13 @@ class MemoryModel:
             kept["none"] += kind.layers * (itemsize * (narrow + kind.feed.inner) + statistics)
             kept["selective"] += kind.layers * (itemsize * (narrow + first_product) + statistics)
             kept["full"] += kind.layers * itemsize * sizes.width
-            works.append(_work(sizes.width, kind, narrow, statistics, itemsize, trained=head))
-        work, tiled = ({level: max(each[level] for each in kinds) for level in kinds[0]} for kinds in zip(*works))
-        levels = {level for kind in sizes.kinds for level in kind.feed.tiled}
+            by_tiles = kind.tiles if tiles is None else {*tiles} & kind.tiles
+            for parts, found in ((set(), works), (by_tiles, works_by_tiles)):
+                found.append(_work(sizes.width, kind, narrow, statistics, itemsize, parts, trained=head))
+            levels.update(LEVELS_OF_TILES if "projections" in by_tiles else kind.feed.tiled if by_tiles else ())
+        work, tiled = (
+            {level: max(each[level] for each in kinds) for level in LEVELS} for kinds in (works, works_by_tiles)
+        )
         embedded = sizes.vocabulary * sizes.width if head else 0
         return cls(
             fixed=fixed,
@@ -216,46 +226,54 @@ def _tile(width: int, kind: LayerSizes, itemsize: int, *, trained: bool) -> int:
     feed = kind.feed
     if not feed.tiled:
         return 0
-    columns = feed.inside + 2 * width if feed.routed else 5 * feed.inner // 2
+    columns = feed.inside + 2 * width if feed.routed else 5 * feed.inner // 2 + 2 * width
     return itemsize * TILE * columns + (4 * feed.parameters if trained else 0)
 
 
 def _work(
-    width: int, kind: LayerSizes, narrow: int, statistics: int, itemsize: int, *, trained: bool
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns what a layer holds for a token while it computes its gradients, with a whole MLP and without one.
+    width: int,
+    kind: LayerSizes,
+    narrow: int,
+    statistics: int,
+    itemsize: int,
+    tiles: Collection[Part],
+    *,
+    trained: bool,
+) -> dict[str, int]:
+    """Returns what a layer holds for a token while it computes its gradients, but for what it holds of a tile.
 
     Three times count: in the MLP, in attention, and at the end, where products with each projection's weight wait to be
     added up. The order is that of compiled layers, which compute the gradients of weights and norms last.
+
+    Args:
+        tiles: the parts that are computed by tiles.
     """
     mixer, feed = kind.mixer, kind.feed
-    mlp = width + feed.inside  # with the normalised input
-    # normalised input, gradients of what attention reads and returns
-    around = width + mixer.gradients
-    # normalised input, gradients of what attention reads, and of that input by each of three projections
-    end = 4 * width + mixer.gradients - mixer.output
-    # what the second norm's weight reads: its input, and the gradient of its output by each half of a gated MLP
-    late, late_tiled = (2 * width, width) if trained else (0, 0)
-    second = width if trained else 0
     again = narrow - width  # what "full" recomputes, but for the inner columns
-    work = {
-        "none": max(mlp - feed.inner, around + late, end + late),
-        "selective": max(mlp - (feed.inner if feed.routed else 0), around + late, end + late),
-        "full": max(again + width + mlp, again - width + second + around + late, end + mixer.output + second + late),
-    }
-    tiled = {
-        "selective": max(2 * width, around + late_tiled, end + late_tiled),
-        "full": max(
-            again + 3 * width + feed.inside_tiles,
-            again - width + second + around + late_tiled,
-            end + mixer.output + second + late_tiled,
-        ),
-    }
-    tiled = {level: tiled[level] if level in feed.tiled or not feed.inner else work[level] for level in tiled}
-    recomputed = {"full": statistics}
-    found = [
-        {level: itemsize * columns + recomputed.get(level, 0) for level, columns in each.items()}
-        for each in (work, tiled)
-    ]
-    work, tiled = (each | {"offload": each["full"]} for each in found)
-    return work, tiled
+    with_norm = "projections" in tiles
+    norm_by_tiles = with_norm and "mlp" in tiles and not feed.routed
+    # what the second norm's weight reads: its input, and the gradient of its output by each half of a gated MLP
+    late = 0 if norm_by_tiles or not trained else width if "mlp" in tiles else 2 * width
+    second = width if trained and not norm_by_tiles else 0
+    # normalised input, gradients of what attention reads and returns
+    around = mixer.gradients + (0 if with_norm else width) + late
+    # normalised input, gradients of what attention reads, and of that input by each of three projections; of the
+    # layer's input alone where these are tiles
+    end = mixer.gradients - mixer.output + (width if with_norm else 4 * width) + late
+    work: dict[str, int] = {}
+    for level in ("none", "selective", "full"):
+        if "mlp" in tiles and level in feed.tiled:
+            mlp = (0 if norm_by_tiles else 2 * width) + (feed.inside_tiles if level == "full" else 0)
+        else:
+            kept = feed.inner if level == "none" or (level == "selective" and feed.routed) else 0
+            mlp = width + feed.inside - kept
+        if level == "full":
+            columns = max(
+                again + width + mlp,
+                again - width + second + around,
+                end + mixer.output + second,
+            )
+        else:
+            columns = max(mlp, around, end)
+        work[level] = itemsize * columns + (statistics if level == "full" else 0)
+    return work | {"offload": work["full"]}

@@ -242,6 +242,10 @@ def one_line(result) -> str:
     ("arguments", "says"),
     [
         (["--data", "absent.jsonl"], "--data absent.jsonl: no such file or folder"),
+        (["--data", "a:100:b.jsonl"], "--data a:100:b.jsonl: no such file or folder"),
+        (["--data", "a.jsonl:-1"], "--data a.jsonl:-1: a weight is a number above 0: leave the data out, or give it"),
+        (["--data", "a.jsonl:nan"], "--data a.jsonl:nan: a weight is a number above 0"),
+        (["--data", "a.jsonl:0"], "--data a.jsonl:0: a weight is a number above 0"),
         (["--model", "./absent"], "--model ./absent: no such folder or file, and not a hub name"),
         (["--tokenizer", "./absent"], "--tokenizer ./absent: no such folder or file, and not a hub name"),
         (["--backend", "abacus"], "--backend abacus: the installed ones are "),

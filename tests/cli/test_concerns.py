@@ -99,3 +99,23 @@ def test_the_report_says_what_is_wrong_and_what_to_do(tmp_path) -> None:
     assert all(text in page for text in told.values())
     shown = " ".join(run("report", "--data", path, "--capacity", 64).stderr.split())
     assert "crosspack: warning: 1 document of one token" in shown
+
+
+def test_the_report_warns_of_a_tail_and_of_steps_without_targets(tmp_path) -> None:
+    """Three quarters of the documents are long prompts, so some steps of eight rows hold nothing else."""
+    rng = np.random.default_rng(0)
+    short = [{"input_ids": rng.integers(3, 900, n).tolist()} for n in rng.integers(20, 60, 300)]
+    tail = [{"input_ids": rng.integers(3, 900, 1000).tolist()}]
+    prompts = [
+        {"input_ids": (ids := rng.integers(3, 900, 120).tolist()), "labels": [-100] * (120 - kept) + ids[-kept:]}
+        for kept in [110] * 60 + [2] * 180
+    ]
+    kinds = {}
+    for name, records, capacity in (("tail", short + tail, 1024), ("prompts", prompts, 128)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        result = run("report", "--data", path, "--capacity", capacity, "--json")
+        assert result.exit_code == 0, result.output
+        kinds[name] = {x["kind"]: x["count"] for x in json.loads(result.stdout)["warnings"]}
+    assert kinds["tail"] == {"tail": 1}
+    assert list(kinds["prompts"]) == ["near_empty_steps"]

@@ -1,4 +1,4 @@
-"""``crosspack pack --order``: rows in the order of training, the same bytes from parts and after a kill."""
+"""``crosspack pack --order`` and ``--equal-cost``: rows of one plan, the same bytes from parts and after a kill."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import crosspack
+from packing_core.planning.cost import Cost
+from packing_core.planning.epochs import plan_steps
 from packing_core.planning.order import octaves
 from packing_core.planning.plan import plan
 from tests.cli.test_pack_runs import killed_after, pack, result
@@ -90,6 +92,38 @@ def test_a_run_that_is_killed_and_started_again_gives_the_same_bytes(data, tmp_p
     assert result(tmp_path / "out") == result(tmp_path / "expected")
 
 
+def test_rows_of_a_step_cost_the_same_from_parts_and_after_a_kill(data, tmp_path):
+    lengths = np.random.default_rng(0).lognormal(np.log(512) - 1, 1.4, 120).clip(2, 8192).astype(int).tolist()
+    records = [{"input_ids": [10] * n, "id": d} for d, n in enumerate(lengths)]
+    (tmp_path / "tail.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    known = ["--data", tmp_path / "tail.jsonl", "--tokenizer", data / "tokenizer", "--capacity", 8192, "--workers", 1]
+    mixed = [*map(str, [*known, "--block-size", 40_000, "--keep", "id"])]
+    even = [*mixed, "--equal-cost", "--rows-per-step", "4"]
+
+    def slowest_over_mean(folder: Path) -> float:
+        costs = [Cost().of_segments(row["seq_lengths"]).sum() for row in crosspack.read(folder)]
+        steps = np.array(costs[: len(costs) // 4 * 4]).reshape(-1, 4)
+        return float(steps.max(axis=1).sum() / steps.mean(axis=1).sum())
+
+    pack(*mixed, "--output", tmp_path / "mixed")
+    pack(*even, "--output", tmp_path / "even")
+    expected = plan_steps(lengths, 8192, 4, seed=0).to_lists()
+    assert [list(row["id"]) for row in crosspack.read(tmp_path / "even")] == expected
+    assert slowest_over_mean(tmp_path / "even") < 1.01 < slowest_over_mean(tmp_path / "mixed")
+    manifest = json.loads((tmp_path / "even" / "manifest.json").read_text())
+    assert (manifest["equal_cost"], manifest["rows_per_step"]) == (True, 4)
+
+    killed = [*even, "--output", str(tmp_path / "out")]
+    assert killed_after(40, killed) == -signal.SIGKILL
+    pack(*killed)
+    assert result(tmp_path / "out") == result(tmp_path / "even")
+    for part in ("2/2", "1/2"):
+        pack(*even, "--part", part, "--output", tmp_path / "parts")
+    pack("--merge", "--output", tmp_path / "parts")
+    for path in (tmp_path / "even").glob("train*"):
+        assert (tmp_path / "parts" / path.name).read_bytes() == path.read_bytes()
+
+
 def test_records_without_a_key_are_named_and_skipped_on_demand(data, tmp_path):
     lines = (data / "data.jsonl").read_text().splitlines()
     for number, bad in ((7, {"day": None}), (9, {"day": [3]}), (500, {"day": "monday"})):
@@ -116,6 +150,16 @@ def test_records_without_a_key_are_named_and_skipped_on_demand(data, tmp_path):
         (["--order", "sorted"], "--order sorted needs --order-by, the column of the records to order by"),
         (["--order-by", "day"], "--order-by day has no effect under --order random"),
         (["--order", "curriculum", "--packing", "best_fit"], "--order curriculum packs mixed rows: leave --packing"),
+        (["--equal-cost"], "--equal-cost needs --rows-per-step, how many rows of the files are trained together"),
+        (["--rows-per-step", 4], "--rows-per-step 4 has no effect without --equal-cost: pass both or neither"),
+        (["--equal-cost", "--rows-per-step", 4, "--order", "curriculum"], "by cost: leave --order curriculum out"),
+        (["--equal-cost", "--rows-per-step", 4, "--packing", "best_fit"], "by cost: leave --packing best_fit out"),
+        (["--equal-cost", "--rows-per-step", 1], "and --rows-per-step 1 gives it one: pass more"),
+        (
+            ["--equal-cost", "--rows-per-step", 999],
+            "--equal-cost needs a document for each row of a step, and there are 600 documents and --rows-per-step 999:"
+            " lower it, or leave --equal-cost out",
+        ),
     ],
 )
 def test_contradictory_options_are_refused(data, tmp_path, options, said):

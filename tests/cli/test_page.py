@@ -206,9 +206,16 @@ def test_a_measured_run_gives_the_time_of_its_own_rows_and_of_others_by_their_co
     speed = Speed.measured(tmp_path, rows)
     assert speed.of_rows(rows) * 3600 == pytest.approx(4 * 0.5)
     assert speed.of_row(rows) == pytest.approx({"mean": 0.5, "most": 0.5})
+    assert speed.of_step(rows) == pytest.approx({"rows": 2, "mean": 1.0, "most": 1.0})
+    assert speed.of_step(plan([100] * 2, 200)) == pytest.approx({"rows": 2, "mean": 0.5, "most": 0.5}), (
+        "one row is left"
+    )
+    assert Speed.stated("llama-1b", "h100").of_step(rows) == {}
     token, square = 2 * 8 * 8 * 4 + 6 * 8, 2 * 8
     longer = (200 * token + 200**2 * square) / (200 * token + 2 * 100**2 * square)
     assert speed.of_rows(plan([200] * 4, 200)) * 3600 == pytest.approx(4 * 0.5 * longer)
+    uneven = plan([200, 200, *[100] * 6], 200, strategy="sequential", seed=None)  # five rows, two of one document
+    assert speed.of_step(uneven)["most"] == pytest.approx(longer) and 1.0 < speed.of_step(uneven)["mean"] < longer
     assert speed.about["tokens_per_second"] == pytest.approx(400)
     # The run's own rows were cheaper: documents of 50 tokens. Rows of longer ones take longer than its steps did.
     (tmp_path / "crosspack.json").write_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import types
@@ -13,7 +14,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from crosspack.cli import checks
+from crosspack.cli import checks, traincommand
+from packing_core.planning.cost import Cost
 from tests.cli.test_commands import losses, one_line, run, words
 
 
@@ -247,12 +249,53 @@ def test_rows_are_trained_in_the_order_of_a_column(order, column, tmp_path):
     assert "data.jsonl:8 has no topic, by which --order-by orders: give every record a number or a text" in refused
 
 
+def test_the_rows_of_a_step_cost_the_same_by_the_model_and_a_run_resumes_in_them(small, model, tmp_path, monkeypatch):
+    made, seen = traincommand.plan_steps, []
+    monkeypatch.setattr(traincommand, "plan_steps", lambda *a, **of: seen.append((a, of)) or made(*a, **of))
+    options = (
+        *small,
+        "--equal-cost",
+        "--rows-per-step",
+        3,
+        "--epochs",
+        2,
+        "--save-every",
+        1,
+        "--decay",
+        "constant",
+        "--warmup",
+        0,
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    result = run(*options, "--steps", 4, "--output", whole)
+    assert result.exit_code == 0, result.output
+    assert "with at most" not in words(result)
+    assert [(arguments[2], of["epoch"]) for arguments, of in seen] == [(3, 0), (3, 1)]
+    assert seen[0][1]["cost"] == Cost.from_config(json.loads(model.read_text()))
+    assert run(*options, "--steps", 2, "--output", parts).exit_code == 0
+    assert run(*options, "--steps", 4, "--output", parts, "--resume").exit_code == 0
+    assert losses(parts) == losses(whole) and len(losses(whole)) == 4
+
+
+def test_the_fill_that_a_cap_on_documents_costs_is_printed(small):
+    result = run(*small, "--max-segments", 1, "--steps", 1)
+    assert re.search(
+        r"with at most 1 document a row: (\d+) rows, \d+\.\d% full; without --max-segments \d+, \d+\.\d% full",
+        words(result),
+    ), result.output
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         (["--order", "sorted"], "--order sorted needs --order-by, the column of the records to order by"),
         (["--order-by", "day"], "--order-by day has no effect under --order random: pass --order sorted or grouped"),
         (["--order", "curriculum", "--packing", "best_fit"], "--order curriculum packs mixed rows: leave --packing"),
+        (
+            ["--equal-cost", "--order", "curriculum"],
+            "--equal-cost chooses the documents of a step by cost: leave --order",
+        ),
+        (["--equal-cost", "--rows-per-step", 1], "--equal-cost evens the rows of a step, and --rows-per-step 1 gives"),
     ],
 )
 def test_orders_that_contradict_other_options_are_refused(given, says):

@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from benchmarks._matter_figures import interval
 from docs.make_drawings import FOLDER, drawings
-from docs.site import charts, diagrams
+from docs.site import charts, diagrams, study
 from docs.site.drawing import BOLD, CHARACTER, CODE, FONT, MARGIN, WIDTH, Drawing
 
 PAGES = "\n".join(path.read_text() for path in (diagrams.ROOT / "docs").glob("*.md"))
@@ -64,6 +65,21 @@ def test_a_chart_has_a_bar_for_each_of_its_rows(name: str) -> None:
     chart, drawn = charts.CHARTS[name], charts.draw(name)
     for label, words in chart.rows.items():
         assert f">{label}</text>" in drawn and f">{charts.value_of(chart.section, chart.column, words)}</text>" in drawn
+
+
+def test_pictures_of_the_study_show_means_and_their_intervals() -> None:
+    ends = [study.runs("text")["contaminated", seed]["curve"][-1] for seed in range(5)]
+    assert all(end["tokens"] > 1_250_000 for end in ends) and interval([end["loss"] for end in ends])[1] < 0.05
+    assert ">154,001 ± 7,852</text>" in study.tokens_to_a_loss()
+    assert ">2.88 ± 0.26</text>" in study.gradients()
+    drawn = ElementTree.fromstring(study.PICTURES["text"]())
+    shapes = [shape.tag.rpartition("}")[2] for shape in drawn]
+    assert shapes.count("polygon") == 4, "a band for each way"
+    ends_at = [line.attrib["points"].split()[-1] for line in drawn if line.tag.endswith("polyline")][-4:]
+    heights = dict(
+        zip(("exact", "contaminated", "wrapped", "padded"), (float(p.split(",")[1]) for p in ends_at), strict=True)
+    )
+    assert heights["contaminated"] < heights["wrapped"] < heights["exact"], "a higher loss stands higher"
 
 
 def test_a_row_that_is_no_longer_measured_is_an_error() -> None:

@@ -23,7 +23,6 @@ from tests.processes import limited
 triton = pytest.importorskip("triton", reason="unsupported here: Triton has wheels for Linux alone")
 compiler = pytest.importorskip("triton.backends.compiler")
 
-SHARED_MEMORY = 232_448  # bytes that a block may ask for on compute capability 9.0
 MOSAIC_NAME = re.compile(rb"segment_attention_[a-z]+(?=_mosaic_gpu)")
 FORWARD, BACKWARD = "segment_attention_forward", "segment_attention_backward"  # on a Hopper GPU
 KERNELS = (FORWARD, "segment_attention_dq", "segment_attention_dkv")
@@ -107,14 +106,76 @@ def test_layers_share_the_compiled_kernels(device: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_compiled_kernels_fit_into_shared_memory(tmp_path: Path) -> None:
-    # For a GPU that takes all three from here; on a Hopper, Mosaic GPU's lowering itself refuses what does not fit.
-    for name, config in kernels(lowered(32, 8, 128, "bfloat16", device="NVIDIA B200").compiler_ir()).items():
+@pytest.mark.parametrize(
+    ("device", "capability", "kib", "width", "dtype"),
+    [
+        ("NVIDIA B200", 90, 227, 128, "bfloat16"),
+        ("NVIDIA B200", 90, 227, 256, "bfloat16"),
+        ("NVIDIA A100", 80, 163, 256, "bfloat16"),
+        ("RTX 4090", 89, 99, 64, "bfloat16"),
+        ("RTX 4090", 89, 99, 128, "bfloat16"),
+        ("RTX 4090", 89, 99, 256, "bfloat16"),
+        ("RTX 4090", 89, 99, 128, "float32"),
+        ("RTX 4090", 89, 99, 256, "float32"),
+    ],
+)
+def test_the_compiled_kernels_fit_into_shared_memory(
+    device: str, capability: int, kib: int, width: int, dtype: str, tmp_path: Path
+) -> None:
+    # On a Hopper, Mosaic GPU's lowering itself refuses what does not fit.
+    found = kernels(lowered(32, 8, width, dtype, device=device).compiler_ir())
+    assert set(found) == set(KERNELS)
+    for name, config in found.items():
         source = tmp_path / f"{name}.ttir"
         source.write_text(_text(config["ir"].value_bytes))
         options = {"num_warps": config["num_warps"].value, "num_stages": config["num_stages"].value}
-        compiled = triton.compile(str(source), target=compiler.GPUTarget("cuda", 90, 32), options=options)
-        assert compiled.metadata.shared <= SHARED_MEMORY, (name, compiled.metadata.shared)
+        compiled = triton.compile(str(source), target=compiler.GPUTarget("cuda", capability, 32), options=options)
+        assert compiled.metadata.shared <= kib * 1024, (name, compiled.metadata.shared)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"sinks": True, "window": 30},
+    {"softcap": 5.0, "causal": False},
+    {"return_lse": True, "scale": 0.3, "max_segments": 3},
+    {"keys": 512, "q_offset": 256, "window": 30},
+    {"parents": True, "max_ancestors": 1},
+    {"window": 30, "causal": False, "return_lse": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("device", "width", "expected"),
+    [
+        ("NVIDIA H200", 128, {FORWARD, BACKWARD}),
+        ("NVIDIA H200", 96, set(KERNELS)),
+        ("RTX 4090", 256, set(KERNELS)),
+    ],
+)
+def test_every_option_lowers_with_its_gradients(
+    device: str, width: int, expected: set[str], options: dict[str, Any]
+) -> None:
+    if "softcap" in options:  # which Hopper's own kernels do not take
+        expected = set(KERNELS)
+    keys = options.get("keys", 256)
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device, num_cores=132, platform="cuda"))
+    shapes = [(1, tokens, heads, width) for tokens, heads in ((256, 8), (keys, 2), (keys, 2))]
+    floats = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes] + [jax.ShapeDtypeStruct((8,), jnp.float32)]
+    ids, key_ids = (jax.ShapeDtypeStruct((1, tokens), jnp.int32) for tokens in (256, keys))
+
+    def loss(
+        q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: jax.Array, key_ids: jax.Array
+    ) -> jax.Array:
+        arrays = {"sinks": sinks, "parents": ids}
+        given = {name: arrays[name] if value is True and name in arrays else value for name, value in options.items()}
+        if given.pop("keys", None):
+            given["kv_segment_ids"] = key_ids
+        found = segment_attention(q, k, v, ids, implementation="pallas", **given)
+        return jnp.stack([x.astype(jnp.float32).sum() for x in jax.tree.leaves(found)]).sum()
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(*floats, ids, key_ids)
+        assert set(kernels(traced.lower(lowering_platforms=("cuda",)).compiler_ir())) == expected
 
 
 WITHOUT_A_LOWERING = """

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from jax_backend import find_segments, segment_attention
 from jax_backend.attention import pallas_tiles, request_for
@@ -97,3 +98,16 @@ def test_only_few_programs_divide_their_walks() -> None:
     assert parts(2, 16384) == 3
     assert parts(1, 8192) == pallas_tiles._MOST_PARTS
     assert parts(16, 16384) == parts(2, 16384, "cpu") == 1
+
+
+def test_wide_heads_take_smaller_tiles_where_shared_memory_is_not_large() -> None:
+    def rows(device: str, width: int) -> int:
+        q = jax.ShapeDtypeStruct((1, 256, 4, width), jnp.bfloat16)
+        mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device, num_cores=128, platform="cuda"))
+        with jax.sharding.use_abstract_mesh(mesh):
+            return tiles_for(request_for(q, q, q, platform="gpu")).forward.rows
+
+    large = ("NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA B200", "NVIDIA GB300")
+    others = ("NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "NVIDIA H", "")
+    assert [rows(device, 256) for device in large + others] == 4 * [128] + 4 * [64]
+    assert rows(others[0], 128) == rows(large[0], 128)

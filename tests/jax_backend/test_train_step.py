@@ -17,9 +17,9 @@ from jax_backend.batches import to_batch
 from jax_backend.model import weights
 from jax_backend.model.decoder import REMAT, Decoder, DecoderConfig
 from jax_backend.training.checkpoint import restore_state, save_state
-from jax_backend.training.objective import causal_lm_loss
+from jax_backend.training.objective import causal_lm_loss, check_optimizer
 from jax_backend.training.train_step import make_train_step
-from packing_core.errors import LayoutError, PackingError
+from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from tests.jax_backend.models import CONFIGS, documents, saved
 
 
@@ -327,6 +327,36 @@ def test_a_batch_that_lacks_a_key_or_mixes_shapes_is_refused() -> None:
         train_step.place({name: array for name, array in BATCHES[0].items() if name != "targets"})
     with pytest.raises(LayoutError, match=r"must share one shape \[A, B, S\] or \[B, S\]"):
         train_step.place(BATCHES[0] | {"targets": BATCHES[0]["targets"][:4]})
+
+
+class SwapsInputs(nnx.Module):
+    def __call__(self, input_ids, position_ids, segment_ids):
+        raise AssertionError("never called")
+
+
+class TakesMask(nnx.Module):
+    def __call__(self, input_ids, attention_mask, position_ids):
+        raise AssertionError("never called")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (SwapsInputs, "SwapsInputs takes .* so position_ids would receive segment_ids: rename it, or pass a loss_fn"),
+        (TakesMask, "so attention_mask would receive segment_ids"),
+    ],
+)
+def test_a_model_whose_parameters_are_named_for_something_else_is_refused(model, message) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        causal_lm_loss(model(), rows(1))
+
+
+@pytest.mark.parametrize("tx", [optax.MultiSteps(optax.sgd(1.0), 2), optax.sgd(1.0)])
+def test_an_optimizer_that_takes_means_of_steps_is_warned_of(tx, caplog) -> None:
+    for given in (tx, tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx):
+        caplog.clear()
+        check_optimizer(given)
+        assert ("optax.MultiSteps takes the mean" in caplog.text) == isinstance(tx, optax.MultiSteps)
 
 
 def test_rows_that_do_not_divide_over_the_devices_are_refused() -> None:

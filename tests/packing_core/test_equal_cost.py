@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from packing_core import Cost
 from packing_core.errors import PackingError
-from packing_core.planning.epochs import plan_epoch
+from packing_core.planning.epochs import plan_epoch, plan_steps
 from packing_core.planning.equal_cost import equal_cost_rows
 
 SQUARES = Cost(tokens=1, squares=1e-3)
@@ -81,3 +81,26 @@ def test_pieces_of_one_length_change_places_from_epoch_to_epoch():
 def test_an_order_of_the_documents_is_refused(given):
     with pytest.raises(PackingError, match="equal_cost=True chooses the documents of a step by cost: leave it or "):
         plan_epoch([1, 2, 3], 8, seed=0, equal_cost=True, **given)
+
+
+def test_steps_are_those_of_an_epoch_with_a_rank_for_each_row_one_after_the_other():
+    lengths, given = tail(1200, 32_768), {"seed": 1, "cost": Cost(tokens=1, squares=4e-5)}
+    steps = plan_steps(lengths, 32_768, 6, epoch=1, **given)
+    dealt = plan_epoch(lengths, 32_768, ranks=6, epoch=1, equal_cost=True, **given)
+    assert steps.to_lists() == [dealt.plan.to_lists()[row] for row in dealt.steps.reshape(-1)]
+    costs = given["cost"].of_rows(steps).reshape(-1, 6)
+    assert costs.max(axis=1).sum() < 1.03 * costs.mean(axis=1).sum()
+    with pytest.raises(PackingError, match="there are 2 documents and rows_per_step=3: lower it, or leave equal_cost"):
+        plan_steps([5, 4], 8, 3, seed=0)
+    assert plan_steps([5, 4], 4, 3, seed=0, overflow="split").n_rows == 3, "pieces count"
+
+
+def test_a_cost_that_is_none_is_refused_whatever_the_ranks():
+    with pytest.raises(PackingError, match="cost is 3: pass Cost"):
+        plan_epoch([1, 2, 3], 8, seed=0, cost=3)
+
+
+@pytest.mark.parametrize("wrong", [{"seed": -1}, {"seed": None}, {"seed": 0, "epoch": -1}, {"seed": 0, "epoch": 1.5}])
+def test_a_seed_or_an_epoch_that_is_no_count_is_refused(wrong):
+    with pytest.raises(PackingError, match="must be an integer of at least 0, got"):
+        plan_epoch([1, 2, 3], 8, **wrong)

@@ -6,6 +6,7 @@ import json
 from itertools import groupby
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -212,9 +213,16 @@ BAD = {
     "order": ({"order": "shortest"}, "order must be one of 'random', 'curriculum', 'sorted', 'grouped', 'weighted'"),
     "no keys": ({"order": "sorted"}, 'order="sorted" needs keys: pass one key per document'),
     "needless keys": ({"order": "curriculum", "keys": [1, 2, 3]}, 'keys has no effect under order="curriculum"'),
+    "keys without order": ({"keys": [1, 2, 3]}, 'keys has no effect under order="random"'),
+    "weights without order": ({"weights": {1: 1}}, 'weights has no effect under order="random"'),
     "count": ({"order": "grouped", "keys": ["a"]}, "there are 1 keys and 3 documents: pass one per document"),
     "none": ({"order": "grouped", "keys": ["a", None, "b"]}, "the key of document 1 is None: pass numbers for all"),
     "kinds": ({"order": "sorted", "keys": ["a", "b", 3]}, "the key of document 2 is 3 and that of document 0 is 'a'"),
+    "arrow": ({"order": "grouped", "keys": pa.array(["a", None, "b"])}, "the key of document 1 is None: pass numbers"),
+    "huge weight": (
+        {"order": "weighted", "keys": list("aab"), "weights": {"a": 1, "b": 10**400}},
+        "0: pass a number above 0",
+    ),
     "nan": ({"order": "sorted", "keys": np.array([1.0, np.nan, 2.0])}, "the key of document 1 is nan"),
     "lists": ({"order": "sorted", "keys": [[1], [2, 3], [4]]}, "keys is a list of other things"),
     "no weights": ({"order": "weighted", "keys": list("aab")}, 'order="weighted" needs weights'),
@@ -231,6 +239,11 @@ BAD = {
         "the weight of 'b' is 0: pass a number above 0",
     ),
 }
+
+
+def test_keys_may_be_a_column_of_arrow() -> None:
+    column = pa.chunked_array([["b", "a"], ["b"]])
+    assert plan([1, 2, 3], 8, order="sorted", keys=column, seed=None).to_lists() == [[1, 0, 2]]
 
 
 @pytest.mark.parametrize(("given_options", "text"), BAD.values(), ids=BAD)

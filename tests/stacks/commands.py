@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,53 @@ def llamafactory(data: Path, work: Path) -> None:
     main(["train", str(work / "train.yaml")])
 
 
+def llamafactory_v1(data: Path, work: Path) -> list[Run]:
+    """As ``USE_V1=1 python -m crosspack.integrations.llamafactory sft train.yaml``, by either of v1's strategies."""
+    import torch
+    from llamafactory.v1.core.base_trainer import BaseTrainer
+
+    from crosspack.integrations.llamafactory import main
+
+    work.mkdir(parents=True, exist_ok=True)
+    info = {"path": str(data / "chats.jsonl"), "source": "local", "converter": "alpaca"}
+    (work / "data.yaml").write_text(json.dumps({"chats": info}))
+    found: list[dict[str, Any]] = []
+    fit, clip = BaseTrainer.fit, torch.nn.utils.clip_grad_norm_
+
+    def recorded(self: Any) -> None:
+        rendered = self.renderer.process_samples([self.train_dataset[i] for i in range(len(self.train_dataset))])
+        documents = [(list(each["input_ids"]), list(each["labels"])) for each in rendered]
+        found.append({"before": weights_of(self.model), "config": self.model.config, "documents": documents})
+        found[-1]["name"] = f"v1's {type(self).__name__}, {self.args.batching_strategy}"
+        torch.nn.utils.clip_grad_norm_ = lambda parameters, *rest: keep(self.model, parameters, *rest)
+        fit(self)
+        found[-1]["steps"] = self.global_step
+
+    def keep(model: Any, *given: Any) -> Any:
+        found[-1]["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
+        return clip(*given)
+
+    BaseTrainer.fit = recorded
+    config = {
+        "model": str(data / "model"),
+        "crosspack": {"audit": True},
+        "template": "chatml",
+        "train_dataset": str(work / "data.yaml"),
+        "output_dir": str(work / "out"),
+        "batching_strategy": "padding_free",
+        "cutoff_len": CAPACITY,
+        "micro_batch_size": 12,  # documents
+        "global_batch_size": 24,
+        "num_train_epochs": 1,
+        "batching_workers": 0,
+        "bf16": False,
+    }
+    (work / "train.yaml").write_text(json.dumps(config))
+    os.environ["USE_V1"] = "1"
+    main(["sft", str(work / "train.yaml")])
+    return [Run(**each) for each in found]
+
+
 def swift(data: Path, work: Path) -> None:
     """As ``swift sft --external_plugins packed.py --packing true``."""
     work.mkdir(parents=True, exist_ok=True)
@@ -104,8 +152,21 @@ def swift(data: Path, work: Path) -> None:
     sft_main([text for name, value in options.items() for text in (f"--{name}", str(value))])
 
 
+_COMPILED = ["--compile.enable", "--compile.backend", "aot_eager"]
+_SCAN = ["crosspack.integrations.torchtitan_hybrids.packed_delta_net"]
+TITANS: tuple[tuple[str, str, list[str], list[str]], ...] = (  # configuration, name, options, further overrides
+    ("tiny", "Llama", [], []),
+    ("tiny", "Llama, compiled", _COMPILED, []),
+    ("hybrid", "Qwen3.5", [], _SCAN),
+    ("hybrid", "Qwen3.5, compiled", _COMPILED, _SCAN),
+)
+
+
 def torchtitan(data: Path, work: Path) -> list[Run]:
-    """As ``torchrun -m torchtitan.train --module tests.stacks.titan --config tiny --override.imports ...``."""
+    """As ``torchrun -m torchtitan.train --module tests.stacks.titan --config tiny --override.imports ...``.
+
+    Then with compiled layers, and both for a hybrid.
+    """
     from torchtitan.train import main
     from torchtitan.trainer import Trainer
 
@@ -115,32 +176,42 @@ def torchtitan(data: Path, work: Path) -> list[Run]:
     def recorded(self: Any, batches: Any) -> None:
         [model] = self.model_parts
         adapter = self.config.model_spec.state_dict_adapter(self.model_config, None)
-        named = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in model.named_parameters()}
-        weights = {name: p.full_tensor().detach().clone() for name, p in named.items()}
+
+        def in_transformers(named: dict[str, Any]) -> dict[str, Any]:
+            named = {re.sub(r"_checkpoint_wrapped_module\.|_orig_mod\.", "", name): x for name, x in named.items()}
+            return {name.replace(".language_model.", "."): x for name, x in adapter.to_hf(named).items()}
+
+        text = {name: p for name, p in model.named_parameters() if not name.startswith("vision_encoder.")}
+        before = in_transformers({name: p.full_tensor().detach().clone() for name, p in text.items()})
         train_step(self, batches)
-        gradients = {name: p.grad.full_tensor() for name, p in named.items()}
-        found.update(before=adapter.to_hf(weights), gradients=adapter.to_hf(gradients), name=type(self).__name__)
-        found["config"] = titan.transformers_config(self.model_config.vocab_size)
+        gradients = in_transformers({name: p.grad.full_tensor() for name, p in text.items()})
+        found.update(before=before, gradients=gradients)
 
     Trainer.train_step = recorded
     source = data / "tokens.jsonl"
     rows = "crosspack.integrations.torchtitan.packed_rows=" + json.dumps({"documents": str(source), "seed": 0})
-    options = {
-        "module": "tests.stacks.titan",
-        "config": "tiny",
-        "hf_assets_path": data / "model",
-        "dump_folder": work,
-        "training.local_batch_size": ROWS,
-        "training.global_batch_size": ROWS * STEP,
-        "training.seq_len": CAPACITY,
-        "debug.seed": 0,
-    }
-    words = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    sys.argv[1:] = [*words, "--override.imports", "crosspack.integrations.torchtitan.packed_attention", rows]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29537")
-    main()
+    imports = [rows, "crosspack.integrations.torchtitan.packed_attention"]
     documents = [json.loads(line) for line in source.read_text().splitlines()]
-    return [Run(documents=[(each["input_ids"], each["labels"]) for each in documents], steps=1, **found)]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29537")
+    runs = []
+    for config, name, more, replaced in TITANS:
+        options = {
+            "module": "tests.stacks.titan",
+            "config": config,
+            "hf_assets_path": data / "model",
+            "dump_folder": work / name.replace(", ", "-"),
+            "training.local_batch_size": ROWS,
+            "training.global_batch_size": ROWS * STEP,
+            "training.seq_len": CAPACITY,
+            "debug.seed": 0,
+        }
+        words = [text for option, value in options.items() for text in (f"--{option}", str(value))]
+        sys.argv[1:] = [*words, *more, "--override.imports", *imports, *replaced]
+        main()
+        described = titan.transformers_hybrid_config() if replaced else titan.transformers_config(titan.VOCABULARY)
+        trained = [(each["input_ids"], each["labels"]) for each in documents]
+        runs.append(Run(name=name, config=described, documents=trained, steps=1, **found))
+    return runs
 
 
 def unsloth(data: Path, work: Path) -> None:

@@ -21,7 +21,8 @@ def stand_ins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(STAND_INS)
     yield name
     for module in sys.modules.keys() - kept.keys():
-        if module.partition(".")[0] in {path.name for path in STAND_INS.iterdir()} or module.endswith(f".{name}"):
+        stood_in = module.partition(".")[0] in {path.name for path in STAND_INS.iterdir()}
+        if stood_in or module.startswith("crosspack.integrations."):
             del sys.modules[module]
 
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 from tests.stacks import commands, titan
 from tests.stacks.runs import Stack
 
+_LLAMAFACTORY = (
+    *("llamafactory", "transformers==5.6.0", "trl==0.24.0", "peft==0.18.1", "accelerate==1.11.0"),
+    *("datasets==4.0.0", "huggingface_hub==1.17.0", "tokenizers==0.22.2", "httpx", "httpcore", "anyio"),
+    *("certifi", "idna", "h11", "sniffio", "omegaconf", "antlr4-python3-runtime==4.9.3", "fire", "termcolor"),
+    *("tyro<0.9", "fsspec", "dill", "multiprocess", "xxhash", "torchdata==0.11.0"),
+)
+
 STACKS = {
     "axolotl": Stack(
         packages=(
@@ -21,16 +28,17 @@ STACKS = {
         environment={"AXOLOTL_DO_NOT_TRACK": "1", "ACCELERATE_USE_CPU": "true"},
     ),
     "llamafactory": Stack(
-        packages=(
-            *("llamafactory", "transformers==5.6.0", "trl==0.24.0", "peft==0.18.1", "accelerate==1.11.0"),
-            *("datasets==4.0.0", "huggingface_hub==1.17.0", "tokenizers==0.22.2", "httpx", "httpcore", "anyio"),
-            *("certifi", "idna", "h11", "sniffio", "omegaconf", "antlr4-python3-runtime==4.9.3", "fire", "termcolor"),
-            *("tyro<0.9", "fsspec", "dill", "multiprocess", "xxhash"),
-        ),
+        packages=_LLAMAFACTORY,
         shown=("llamafactory", "transformers", "trl", "accelerate", "peft"),
         train=commands.llamafactory,
         stand_in="llamafactory",
         absent=("torchaudio",),  # its wheels are built for one version of torch each
+    ),
+    "llamafactory-v1": Stack(
+        packages=_LLAMAFACTORY,
+        shown=("llamafactory", "transformers"),
+        train=commands.llamafactory_v1,
+        absent=("torchaudio",),
     ),
     "swift": Stack(
         packages=(
@@ -47,11 +55,13 @@ STACKS = {
         packages=(
             *("torchtitan==0.3.0", "spmd_types==0.2.3", "torch_checkpointing", "torchdata==0.11.0", "tyro", "einops"),
             *("docstring-parser", "shtab", "typeguard", "tensorboard"),
+            *("fla-core==0.5.2", "flash-linear-attention==0.5.2"),  # 0.6.0 has moved what torchtitan imports
         ),
-        shown=("torchtitan", "spmd-types", "torchdata"),
+        shown=("torchtitan", "spmd-types", "torchdata", "flash-linear-attention"),
         train=commands.torchtitan,
         stand_in="torchtitan",
-        prepare=titan.on_the_cpu,
+        environment={"TRITON_INTERPRET": "1"},
+        prepare=titan.prepare,
     ),
     "unsloth": Stack(
         packages=("unsloth", "unsloth_zoo"),

@@ -106,12 +106,30 @@ def test_trainers_of_trl_stay_axolotls(plugin, monkeypatch) -> None:
         ("batch_flattening", "auto", "the whole data set is packed here: leave it out"),
         ("streaming", True, "cuts documents into rows before the trainer sees them: leave it out"),
         ("use_pose", True, "gives documents positions with gaps, which packing would restart: leave it out"),
+        ("sample_packing", False, "pads each document: leave out either that or the plugin"),
         ("context_parallel_size", 2, "cuts rows, and documents with them: leave it out"),
     ],
 )
 def test_an_option_that_packing_cannot_follow_is_refused_by_name(plugin, option, value, way_out) -> None:
-    with pytest.raises(UnsupportedError, match=f"axolotl's {option}={value!r} .*{way_out}"):
+    with pytest.raises(UnsupportedError, match=f"axolotl's {option}={value!r} .*?{way_out}"):
         registered(plugin, **{option: value})
+
+
+def test_another_plugin_with_a_trainer_is_refused_whichever_comes_first(plugin, monkeypatch) -> None:
+    class Diffusion(plugin.BasePlugin):
+        def get_trainer_cls(self, cfg):
+            return transformers.Trainer
+
+    made, config = registered(plugin)
+    monkeypatch.setitem(plugin.PluginManager.get_instance().plugins, "axolotl.integrations.diffusion", Diffusion())
+    with pytest.raises(
+        UnsupportedError, match="one trainer, and axolotl.integrations.diffusion is another than that of"
+    ):
+        made.get_trainer_cls(config)
+    with pytest.raises(UnsupportedError, match="one trainer, and SimpleNamespace is another than that of packed"):
+        made.post_trainer_create(config, SimpleNamespace())
+    assert made.get_trainer_cls(Config(rl="dpo")) is None
+    registered(plugin, rl="dpo", sample_packing=False)
 
 
 def test_options_are_those_of_enable_packing(plugin) -> None:
@@ -130,7 +148,7 @@ def test_a_trainer_whose_audit_finds_a_leak_does_not_train(plugin, monkeypatch, 
     made = plugin.CrosspackPlugin()
     made.options = {"audit": True}
     with pytest.raises(ContaminationError, match="documents that are packed together see each other"):
-        made.post_trainer_create(Config(sequence_len=8), SimpleNamespace(is_world_process_zero=lambda: True))
+        made.post_trainer_create(Config(rl="dpo"), SimpleNamespace(is_world_process_zero=lambda: True))
     assert "contaminated" in capsys.readouterr().out
 
 

@@ -79,3 +79,19 @@ def test_batches_that_cannot_be_judged_are_refused_by_name(plugin) -> None:
     with pytest.raises(UnsupportedError, match=r"FSDPStrategy shards the model.*pass LightningPacking\(audit=False\)"):
         plugin.LightningPacking().setup(trainer("FSDPStrategy"), made, "fit")
     plugin.LightningPacking(audit=False, verify=False).setup(trainer("FSDPStrategy"), made, "fit")
+
+
+@pytest.mark.parametrize("audit", [True, False])
+def test_a_training_step_that_drops_the_segments_stops_the_run(plugin, audit) -> None:
+    callback, made = plugin.LightningPacking(audit=audit), module(llama())
+    callback.setup(trainer(), made, "fit")
+    batch = packed(made["model"])
+    callback.on_train_batch_start(trainer(), made, batch, 0)
+    made["model"](torch.zeros_like(batch["input_ids"]))  # other tokens, such as a teacher's
+    with pytest.raises(PackingError, match=r"without its segments, .* it passes labels; call model\(\*\*batch\)"):
+        made["model"](batch["input_ids"], labels=batch["labels"])
+    callback, again = plugin.LightningPacking(audit=audit), module(llama())
+    callback.setup(trainer(), again, "fit")
+    before = len(again["model"]._forward_pre_hooks)
+    callback.on_train_batch_start(trainer(), again, batch, 0)
+    assert again["model"](**batch).loss > 0 and len(again["model"]._forward_pre_hooks) == before

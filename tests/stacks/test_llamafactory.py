@@ -91,6 +91,3 @@ def test_the_launcher_refuses_what_it_would_run_wrongly(plugin, monkeypatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(PackingError, match="torchrun --nproc-per-node 2 -m crosspack.integrations.llama.* train a"):
         plugin.main(["train", "a.yaml"])
-    monkeypatch.setenv("USE_V1", "1")
-    with pytest.raises(UnsupportedError, match="v1 .USE_V1. has trainers of another kind: leave it out"):
-        plugin.main(["train", "a.yaml"])

@@ -68,8 +68,13 @@ def test_configure_gives_ms_swift_the_trainer_and_any_attention(plugin, monkeypa
     assert plugin._options == {"implementation": "sdpa"}
     mapping = sys.modules["swift.trainers"].TrainerFactory.TRAINER_MAPPING
     assert mapping["causal_lm"] == "crosspack.integrations.swift.PackedSeq2SeqTrainer"
-    taken = SimpleNamespace(packing=True, padding_free=False)
-    sys.modules["swift.arguments"].SftArguments._check_padding_free(taken)  # any attention implementation
+    check = sys.modules["swift.arguments"].SftArguments._check_padding_free
+    taken = SimpleNamespace(packing=True, padding_free=False, task_type="causal_lm")
+    check(taken)  # any attention implementation
     assert taken.padding_free, "--packing true joins documents without padding"
+    for other in ({"rlhf_type": "dpo", "task_type": "causal_lm"}, {"task_type": "embedding"}):
+        check(SimpleNamespace(packing=False, padding_free=False, **other))
+        with pytest.raises(UnsupportedError, match="by a trainer that this plugin does not patch, and documents that"):
+            check(SimpleNamespace(packing=False, padding_free=True, **other))
     with pytest.raises(PackingError, match="configure.. has no option pack"):
         plugin.configure(pack=1)

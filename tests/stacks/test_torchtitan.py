@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, UnsupportedError
+from tests.torch_backend.test_captured import interpreted as interpreted
 
 WORDS, WIDTH, HEADS, KEYS, CAPACITY = 20, 8, 4, 2, 12
 DOCUMENTS = [[(3 * i + j) % WORDS for j in range(n)] for i, n in enumerate((5, 3, 9, 2, 7, 4, 8, 6))]
@@ -156,7 +157,35 @@ def test_the_loader_of_training_alone_is_replaced_and_keeps_its_options(plugin) 
 def test_layers_share_the_segments_of_a_batch(plugin) -> None:
     attention = sys.modules["torchtitan.models.common.attention"]
     masks = attention.create_varlen_metadata_for_document(torch.tensor([[0, 1, 0, 1]]))
-    assert plugin._segments(masks, 4) is plugin._segments(masks, 4)
+    assert plugin.segments_of(masks, 1, 4) is plugin.segments_of(masks, 1, 4)
+
+
+def test_a_multimodal_tokenizer_gives_every_batch_its_special_tokens(plugin) -> None:
+    tokenizer = plugin.MultiModalTokenizer()
+    for number, name in enumerate(tokenizer.TOKEN_FIELDS):
+        setattr(tokenizer, f"{name}_id", number)
+    batches = [inputs for inputs, _ in loader(plugin, tokenizer=tokenizer)]
+    assert all(batch["special_tokens"]["video_id"] == 1 for batch in batches)
+    assert all("special_tokens" not in inputs for inputs, _ in loader(plugin))
+
+
+@pytest.mark.slow
+def test_one_graph_serves_batches_of_any_documents(plugin, interpreted) -> None:
+    attention = sys.modules["torchtitan.models.common.attention"]
+    layer = plugin.PackedAttention(plugin.packed_attention(attention.VarlenAttention.Config()))
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for lengths in ((5, 7), (1, 3, 8), (2, 2, 2, 6)):
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        masks = attention.create_varlen_metadata_for_document(positions)
+        q, k, v = (torch.randn(1, 12, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+        found, expected = (run(q, k, v, attention_masks=masks) for run in (compiled, layer))
+        torch.testing.assert_close(found, expected)
+        seed = torch.randn_like(found)
+        pairs = zip(*(torch.autograd.grad(out, (q, k, v), seed) for out in (found, expected)), strict=True)
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # one of any number of documents
 
 
 def test_what_packed_attention_cannot_follow_is_refused(plugin, monkeypatch) -> None:
@@ -168,6 +197,8 @@ def test_what_packed_attention_cannot_follow_is_refused(plugin, monkeypatch) -> 
     x = torch.ones(1, 4, 1, 4)
     with pytest.raises(UnsupportedError, match="log-sum-exp of the logits .out_transform.*leave packed_attention out"):
         layer(x, x, x, attention_masks=masks, out_transform=lambda out, lse: out)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(UnsupportedError, match="leave model out of compile.components, and pass --training.disable_"):
-        layer(x, x, x, attention_masks=masks)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="no packed attention for .*needs Triton and a GPU"):
+        torch.compile(layer, backend="eager", fullgraph=True)(x, x, x, attention_masks=masks)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match="this layer is captured: set --training.disable_cuda_graphs"):
+        layer(SimpleNamespace(is_cuda=True), x, x, attention_masks=masks)

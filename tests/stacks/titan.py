@@ -1,17 +1,41 @@
-"""A tiny Llama in torchtitan's trainer on the CPU, for which it has no device type of its own.
+"""A tiny Llama and a tiny Qwen3.5 in torchtitan's trainer on the CPU, for which it has no device type of its own.
 
-``python -m torchtitan.train --module tests.stacks.titan --config tiny`` names :func:`tiny`; :func:`on_the_cpu` comes
-before torchtitan is imported.
+``python -m torchtitan.train --module tests.stacks.titan --config tiny`` names :func:`tiny`, ``--config hybrid``
+:func:`hybrid`; :func:`prepare` comes before torchtitan is imported.
 """
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-WIDTH, HEADS, KEYS, LAYERS, CAPACITY = 32, 4, 2, 2, 64
+VOCABULARY, WIDTH, HEADS, KEYS, LAYERS, CAPACITY = 64, 32, 4, 2, 2, 64
+HYBRID = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def prepare() -> None:
+    """Make torchtitan run on the CPU, and its hybrid's reference in transformers run plain torch."""
+    on_the_cpu()
+    sys.modules["fla"] = None  # type: ignore[assignment] # not importable: its kernels, which transformers binds, need a GPU
+    import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    del sys.modules["fla"]
 
 
 def on_the_cpu() -> None:
@@ -28,15 +52,31 @@ def on_the_cpu() -> None:
 
 
 def tiny() -> Any:
-    """Returns the configuration of one step in float32."""
+    """Returns the configuration of one step of a Llama in float32."""
+    from torchtitan.models import llama3
+
+    spec = llama3.model_registry("debugmodel", attn_backend="varlen")
+    spec.model = model(VOCABULARY)
+    return _one_step(spec)
+
+
+def hybrid() -> Any:
+    """Returns the configuration of one step of a Qwen3.5 in float32: a gated delta net, then attention."""
+    from torchtitan.components.tokenizer import MultiModalTokenizer
+    from torchtitan.models import qwen3_5
+
+    spec = qwen3_5.model_registry("debugmodel", attn_backend="varlen")
+    spec.model = hybrid_model()
+    names = MultiModalTokenizer.TOKEN_FIELDS
+    return _one_step(spec, tokenizer=MultiModalTokenizer.Config(**{f"{name}_token": "<pad>" for name in names}))
+
+
+def _one_step(spec: Any, **options: Any) -> Any:
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.config import TrainingConfig
-    from torchtitan.models import llama3
     from torchtitan.trainer import Trainer
 
-    spec = llama3.model_registry("debugmodel", attn_backend="varlen")
-    spec.model = model(spec.model.vocab_size)
     return Trainer.Config(
         model_spec=spec,
         loss=CrossEntropyLoss.Config(),
@@ -44,6 +84,7 @@ def tiny() -> Any:
         training=TrainingConfig(
             seq_len=CAPACITY, steps=1, max_norm=1e9, mixed_precision_param="float32", disable_cuda_graphs=True
         ),
+        **options,
     )
 
 
@@ -86,4 +127,64 @@ def transformers_config(vocabulary: int) -> Any:
         num_key_value_heads=KEYS,
         max_position_embeddings=CAPACITY,
         rms_norm_eps=1e-5,
+    )
+
+
+def hybrid_model() -> Any:
+    """Returns the configuration of the hybrid, whose vision encoder is not called."""
+    from torchtitan.models import qwen3_5
+    from torchtitan.models.common import Embedding, Linear
+
+    vocabulary, width = HYBRID["vocab_size"], HYBRID["hidden_size"]
+    rotary = HYBRID["head_dim"] // 4
+    layers = qwen3_5._build_qwen35_layers(
+        rope=qwen3_5.MRoPE.Config(dim=rotary, max_seq_len=CAPACITY, theta=10000.0, mrope_section=[2, 1, 1]),
+        attn_backend="varlen",
+        n_layers=HYBRID["num_hidden_layers"],
+        dim=width,
+        n_heads=HYBRID["num_attention_heads"],
+        n_kv_heads=HYBRID["num_key_value_heads"],
+        head_dim=HYBRID["head_dim"],
+        rotary_dim=rotary,
+        hidden_dim=HYBRID["intermediate_size"],
+        n_key_heads=HYBRID["linear_num_key_heads"],
+        n_value_heads=HYBRID["linear_num_value_heads"],
+        key_head_dim=HYBRID["linear_key_head_dim"],
+        value_head_dim=HYBRID["linear_value_head_dim"],
+        full_attention_interval=2,
+    )
+    layers[0].delta_net.param_init["A_log"] = lasting
+    vision = {"dim": 16, "ffn_dim": 16, "num_layers": 1, "num_heads": 2, "out_hidden_size": width}
+    patches = {"patch_size": 4, "temporal_patch_size": 1, "spatial_merge_size": 1, "num_position_embeddings": 16}
+    return qwen3_5.Qwen35Model.Config(
+        vocab_size=vocabulary,
+        dim=width,
+        norm=qwen3_5._offset_norm(width),
+        tok_embeddings=Embedding.Config(
+            num_embeddings=vocabulary, embedding_dim=width, param_init=qwen3_5._EMBEDDING_INIT
+        ),
+        lm_head=Linear.Config(
+            in_features=width, out_features=vocabulary, param_init=qwen3_5._output_linear_init(width)
+        ),
+        layers=layers,
+        vision_encoder=qwen3_5._qwen35_vision_encoder_config(**vision, **patches),
+    )
+
+
+def lasting(weight: Any) -> None:
+    """Set decays so slow that a state of the document before would show, where torchtitan's forget it in a token."""
+    weight.data.uniform_(0.05, 0.5).log_()
+
+
+def transformers_hybrid_config() -> Any:
+    """Returns the hybrid as transformers describes it."""
+    from transformers.models.qwen3_5 import Qwen3_5TextConfig
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
+    return Qwen3_5TextConfig(
+        **HYBRID,
+        layer_types=["linear_attention", "full_attention"],
+        max_position_embeddings=CAPACITY,
+        rope_parameters=rope,
+        tie_word_embeddings=False,
     )

@@ -20,12 +20,12 @@ from transformers import (
 
 import torch_backend
 from packing_core import PackedDataset
+from packing_core.batches.joining import concatenate
 from packing_core.errors import CapacityError, KeywordError, LayoutError, PackingError
 from tests.processes import limited
 from tests.torch_backend.models import tiny
 from tests.torch_backend.test_encoders import encoder
 from torch_backend import PackedCollator, with_boundaries
-from torch_backend.collate import concatenate
 
 DOCUMENTS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
 

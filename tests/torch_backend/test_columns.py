@@ -10,7 +10,7 @@ import torch
 
 from packing_core.batches.columns import documents_of
 from packing_core.errors import LayoutError, PackingError
-from torch_backend import PackedCollator, pack_dataset
+from torch_backend import PackedCollator, pack_dataset, with_boundaries
 
 datasets = pytest.importorskip("datasets", reason="pack_dataset takes and returns one")
 
@@ -97,6 +97,21 @@ def test_an_example_of_padding_alone_is_refused(read: Reader) -> None:
 )
 def test_a_packed_row_is_cut_into_its_documents(read: Reader, marks: dict[str, Any]) -> None:
     assert read([{"input_ids": [1, 2, 3, 4, 5], **marks}]) == [([1, 2, 3], [-100, 2, 3]), ([4, 5], [-100, 5])]
+
+
+@readers
+def test_segment_ids_that_count_from_zero_are_told_from_padding(read: Reader) -> None:
+    with pytest.raises(LayoutError, match="segment_ids are 0, which is padding, up to token 1 of example 0.*seq_idx"):
+        read([{"input_ids": [5, 6, 7, 8, 9], "segment_ids": [0, 0, 0, 1, 1]}])
+    documents = read([{"input_ids": [0, 0, 7, 8, 9], "segment_ids": [0, 0, 1, 1, 2]}])
+    assert [ids for ids, _ in documents] == [[7, 8], [9]]
+
+
+def test_rows_whose_segment_ids_count_from_zero_are_told_from_padding() -> None:
+    collate = with_boundaries(dict)
+    ids, numbers = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]]), torch.tensor([[1, 1, 2, 2], [0, 0, 1, 1]])
+    with pytest.raises(LayoutError, match="up to token 1 of row 1"):
+        collate({"input_ids": ids, "segment_ids": numbers})
 
 
 @readers

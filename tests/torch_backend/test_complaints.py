@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,11 @@ def test_documents_of_one_token_stay_apart() -> None:
     assert (
         pack([[5], [6], [7, 8], [9]], 5, strategy="sequential", seed=None).position_ids.tolist() == positions.tolist()
     )
+
+
+def test_trl_computes_the_loss_of_grpo_itself() -> None:
+    source = (Path(find_spec("trl").submodule_search_locations[0]) / "trainer" / "grpo_trainer.py").read_text()
+    assert "def _compute_loss" in source and "liger_kernel.chunked_loss" not in source, "see 17 on the page"
 
 
 def test_the_page_names_a_test_that_exists_for_each_of_them() -> None:

@@ -10,8 +10,11 @@ import torch
 
 import crosspack
 from benchmarks import does_it_matter
+from benchmarks._matter_figures import interval, tokens_to
 from benchmarks._matter_tasks import retrieval
-from benchmarks.does_it_matter import INPUTS, Run, interval, tokens_to
+from benchmarks.does_it_matter import INPUTS, Run
+from docs.site.charts import RESULTS
+from docs.site.study import RUNS
 
 TINY = Namespace(steps=2, width=16, device="cpu", model="", rows=4, evaluations=2, noise_steps=2)
 
@@ -55,3 +58,14 @@ def test_intervals_are_those_of_student_and_tokens_lie_between_evaluations() -> 
     assert tokens_to(curve, 3.0) == 150
     assert tokens_to(curve, 5.0) == 100
     assert tokens_to(curve, 0.5) != tokens_to(curve, 0.5), "it never is"
+
+
+def test_the_tables_of_the_results_are_those_of_the_runs_that_are_kept(capsys) -> None:
+    said = does_it_matter._report([json.loads(line) for line in RUNS.read_text().splitlines()])
+    stated = {" ".join(line.split()) for line in RESULTS.read_text().splitlines()}
+    rows = [
+        " ".join(line.split())
+        for line in said.splitlines()
+        if line.startswith(("| exact", "| contam", "| wrap", "| pad"))
+    ]
+    assert len(rows) == 8 and set(rows) <= stated

@@ -56,6 +56,24 @@ def test_a_wrapper_may_call_forward(family: str) -> None:
     assert_same(found, truth, 2e-5)
 
 
+class PicksArguments(CallsForward):
+    """Leaves out what it does not know, as a head of somebody's own may."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None, **_: Any) -> Any:
+        return self.model(input_ids, attention_mask=attention_mask, labels=labels)
+
+
+def test_a_wrapper_that_leaves_out_the_boundaries_raises() -> None:
+    model = torch_backend.patch(PicksArguments(tiny("llama")))
+    batch = collate(documents())
+    for _ in range(2):
+        with pytest.raises(LayoutError, match="PicksArguments got a packed batch and called its model without the bou"):
+            model(**batch)
+    model(input_ids=batch["input_ids"])  # that is no packed batch
+    found = packed(torch_backend.patch(CallsForward(tiny("llama"))), documents())
+    assert found.loss.isfinite()
+
+
 @pytest.mark.parametrize("family", ["llama", "bert", "bloom"])
 def test_a_wrapper_may_call_forward_of_a_classifier(family: str) -> None:
     docs = [{"input_ids": d, "labels": i % 3} for i, d in enumerate(documents())]
@@ -227,6 +245,23 @@ def test_a_model_put_into_a_trainer_later_is_refused_until_it_is_patched(tmp_pat
     trainer.train()
 
 
+class PicksInputs(transformers.Trainer):
+    """Names what the model shall get, as many losses of people's own do."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return model(input_ids=inputs["input_ids"], labels=inputs["labels"]).loss
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_loss_that_leaves_out_the_boundaries_raises(tmp_path: Any, fast: bool) -> None:
+    data = [{"input_ids": x.tolist()} for x in documents()]
+    arguments = transformers.TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[])
+    trainer = PicksInputs(tiny("llama"), arguments, train_dataset=data)
+    enable_packing(trainer, capacity=64, fast=fast)
+    with pytest.raises(LayoutError, match="PicksInputs.compute_loss called the model without the boundaries"):
+        trainer.train()
+
+
 def test_a_train_step_takes_a_patched_model_alone() -> None:
     model = tiny("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -248,6 +283,7 @@ def test_a_train_step_takes_a_patched_model_alone() -> None:
         ("seq_lengths", [[3, 5]]),
         ("segment_ids", torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2]])),
         ("cu_seqlens", torch.tensor([0, 3, 8])),
+        ("cu_doc_lens", torch.tensor([0, 3, 8])),
         ("doc_lens", torch.tensor([[3, 5]])),
         ("sequence_id", torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])),
     ],

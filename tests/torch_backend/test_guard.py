@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from packing_core.errors import LayoutError
 from tests.torch_backend.guards import DeviceGuard, SlowCopy
-from torch_backend.hf.inputs import guard as guard_module
 from torch_backend.hf.inputs.guard import Guard, PendingCheck
 
 
@@ -81,21 +80,21 @@ def test_nothing_is_checked_while_operations_are_recorded(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     guard.check("kind", wrong(1), error)
     guard.poll()
-    monkeypatch.undo()
-    monkeypatch.setattr(guard_module.torch.compiler, "is_compiling", lambda: True)
-    guard.check("kind", wrong(1), error)
 
 
-def test_compiled_code_takes_the_check_without_a_graph_break() -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_takes_the_check_into_its_graph(backend: str) -> None:
     guard = Guard()
 
-    @torch.compile(backend="eager", fullgraph=True)
+    @torch.compile(backend=backend, fullgraph=True)
     def function(x: Tensor) -> Tensor:
         guard.poll()
         guard.check("kind", lambda: x > 0, error)
         return x + 1
 
-    assert torch.equal(function(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(function(-torch.ones(2)), torch.zeros(2))
+    with pytest.raises(RuntimeError, match="kind: a batch in a compiled model .* without torch.compile"):
+        function(torch.tensor([-1.0, 1.0]))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda guard: pickle.loads(pickle.dumps(guard))])

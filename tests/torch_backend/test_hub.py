@@ -20,6 +20,7 @@ from packing_core import reference
 from packing_core.errors import PackingError, UnsupportedError
 from tests.processes import run
 from torch_backend.hub import functions, package
+from torch_backend.segments import PackedMetadata
 
 needs_kernels = pytest.mark.skipif(find_spec("kernels") is None, reason="needs the library kernels")
 needs_accepted_kernels = pytest.mark.skipif(
@@ -236,6 +237,8 @@ def test_what_would_be_ignored_is_refused() -> None:
         functions.causal_conv1d_fn(torch.zeros(1, 2, 4), torch.zeros(2, 3), activation="gelu")
     for name, call in {
         "head_first": lambda: functions.chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0], head_first=True),
+        "allow_neg_eigval": lambda: functions.chunk_gated_delta_rule(x, x, x, x, x, allow_neg_eigval=True),
+        "cp_context": lambda: functions.chunk_gated_delta_rule(x, x, x, x, x, cp_context=object()),
         "initial_states": lambda: functions.causal_conv1d_fn(x[0], x[0, 0], initial_states=x),
     }.items():
         with pytest.raises(UnsupportedError, match=f"{name} is given, which these kernels do not follow"):
@@ -248,6 +251,43 @@ def test_metadata_is_made_once_for_the_same_boundaries_and_anew_when_they_change
     assert functions._metadata(bounds, 4, q) is first
     bounds[1] = 3
     assert functions._metadata(bounds, 4, q) is not first
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "seq_idx"])
+def test_layers_of_a_hybrid_share_what_is_made_of_the_boundaries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(functions, "gated_delta_rule", lambda q, k, v, *rest, **options: v)  # it needs Triton
+    for owner, function in ((PackedMetadata, "from_boundaries"), (functions, "_positions")):
+        real = getattr(owner, function)
+        monkeypatch.setattr(owner, function, lambda *a, real=real, **k: made.append(name) or real(*a, **k))
+    marks = {"cu_seqlens": torch.tensor([0, 2, 6]), "seq_idx": torch.tensor([[0, 0, 1, 1, 1, 1]])}[name]
+    x, q, gate = torch.randn(1, 3, 6), torch.randn(1, 6, 2, 16), torch.zeros(1, 6, 2)
+    for _ in range(3):  # layers
+        functions.causal_conv1d_fn(x, torch.randn(3, 4), **{name: marks})
+        if name == "cu_seqlens":
+            functions.chunk_gated_delta_rule(q, q, q, gate, gate, cu_seqlens=marks)
+    assert len(made) == 1
+    marks += 0  # written to, as for the next batch
+    functions.causal_conv1d_fn(x, torch.randn(3, 4), **{name: marks})
+    assert len(made) == 2
+
+
+def test_nothing_is_remembered_in_a_graph_or_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, bounds = torch.zeros(6, 2, 16), torch.tensor([0, 2, 6], dtype=torch.int32)
+    with torch.inference_mode():
+        inside = functions._metadata(bounds, 4, q)
+        functions._metadata(bounds.clone(), 4, q)  # made in that mode: it counts no writes
+    first = functions._metadata(bounds, 4, q)
+    assert first is not inside and not first.cu_seqlens.is_inference()
+    # a graph that holds these boundaries would replay those of the batch that warmed it up
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert functions._metadata(bounds, 4, q) is not first
+
+
+def test_tokens_after_the_last_boundary_are_padding_and_rows_end_sequences() -> None:
+    packed = functions._of_rows(torch.tensor([0, 3, 7]), 2, 5, torch.zeros(1))
+    assert packed.cu_seqlens.unique().tolist() == [0, 3, 5, 7, 10]
 
 
 @needs_kernels

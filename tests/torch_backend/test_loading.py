@@ -4,6 +4,7 @@ of workers and ranks."""
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from itertools import chain, pairwise, zip_longest
 
@@ -95,6 +96,15 @@ def test_workers_give_the_same_batches_in_the_same_order(method) -> None:
     rows = PackedRows(PackedDataset(SOURCE, 20, seed=1))
     made = list(DataLoader(rows, batch_size=3, num_workers=2, multiprocessing_context=method, timeout=60))
     assert documents(made) == EVERY and [len(batch["input_ids"]) for batch in made[:-1]] == [3] * (len(made) - 1)
+
+
+def test_a_pickled_copy_begins_with_the_epoch_of_the_original_and_counts_for_itself() -> None:
+    rows = streamed()
+    rows.set_epoch(2)
+    copied = pickle.loads(pickle.dumps(rows))
+    second = ids(loader(copied))
+    assert second != WHOLE and ids(loader(copied)) != second
+    assert ids(loader(rows)) == second
 
 
 def test_every_document_is_on_one_rank_and_ranks_have_as_many_batches() -> None:

@@ -20,6 +20,7 @@ from tests.torch_backend.models import alone, assert_same, collate, documents, p
 from torch_backend.hf.anatomy.families import CONVOLUTION, SCANS
 from torch_backend.hf.edits import mixers, row_layers, stand_ins
 from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.edits.rebinding import as_function
 from torch_backend.hf.edits.stand_ins import LayerSegments
 from torch_backend.ops import conv, norm, operators
 from torch_backend.ops.scan import request
@@ -156,7 +157,7 @@ def with_library(monkeypatch: pytest.MonkeyPatch, family: str, kernel: Callable[
     """As if the library of the family's scan were installed and transformers had bound ``kernel(plain)`` of it."""
     module = import_module(type(tiny(family)).__module__)
     (name,) = SCANS.keys() & vars(module).keys()
-    plain = inspect.unwrap(getattr(module, name))
+    plain = inspect.unwrap(as_function(getattr(module, name)))
     monkeypatch.setattr(module, name, wraps(plain)(kernel(plain)))
     monkeypatch.setattr(request, "find_spec", lambda name: object())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from tests.torch_backend.vision_models import (
 )
 from torch_backend.auditing.compare import relative_error
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, both_ways_of
+from torch_backend.hf.blank_images import tie_blank_image
 
 TEXT_ONLY = {"gpt2"}  # its further key is no modality; tests/torch_backend/test_inputs.py proves it
 
@@ -360,3 +362,17 @@ def test_images_in_batches_that_are_not_packed_are_unchanged_to_the_bit(case: st
         after = [call() for call in calls]
     for want, got in zip(before, after, strict=True):
         assert torch.equal(want, got)
+
+
+FORMS = ("qwen2_vl", "gemma4", "lfm2_vl", "pixtral", "llava_next", "internvl", "idefics3", "llava")
+
+
+def test_a_blank_image_of_each_form_runs_through_its_tower() -> None:
+    """Patches in rows, with places, with a mask; pixels with sizes, in tiles, of a width and height, in rows."""
+    for case in FORMS:
+        model, embeddings = vision_model(case), torch.ones(1, 3, 64, requires_grad=True)
+        tied = tie_blank_image(model, SimpleNamespace(), embeddings)
+        assert torch.equal(tied, embeddings), case
+        tied.sum().backward()
+        waiting = [p.grad for p in model.parameters() if p.grad is not None]
+        assert waiting and not any(gradient.any() for gradient in waiting), case

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -90,3 +91,10 @@ def test_models_whose_documents_begin_with_a_prefix_are_not_cut(family: str, ref
         return
     with pytest.raises(UnsupportedModelError, match="tokens of a document's prefix see each other both ways"):
         refuse_context(anatomy)
+
+
+def test_a_trainer_over_ranks_counts_the_targets_of_a_step_and_leaves_smoothing_to_it() -> None:
+    trainer: Any = SimpleNamespace(label_smoother=SimpleNamespace(epsilon=0.1), accelerator=SimpleNamespace())
+    trainer.model_accepts_loss_kwargs = False  # by which transformers counts
+    assert over_ranks.OverRanks(trainer, Mock()).smoothing == 0.1
+    assert trainer.model_accepts_loss_kwargs is True and trainer.label_smoother is None

@@ -31,6 +31,7 @@ from torch_backend.hf.patch import state_of
 from torch_backend.segments import PackedMetadata
 from torch_backend.steps import dynamic_compile as packed_calls
 from torch_backend.steps.dynamic_compile import COMPILED, CompiledCalls
+from torch_backend.trainers import preference
 from torch_backend.trainers.enable_packing import enable_packing
 
 
@@ -99,6 +100,18 @@ def test_explain_says_why_layers_are_not_compiled(reason: str, tmp_path: Any) ->
     assert f"layers of the step: not compiled: {reason}" in notes
     assert f"layers of the reference of the step: not compiled: {reason}" in notes
     assert "graph of the step: no CUDA graph: rows differ in length" in notes
+
+
+def test_layers_are_compiled_unless_a_setting_forbids_it() -> None:
+    """GRPO's arguments, for example, have no ``activation_offloading``."""
+
+    def reason(**changes: Any) -> str | None:
+        trainer = SimpleNamespace(is_deepspeed_enabled=False, is_fsdp_enabled=False, torch_compile=False, **changes)
+        trainer.args = trainer
+        return preference._why_not_layers(trainer)
+
+    assert reason() is reason(activation_offloading=False) is None
+    assert reason(activation_offloading=True) == "activations are offloaded"
 
 
 def test_recurrent_layers_are_left_alone(possible: None) -> None:

@@ -249,6 +249,18 @@ def test_a_model_that_is_compiled_as_a_whole_has_no_compiled_layers(tmp_path: Pa
     assert step._gradients(trainer.model).no_layers != "torch_compile=True compiles the model as a whole"
 
 
+def test_the_model_is_compiled_as_a_whole_where_its_layers_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is traced here; the slow test below trains."""
+    for layers, reason in ((True, None), (False, "it is on no GPU")):
+        monkeypatch.setattr(packed_step, "why_not_compiled", lambda model, reason=reason: reason)
+        trainer = built(tmp_path, True, torch_compile=True, torch_compile_backend="eager")
+        prepared = trainer.accelerator.prepare_model(trainer.model)
+        assert isinstance(prepared, OptimizedModule) is not layers
+        assert trainer.packed_step.in_place_of_compile is layers
+
+
 @pytest.mark.slow
 def test_torch_compile_gives_way_to_compiled_layers(graphs: SimpleNamespace, tmp_path: Path) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 4}

@@ -371,6 +371,17 @@ def test_an_error_inside_is_the_one_that_is_raised_and_leaves_the_model_usable()
     assert len(recorded(model, batch)) == len(LENGTHS)
 
 
+def test_a_forward_that_ends_in_an_error_adds_no_documents() -> None:
+    model, batch = moe(), collate(documents(LENGTHS), **ROW)
+    with record_routing(model) as record:
+        late = model.model.norm.register_forward_pre_hook(lambda *args: 1 / 0)  # behind all routers
+        with pytest.raises(ZeroDivisionError):
+            model(**batch)
+        late.remove()
+        model(**batch)
+    assert len(record) == len(LENGTHS)
+
+
 @pytest.mark.parametrize(
     ("family", "text"),
     [

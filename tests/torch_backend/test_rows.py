@@ -199,10 +199,29 @@ def test_an_order_that_has_no_effect_or_no_column_is_refused(tmp_path) -> None:
     lacking = build(tmp_path, [{"input_ids": [5, 6], "topic": "a"}, {"input_ids": [5, 6]}])
     with pytest.raises(PackingError, match='training example 1 has no "topic", which keys names: it has input_ids'):
         enabled(lacking, order="grouped", keys="topic")
+    rows = pack_dataset(numbered(), CAPACITY)
+    rows = rows.add_column("topic", ["ab"[row % 2] for row in range(len(rows))])
+    says = 'keys="topic" gives 20 training examples a key, which hold 60 documents: pass the documents as examples'
+    with pytest.raises(PackingError, match=says):
+        enabled(build(tmp_path, rows), order="grouped", keys="topic")
+    with pytest.raises(PackingError, match="keys is a list: pass the name of the column that holds each"):
+        enabled(build(tmp_path, numbered()), order="grouped", keys=["a"] * 60)
     with pytest.raises(PackingError, match='order="curriculum" has no effect, because a stream gives its documents'):
         enabled(build(tmp_path, numbered().to_iterable_dataset(), max_steps=2), order="curriculum")
     with pytest.raises(PackingError, match='order="curriculum" has no effect, because the training data are rows'):
         enabled(build(tmp_path, pack_dataset(numbered(), CAPACITY)), None, order="curriculum")
+
+
+def test_limits_that_have_no_effect_are_refused(tmp_path) -> None:
+    rows = build(tmp_path, pack_dataset(numbered(), CAPACITY))
+    with pytest.raises(PackingError, match="max_segments=3 has no effect, because the training data are rows already"):
+        enabled(rows, None, max_segments=3)
+    made = numbered().with_transform(lambda batch: batch)
+    with pytest.raises(PackingError, match="overflow='truncate' has no effect, because the documents of each batch"):
+        enabled(build(tmp_path, made), None, overflow="truncate")
+    enabled(build(tmp_path, made), CAPACITY, overflow="truncate")
+    with pytest.raises(PackingError, match='keys has no effect under order="random"'):
+        enabled(build(tmp_path, numbered()), keys="input_ids")
 
 
 @pytest.mark.parametrize("overflow", ["overlap", "restart"])

@@ -21,6 +21,7 @@ import torch_backend
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
 from torch_backend.hf.anatomy.families import SCANS
 from torch_backend.hf.edits.stand_ins import LayerSegments, scan
+from torch_backend.hf.forward import RowChoice
 from torch_backend.ops import operators
 from torch_backend.ops import scan as scans
 from torch_backend.ops.scan import order, request
@@ -351,3 +352,12 @@ def test_the_installed_library_is_recorded_in_a_graph_and_does_not_wait(
         graph.replay()
         for a, b in zip(found, truth, strict=True):
             assert (a.float() - b.float()).norm() < 2e-2 * b.float().norm()
+
+
+CONVOLUTION, SCAN = (True, False, None), (None, scans.ScanChoice("triton"), scans.ScanChoice("flash_qla"))
+FIXED = {RowChoice(triton, scan) for triton in (True, None) for scan in SCAN}
+
+
+def test_a_layer_has_fixed_shapes_where_its_convolution_and_its_scan_have() -> None:
+    choices = [RowChoice(triton, scan) for triton in CONVOLUTION for scan in (*SCAN, scans.ScanChoice("naive"))]
+    assert {choice for choice in choices if choice.fixed} == FIXED

@@ -19,7 +19,8 @@ from torch_backend import audit
 from torch_backend.auditing.images import images_of_rows
 from torch_backend.hf.anatomy.families import EXACT_KEYS
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.inputs.padded_images import positions_of_rows
+from torch_backend.hf.inputs import padded_images
+from torch_backend.hf.inputs.padded_images import DocumentPositions
 from torch_backend.trainers.enable_packing import enable_packing
 from torch_backend.trainers.preference import _refuse_images
 
@@ -211,12 +212,24 @@ def test_the_images_of_rows_are_those_of_their_documents(family: str) -> None:
             assert its == {}
 
 
+def test_policy_and_reference_number_each_document_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    trainer, calls = enable_packing(dpo("qwen2_5_vl", tmp_path, max_steps=1), verify=False), []
+    kind = type(trainer.model.model)
+    own = kind.get_rope_index
+    monkeypatch.setattr(
+        kind, "get_rope_index", lambda *given, **named: calls.append(len(given[1])) or own(*given, **named)
+    )
+    padded_images._known.clear()
+    trainer.train()
+    assert calls == [1] * 16  # two answers to each of eight prompts, by the model and its reference
+
+
 def test_images_that_stand_side_by_side_or_differ_in_size_are_refused() -> None:
     model = vision_model("qwen2_5_vl")
     ids = torch.tensor([[5, *[IMAGE] * 8, 6]])
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.zeros(32, 96)}
     with pytest.raises(LayoutError, match="there are 2 images in 1 runs of image tokens: put a token between images"):
-        positions_of_rows(model, {**call, "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)})
+        DocumentPositions(model).of_rows({**call, "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)})
     call = {"input_ids": torch.tensor([[IMAGE] * 3, [IMAGE] * 2 + [5]]), "pixel_values": torch.zeros(2, 3, 16, 16)}
     with pytest.raises(UnsupportedError, match="cannot tell which images of LlavaForConditionalGeneration belong to"):
         images_of_rows(vision_model("llava"), call)

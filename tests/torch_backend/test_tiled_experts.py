@@ -10,9 +10,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.torch_backend.kernels import Where, numpy
-from tests.torch_backend.models import collate, documents, in_float64, tiny
+from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.test_experts import LAYERS, Layer
 from tests.torch_backend.test_tiled_layers import short as short
+from tests.torch_backend.test_tiled_layers import without_rounding
 from torch_backend import patch
 from torch_backend.hf.experts import LAYOUT
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -20,7 +21,7 @@ from torch_backend.ops import experts as ops
 from torch_backend.ops.experts import Adapter, experts
 from torch_backend.steps.memory import set_level
 from torch_backend.steps.memory_fit import memory_of
-from torch_backend.steps.tiled_layers import tiled, tiled_modules
+from torch_backend.steps.tiled_layers import tiled, tiled_modules, tiled_parts
 
 CPU = torch.device("cpu")
 TILE = 8  # of 21 tokens: two whole tiles and a rest
@@ -74,7 +75,9 @@ def test_weights_sum_their_gradients_in_float32() -> None:
 
 def test_experts_without_our_kernels_have_no_tiles_and_the_formula_says_so() -> None:
     model = tiny("gpt_oss")
-    assert memory_of(model).tiled == {} and memory_of(patch(model, verify=False)).tiled.keys() == {"full", "offload"}
+    assert tiled_parts(model) == {"projections"}
+    whole = memory_of(model).tiled["full"]
+    assert tiled_parts(patch(model, verify=False)) == {"mlp", "projections"} and memory_of(model).tiled["full"] < whole
 
 
 def test_only_the_gradients_that_are_needed_are_made_and_frozen_weights_again() -> None:
@@ -118,7 +121,7 @@ def test_compiles_into_one_graph_and_operators_are_well_formed() -> None:
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
 def test_layers_give_the_same_gradients_in_float64(short: None, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = in_float64(patch(tiny(family), verify=False).train())
+    model = without_rounding(patch(tiny(family), verify=False).train(), monkeypatch)
     batch = collate(documents((5, 19, 33, 71)), capacity=128)
 
     def gradients() -> list[torch.Tensor]:
@@ -131,7 +134,7 @@ def test_layers_give_the_same_gradients_in_float64(short: None, family: str, mon
     tiles: list[int] = []
     run = ops._tiled_forward
     monkeypatch.setattr(ops, "_tiled_forward", lambda *given: (tiles.append(given[-1]), run(*given))[1])
-    assert tiled_modules(model, 128) == [], "at level none"
+    assert tiled_modules(model, 128) == {}, "at level none"
     set_level(model, "selective")
     assert not any(LAYOUT in m.__dict__ for m in tiled_modules(model, 128)), "which keeps their first product"
     set_level(model, "full")

@@ -9,18 +9,27 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import collate, documents, in_float64, tiny
+from tests.torch_backend.test_memory import interpreted as interpreted
 from tests.torch_backend.test_memory import recording
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama, peft
 from torch_backend import make_train_step, patch
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.ops import tiled_mlp as tiles
-from torch_backend.ops.tiled_mlp import ACTIVATIONS, Projection, tiled_mlp
+from torch_backend.ops import tiled_projections as projections
+from torch_backend.ops.tiled_mlp import ACTIVATIONS, tiled_mlp
+from torch_backend.ops.tiled_projections import tiled_projections
+from torch_backend.ops.tiles import Norm, Projection
 from torch_backend.steps import tiled_layers
-from torch_backend.steps.memory import marked, set_level
-from torch_backend.steps.tiled_layers import tiled, tiled_modules, why_not_tiled
+from torch_backend.steps.cuda_graph import compile_layers
+from torch_backend.steps.memory import level_layers, marked, recomputing_inside, set_level
+from torch_backend.steps.tiled_layers import can_be_tiled, tiled, tiled_modules, tiled_parts, why_not_tiled
 
 TOKENS, WIDTH, INNER, RANK = 23, 12, 40, 3
 
@@ -63,6 +72,28 @@ def test_gradients_are_those_of_the_whole_mlp(activation: str, gated: bool, full
         torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+@pytest.mark.parametrize("full", [False, True], ids=["weights", "biases and adapters"])
+def test_gradients_are_those_of_whole_norms_and_projections(full: bool, offset: float | None) -> None:
+    torch.manual_seed(0)
+    norm = None if offset is None else Norm(drawn(WIDTH), 1e-2, offset)
+    layers = [projection(out, WIDTH, full) for out in (16, 8, 4)]
+    gate, up, down = projection(INNER, WIDTH, full), projection(INNER, WIDTH, full), projection(WIDTH, INNER, full)
+    x = drawn(2, TOKENS, WIDTH)
+    weights = [t for p in (*layers, gate, up, down) for t in p[:4] if t is not None]
+    leaves = [x, *weights, *([] if norm is None else [norm.weight])]
+    unit = x if norm is None else F.rms_norm(x, (WIDTH,), eps=norm.eps) * (norm.weight + norm.offset)
+    whole = [of_linear(p, unit) for p in layers]
+    whole.append(of_linear(down, F.silu(of_linear(gate, unit)) * of_linear(up, unit)))
+    found = [*tiled_projections(x, layers, tile=7, norm=norm)]
+    found.append(tiled_mlp(x, gate, up, down, activation="silu", tile=7, norm=norm))
+    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
+    dys = [torch.randn_like(y) for y in whole]
+    wanted = torch.autograd.grad(whole, leaves, dys)
+    for got, right in zip(torch.autograd.grad(found, leaves, dys), wanted, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-12)
+
+
 def test_frozen_weights_get_no_gradient() -> None:
     torch.manual_seed(0)
     gate, up, down = (projection(*shape, True) for shape in ((INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)))
@@ -93,9 +124,17 @@ def test_operators_are_well_formed() -> None:
     tensors = [t if t is None else t.detach() for p in parts for t in p[:4]]
     x, options = drawn(TOKENS, WIDTH).detach(), ([1.0, 0.7, 1.0], "silu", 7)
     checked = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.crosspack.tiled_mlp_forward, (x, tensors, *options), test_utils=checked)
-    needs = [True, *(t is not None for t in tensors)]
-    torch.library.opcheck(torch.ops.crosspack.tiled_mlp_backward, (x, x, tensors, *options, needs), test_utils=checked)
+    for weight, of_norm in ((None, []), (drawn(WIDTH).detach(), [1e-5, 1.0])):
+        given = [weight, *tensors]
+        needs = [True, *(t is not None for t in given)]
+        run = torch.ops.crosspack.tiled_mlp_forward, torch.ops.crosspack.tiled_mlp_backward
+        torch.library.opcheck(run[0], (x, given, of_norm, *options), test_utils=checked)
+        torch.library.opcheck(run[1], (x, x, given, of_norm, *options, needs), test_utils=checked)
+        run = torch.ops.crosspack.tiled_projections_forward, torch.ops.crosspack.tiled_projections_backward
+        dys = [drawn(TOKENS, p.weight.shape[0]).detach() for p in parts[:2]]
+        read = given[:9], of_norm, [1.0, 0.7], 7
+        torch.library.opcheck(run[0], (x, *read), test_utils=checked)
+        torch.library.opcheck(run[1], (x, dys, *read, needs[:10]), test_utils=checked)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -108,8 +147,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled_layers, "TILE", 24)
 
 
-def batch(capacity: int = 128) -> dict[str, Any]:
-    given = collate(documents((5, 19, 33, 71) if capacity == 128 else (5, 19)), capacity=capacity)
+def batch(capacity: int = 128, **options: int) -> dict[str, Any]:
+    given = collate(documents((5, 19, 33, 71) if capacity == 128 else (5, 19)), capacity=capacity, **options)
     return given | {n: torch.where(given[n] < 0, given[n], given[n] % 64) for n in ("input_ids", "labels")}
 
 
@@ -119,21 +158,37 @@ def adapted() -> Any:
     return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False))
 
 
-def gradients(model: Any) -> list[torch.Tensor]:
-    total, weight = causal_lm_loss(model, batch())
+def gradients(model: Any, given: dict[str, Any] | None = None) -> list[torch.Tensor]:
+    total, weight = causal_lm_loss(model, batch() if given is None else given)
     return list(torch.autograd.grad(total / weight, [p for p in model.parameters() if p.requires_grad]))
 
 
+def without_rounding(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The model in float64, whose norms do not compute in float32 as those of transformers do."""
+    for kind, offset in {type(m): offset_of(m) for m in model.modules() if offset_of(m) is not None}.items():
+
+        def forward(self: Any, x: torch.Tensor, offset: Any = offset) -> torch.Tensor:
+            eps = getattr(self, "variance_epsilon", getattr(self, "eps", None))
+            return F.rms_norm(x, x.shape[-1:], eps=eps) * (self.weight + offset)
+
+        monkeypatch.setattr(kind, "forward", forward)
+    return in_float64(model)
+
+
+def offset_of(module: nn.Module) -> float | None:
+    return (tiled_layers._form_of_norm(module) or (None, None))[1]
+
+
 @pytest.mark.parametrize("make", [llama, adapted, lambda: tiny("gemma3_text")], ids=["llama", "LoRA", "gemma3"])
-def test_layers_give_the_same_gradients_in_float64(short: None, make: Any) -> None:
-    model = in_float64(patch(make(), verify=False).train())
+def test_layers_give_the_same_gradients_in_float64(short: None, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = without_rounding(patch(make(), verify=False).train(), monkeypatch)
     exact = gradients(model)
     set_level(model, "full")
     modules = tiled_modules(model, 128)
-    assert len(modules) == 2
+    assert len(modules) == 4 and all(norm is not None for norm in modules.values())
     with tiled(modules):
         torch.testing.assert_close(gradients(model), exact, rtol=1e-10, atol=1e-12)
-    assert not any(m.__class__.forward is tiled_layers._forward for m in modules)
+    assert not any(hasattr(m, tiled_layers._KIND) for m in model.modules())
 
 
 def test_a_step_on_a_long_row_runs_by_tiles_and_a_short_one_does_not(
@@ -151,6 +206,33 @@ def test_a_step_on_a_long_row_runs_by_tiles_and_a_short_one_does_not(
     assert losses["full"] == pytest.approx(losses["none"], rel=1e-5)
 
 
+class Widest(TorchDispatchMode):
+    """Notes the shapes of results with as many columns as an MLP has inside."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.inner, self.found = inner, set[int]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape[-1:] == (self.inner,) and result.requires_grad is False:
+            self.found.add(result.numel() // self.inner)
+        return result
+
+
+def test_no_forward_of_a_long_row_holds_its_inner_columns(graphs: SimpleNamespace, short: None) -> None:
+    """Neither the first one, which asks attention before layers are compiled, nor an evaluation."""
+    model = graphs.model = patch(llama(), verify=False).train()
+    inner = model.config.intermediate_size
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), memory="full")
+    with Widest(inner) as seen:
+        step(batch())
+        step.evaluate([batch()])
+        assert 128 not in seen.found
+        step(batch(40))
+    assert 40 in seen.found, "a short row does"
+
+
 @pytest.mark.parametrize("make", [llama, adapted], ids=["llama", "LoRA"])
 def test_compiled_layers_share_one_graph_with_the_operator(short: None, make: Any) -> None:
     torch._dynamo.reset()
@@ -164,7 +246,7 @@ def test_compiled_layers_share_one_graph_with_the_operator(short: None, make: An
         graphs.append([str(node.target) for node in graph.graph.nodes])
         return graph
 
-    with tiled([layer.mlp for layer in layers]):
+    with tiled(dict.fromkeys(layer.mlp for layer in layers)):
         for layer, right in zip(layers, whole, strict=True):
             layer.mlp.compile(backend=backend, fullgraph=True, dynamic=False)
             torch.testing.assert_close(layer.mlp(x), right)
@@ -181,13 +263,88 @@ def test_a_compiled_layer_keeps_no_inner_columns_and_has_the_same_gradients(shor
     leaves = [x, *mlp.parameters()]
     exact = torch.autograd.grad(mlp(x).square().sum(), leaves)
     names: list[list[str]] = []
-    with tiled([mlp]):
+    with tiled({mlp: None}):
         mlp.compile(backend=marked(recording(names), level), fullgraph=True, dynamic=False)
         found = torch.autograd.grad(mlp(x).square().sum(), leaves)
     torch._dynamo.reset()
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
     (kept,) = names
     assert len(kept) <= 2, "its output, and a view of its input"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("level", "make"),
+    [("selective", adapted), ("full", lambda: tiny("gemma3_text"))],
+    ids=["selective, LoRA", "full, gemma3"],
+)
+def test_compiled_layers_by_tiles_share_a_graph_and_keep_no_more(
+    interpreted: None, short: None, level: Any, make: Any
+) -> None:
+    model = patch(make(), implementation="triton", verify=False).train()
+    root = causal_lm(model)
+    state_of(root).guard = DeviceGuard()  # type: ignore[union-attr] # boundaries on the CPU would be read
+    given = batch(max_seqlen=128, bucket=16)
+    del given["packed_lengths"]
+    exact = gradients(model, given)
+    set_level(model, level)
+    parts = tiled_modules(model, 128)
+    assert len(parts) == 4 and None not in parts.values()
+    kept: dict[str, list[list[str]]] = {"whole": [], "by tiles": []}
+    for names, modules in zip(kept.values(), ({}, parts), strict=True):
+        torch._dynamo.reset()
+        compile_layers(model, backend=recording(names), memory=level)
+        with recomputing_inside(level_layers(model)), tiled(modules):
+            torch.testing.assert_close(gradients(model, given), exact, rtol=1e-4, atol=1e-6)
+    assert len(kept["by tiles"]) == len(kept["whole"]), "one graph for each kind of layer, and the last norm's"
+    assert sum(map(len, kept["by tiles"])) <= sum(map(len, kept["whole"]))
+
+
+def test_tiles_compute_in_the_dtype_of_autocast(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in float32, as Trainer has them with bf16=True; products in bfloat16, and norms of float32 inputs."""
+    model = patch(llama(), verify=False).train()
+    seen = set()
+    run = projections._forward
+
+    def forward(x: torch.Tensor, tensors: Any, *others: Any) -> Any:
+        seen.add((x.dtype, tensors[1].dtype))
+        return run(x, tensors, *others)
+
+    monkeypatch.setattr(projections, "_forward", forward)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = gradients(model)
+        assert not seen
+        with tiled(can_be_tiled(model)):
+            found = gradients(model)
+    assert seen == {(torch.float32, torch.bfloat16)}
+    for got, right in zip(found, whole, strict=True):
+        assert got.dtype == torch.float32 and (got - right).norm() <= 0.02 * right.norm()
+
+
+def test_adapters_that_are_switched_off_during_a_step_run_as_they_are(short: None) -> None:
+    model = patch(adapted(), verify=False).train()
+    parts = can_be_tiled(model)
+    with torch.no_grad(), tiled(parts), model.disable_adapter():
+        found = causal_lm_loss(model, batch())[0]
+    with torch.no_grad(), model.disable_adapter():
+        torch.testing.assert_close(found, causal_lm_loss(model, batch())[0])
+
+
+@pytest.mark.parametrize("change", ["a hook", "another norm", "its dtype", "its own forward"])
+def test_another_norm_runs_whole_in_front_of_tiles(change: str) -> None:
+    model = patch(llama(), verify=False)
+    norm = model.model.layers[0].input_layernorm
+    if change == "a hook":
+        norm.register_forward_hook(lambda *_: None)
+    elif change == "another norm":
+        model.model.layers[0].input_layernorm = nn.LayerNorm(32)
+    elif change == "its dtype":
+        norm.double()
+    else:
+        norm.forward = norm.forward
+    norms = [norm for module, norm in can_be_tiled(model).items() if hasattr(module, "q_proj")]
+    assert norms == [None, model.model.layers[1].input_layernorm]
+    assert tiled_parts(model) == {"mlp"}, "the formula counts whole norms"
 
 
 def other(change: str) -> nn.Module:
@@ -212,6 +369,6 @@ def test_another_mlp_runs_as_it_is(change: str) -> None:
 def test_adapters_with_dropout_run_as_they_are() -> None:
     config = peft.LoraConfig(r=4, target_modules=["up_proj"], lora_dropout=0.1)
     model = peft.get_peft_model(llama(), config)
-    assert tiled_modules(model, 10**6) == []
+    assert len(tiled_modules(model, 10**6)) == 0
     mlp = model.base_model.model.model.layers[0].mlp
     assert why_not_tiled(mlp) == "its linear layers are not plain, nor plain with adapters"

@@ -12,7 +12,7 @@ import torch
 
 from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.planning.plan import plan
-from packing_core.training.job import TrainJob
+from packing_core.training.job import TrainJob, TrainResult
 from packing_core.training.schedule import Corpus, Document, Schedule
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.training_jobs import LLAMA, losses, small_job
@@ -30,9 +30,19 @@ def job() -> TrainJob:
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[float]:
-    """The losses of the job as it is."""
-    return losses(train(small_job(LLAMA)))
+def result() -> TrainResult:
+    """The result of the job as it is."""
+    return train(small_job(LLAMA))
+
+
+@pytest.fixture(scope="module")
+def plain(result) -> list[float]:
+    return losses(result)
+
+
+def test_a_result_names_the_implementation_that_ran(result):
+    assert result.attention == "sdpa"
+    assert result.audit.exact, result.audit.line
 
 
 @pytest.mark.slow
@@ -42,8 +52,6 @@ def test_padded_and_packed_runs_have_the_same_losses(job):
     assert packed[0] - packed[-1] > 0.05  # it learns, or equal losses would mean little
     for run in ("padded", "grouped"):
         np.testing.assert_allclose(losses(result, run), packed, rtol=1e-4)
-    assert result.audit.exact, result.audit.line
-    assert result.attention == "sdpa"
 
 
 def test_nothing_is_trained_before_the_audit(job, monkeypatch):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from packing_core.errors import PackingError, UnsupportedError
 from packing_core.planning.plan import plan
@@ -17,8 +17,9 @@ from packing_core.training.job import TrainJob
 from packing_core.training.options import Options
 from packing_core.training.schedule import Schedule
 from tests.training_jobs import LLAMA, losses, small_job
-from torch_backend.job.memory import states_bytes
+from torch_backend.job.memory import memory_line, states_bytes
 from torch_backend.job.models import build_model, with_adapters
+from torch_backend.job.ranks import Ranks
 from torch_backend.job.states import MasterWeights, make_optimizer
 from torch_backend.job.train import train
 
@@ -205,3 +206,16 @@ def test_the_memory_that_is_announced_is_that_of_the_tensors(job, options):
     assert states_bytes(model, job) == sum(tensor.numel() * tensor.element_size() for tensor in held)
     train(dataclasses.replace(job, on_phase=lines.append))
     assert any(line.startswith("memory: 0.00 GiB of weights, gradients and optimizer states") for line in lines)
+
+
+SHARES = {"ddp": (1, 1), "fsdp": (4, 4), "zero2": (1, 4), "zero3": (4, 4)}  # by how many weights and others are divided
+
+
+def test_each_of_several_ranks_announces_its_share_of_what_the_strategy_divides(job):
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=2_048, num_hidden_layers=2, intermediate_size=8_192))
+    weights = 4 * sum(parameter.numel() for parameter in model.parameters()) / 2**30
+    for strategy, (of_weights, of_others) in SHARES.items():
+        line = memory_line(model, dataclasses.replace(job, strategy=strategy), Ranks(world=4), torch.device("cpu"))
+        states = weights / of_weights + 3 * weights / of_others  # gradients and two moments
+        assert line.startswith(f"memory: {states:.2f} GiB of weights, gradients and optimizer states"), strategy

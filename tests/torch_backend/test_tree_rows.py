@@ -110,6 +110,9 @@ def test_segments_have_the_parents_of_the_tree():
     ("family", "changes", "options", "refusal", "message"),
     [
         ("qwen3", {}, {"capacity": 64}, PackingError, "makes its rows itself .* so capacity=64 has no effect"),
+        ("qwen3", {}, {"max_segments": 4}, PackingError, "so max_segments=4 has no effect"),
+        ("qwen3", {}, {"order": "curriculum"}, PackingError, "so order='curriculum' has no effect"),
+        ("qwen3", {}, {"equal_cost": True}, PackingError, "so equal_cost=True has no effect"),
         ("qwen3", {}, {"share_prefix": False}, PackingError, "so share_prefix=False has no effect"),
         ("qwen3", {"attention_dropout": 0.1}, {}, UnsupportedModelError, "dropout .* samples that share a prefix"),
         ("qwen3_5_text", {}, {}, UnsupportedModelError, "TRL hands its trees to attention layers alone"),

@@ -57,6 +57,10 @@ def axes(*rows: list[int]) -> Tensor:
             {"attention_mask": torch.tensor([[1] * 6, [0, 0, 3, 3, 3, 3]])},
             "neither 0 nor 1 at row 1, token 2, as if it num",
         ),
+        (
+            {"attention_mask": torch.tensor([[1.0, 1, 1, 2, 2, 2]] * 2)},
+            "attention_mask is neither 0 nor 1 at row 0, token 3",
+        ),
         ({"seq_idx": torch.zeros(2, 6)}, "the batch has seq_idx but no cu_seq_lens_q"),
         ({"cu_seq_lens_k": torch.tensor([0, 6, 12])}, "the batch has cu_seq_lens_k but no cu_seq_lens_q"),
         ({"max_length_q": 6}, "the batch has max_length_q but no cu_seq_lens_q"),
@@ -166,3 +170,20 @@ def test_text_positions_before_three_axes_tell_documents_of_one_token_apart() ->
     positions = torch.tensor([[0, 0, 1, 2]])
     assert _restarts(positions.expand(4, 1, 4), None).tolist() == [[True, False, False]]
     assert _restarts(positions.expand(3, 1, 4), None).tolist() == [[False, False, False]]
+
+
+@pytest.mark.parametrize("change", [{"position_ids": RESTARTING}, {"attention_mask": RESTARTING + 1}])
+def test_a_compiled_model_refuses_what_looks_packed(change: dict[str, Any]) -> None:
+    model = torch.compile(patched(), backend="eager")
+    with pytest.raises(RuntimeError, match="a batch in a compiled model breaks a rule of packing"):
+        model(input_ids=torch.stack(documents((6, 6))), **change)
+
+
+def test_positions_that_begin_again_inside_a_segment_are_refused() -> None:
+    batch = {"input_ids": torch.stack(documents((6, 6))), "cu_seq_lens_q": torch.tensor([0, 6, 12])}
+    model = patched()
+    model(**batch, position_ids=GROWING + 3)
+    with pytest.raises(LayoutError, match="begin again at row 0, token 3, inside a segment of cu_seq_lens_q"):
+        model(**batch, position_ids=RESTARTING)
+    with pytest.raises(LayoutError, match="begin again at row 1, token 4"):
+        model(**batch, position_ids=torch.tensor([[0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 5, 6]]))

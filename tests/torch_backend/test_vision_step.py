@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,12 +14,18 @@ from tests.torch_backend.test_captured import interpreted as interpreted
 from tests.torch_backend.vision_models import image_documents, kinds_of, vision_model
 from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.collate.vision import VisionReader
+from torch_backend.losses import next_tokens, output_layer
+from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps import cuda_graph, fast_backward
 from torch_backend.steps.eligibility import why_not_captured, why_not_compiled
 from torch_backend.steps.fixed_shapes import FixedShapes
 
+ROWS = ((1, 3), (0, 1), (2, 1), (3,))  # documents of each batch: without images, with one, with three, without
 
-def batches_of(case: str, capacity: int = 32, implementation: str = "triton") -> tuple[Any, list[dict[str, Any]]]:
+
+def batches_of(
+    case: str, capacity: int = 32, implementation: str = "triton", rows: Sequence[Sequence[int]] = ROWS
+) -> tuple[Any, list[dict[str, Any]]]:
     """A patched model, and batches of one row: text, one image, two images, text."""
     model = patch(vision_model(case), implementation=implementation, verify=False)
     collate = PackedCollator(model, capacity)
@@ -26,8 +33,7 @@ def batches_of(case: str, capacity: int = 32, implementation: str = "triton") ->
     documents = [document for row in image_documents(case) for document in row]
     kinds = [{name: x[0] for name, x in kinds_of(case, d).items() if name == "token_type_ids"} for d in documents]
     examples = [{"input_ids": d.ids.tolist(), **d.images, **each} for d, each in zip(documents, kinds, strict=True)]
-    rows = ([examples[1], examples[3]], [examples[0], examples[1]], [examples[2], examples[1]], [examples[3]])
-    return model, [collate(row) for row in rows]
+    return model, [collate([examples[number] for number in row]) for row in rows]
 
 
 @pytest.mark.slow
@@ -67,6 +73,33 @@ def test_the_step_says_why_it_records_no_graph(monkeypatch: pytest.MonkeyPatch) 
     for module in (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()):
         module.requires_grad_(False)
     assert (why_not_captured(model, text) or "").startswith("ranks whose rows have no image run the vision tower on a")
+
+
+def test_tokens_of_images_have_no_part_in_the_loss_nor_in_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch says how many targets it has at most, so hidden states of others stay out; nothing is read back."""
+    monkeypatch.setattr(next_tokens, "ROUNDED", 8)
+    model, (_, _, batch, _) = batches_of("qwen2_5_vl", implementation="sdpa")
+    trained = int((batch["labels"] != -100).sum())
+    assert batch["packed_targets"] == trained <= 16
+    seen, own = [], output_layer.linear_cross_entropy
+    monkeypatch.setattr(
+        output_layer,
+        "linear_cross_entropy",
+        lambda hidden, *given, **named: seen.append(hidden) or own(hidden, *given, **named),
+    )
+    found = []
+    for more in ({}, {"packed_targets": None}):
+        model.zero_grad()
+        loss, count = causal_lm_loss(model, {**batch, **more})
+        loss.backward()
+        found.append((loss.detach(), count, {name: x.grad for name, x in model.named_parameters()}))
+    assert [x.shape[1] for x in seen[-2:]] == [16, 32]
+    (loss, count, gradients), (want, wanted, truth) = found
+    assert error(loss, want) <= 1e-6 and int(count) == int(wanted) == trained
+    for name, value in truth.items():
+        assert error(gradients[name], value) <= 1e-5, name
+    batch["packed_targets"] = 3  # of as many as fill twice the rows
+    assert causal_lm_loss(model, batch)[0].isnan()
 
 
 def test_fixed_shapes_pad_what_is_one_for_each_token_and_leave_images_as_they_are() -> None:

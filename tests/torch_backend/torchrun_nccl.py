@@ -1,6 +1,6 @@
 """Run by ``torchrun`` in test_ranks_on_gpu: steps of ranks that hold unequal shares, by NCCL, or by gloo on the CPU.
 
-Argument: the file to write to. Rank 0 writes metrics and weights by case.
+Arguments: the family of the model, and the file to write to. Rank 0 writes metrics and weights by case.
 """
 
 from __future__ import annotations
@@ -25,8 +25,14 @@ from torch_backend.job.ranks import Process, Ranks, shard
 
 Model = Any
 # What each of two ranks holds at each step, as lengths: unequal shares, a rank without a target, one without documents.
-STEPS = [((5, 19, 33, 7), (40,)), ((9, 30), (1, 1, 1)), ((3, 11, 21), ()), ((25, 2), (8, 14, 4))]
-CASES = {f"{strategy}, {family}": (strategy, family) for strategy in ("ddp", "fsdp") for family in ("qwen3", "gpt_oss")}
+STEPS = 2 * [((5, 19, 33, 7), (40,)), ((9, 30), (1, 1, 1)), ((3, 11, 21), ()), ((25, 2), (8, 14, 4))]
+FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text")
+# How weights are held, and whether layers are compiled and recorded, or neither.
+CASES = {
+    f"{strategy}, {'fast' if fast else 'plain'}": (strategy, fast)
+    for strategy in ("ddp", "fsdp")
+    for fast in (True, False)
+}
 
 
 def held(step: int, rank: int) -> list[Tensor]:
@@ -39,10 +45,11 @@ def batch(docs: list[Tensor], model: Model) -> dict[str, Any]:
     return PackedCollator(model)(packed if docs else with_empty_row(packed)[1:])
 
 
-def train(model: Model, shares: list[list[list[Tensor]]]) -> dict[str, Any]:
+def train(model: Model, shares: list[list[list[Tensor]]], fast: bool = True) -> dict[str, Any]:
     """Steps of gradient descent; ``shares`` has the microbatches of each step, as documents."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = make_train_step(model, optimizer, max_grad_norm=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    choice: Any = "auto" if fast else False
+    step = make_train_step(model, optimizer, max_grad_norm=0.5, compile=choice, capture=choice)
     metrics = [step([batch(docs, getattr(model, "module", model)) for docs in microbatches]) for microbatches in shares]
     found = whole({name: p.detach() for name, p in model.named_parameters()})
     return {
@@ -52,7 +59,7 @@ def train(model: Model, shares: list[list[list[Tensor]]]) -> dict[str, Any]:
     }
 
 
-def main(target: Path) -> None:
+def main(family: str, target: Path) -> None:
     ranks = Ranks.from_environment()
     device = torch.device("cuda", ranks.local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -60,14 +67,14 @@ def main(target: Path) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     found: dict[str, Any] = {}
-    for name, (strategy, family) in CASES.items():
+    for name, (strategy, fast) in CASES.items():
         model = patch(tiny(family).to(device), verify=False)
         if strategy == "fsdp":
             shard(model, Process(device, ranks, Clock(1)))
         else:
             model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         try:
-            found[name] = train(model, [[held(step, ranks.rank)] for step in range(len(STEPS))])
+            found[name] = train(model, [[held(step, ranks.rank)] for step in range(len(STEPS))], fast)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     if ranks.rank == 0:
@@ -77,4 +84,4 @@ def main(target: Path) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

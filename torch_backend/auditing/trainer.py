@@ -47,6 +47,8 @@ _MARKS = (
     "packed_lengths",
     "packed_documents",
     "packed_parents",
+    "packed_images",
+    "packed_targets",
 )
 
 

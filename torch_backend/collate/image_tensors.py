@@ -7,6 +7,7 @@ family's processor gives them for a batch of rows. Towers cut off what pads imag
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from packing_core.errors import LayoutError
 
 Images = Mapping[str, Tensor]
+ON_HOST = ("image_grid_thw", "video_grid_thw", "image_sizes")  # which models read number by number
 PADDING = {
     "image_position_ids": -1,
     "video_position_ids": -1,
@@ -51,6 +53,15 @@ def join_images(images: Sequence[Images], rows: Sequence[int], count: int, *, in
         empty = first.new_zeros(1, 0, *first.shape[2:])
         joined[key] = _concatenate([_concatenate(of_row, 1) if of_row else empty for of_row in of_rows], 0)
     return joined
+
+
+def sizes_of(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, Any], ...]:
+    """The sizes and grids among the tensors of images, as plain numbers that no mover of batches takes to a device."""
+    return tuple((name, _plain(tensors[name].tolist())) for name in ON_HOST if name in tensors)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(map(_plain, value)) if isinstance(value, list) else value
 
 
 def _concatenate(tensors: Sequence[Tensor], axis: int, padding: int = 0) -> Tensor:

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from packing_core.errors import LayoutError, PackingError, first_line
 from packing_core.extras import require
 
 _SOURCES = ("image", "path", "url", "base64")  # where a part of a message may have its image
+_MORE_BITS = ("I", "F")  # how modes of 16 and 32 bits begin, whose numbers mean what their maker says
 
 
 def pictures_of(example: Mapping[str, Any], where: str) -> list[Any]:
@@ -25,12 +27,15 @@ def pictures_of(example: Mapping[str, Any], where: str) -> list[Any]:
 
     Raises:
         PackingError: an image cannot be decoded.
-        LayoutError: there are more or fewer images than places without one.
+        LayoutError: there are more or fewer images than places without one, or ``image`` and ``images``.
     """
-    given = example.get("images")
-    if given is None:
-        given = [] if example.get("image") is None else [example["image"]]
-    listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    several, single = example.get("images"), example.get("image")
+    listed = [] if several is None else [several]
+    if isinstance(several, Sequence) and not isinstance(several, str):
+        listed = list(several)
+    if listed and single is not None:
+        raise LayoutError(f"{where} has image and images: pass all of them as images")
+    listed = listed if single is None else [single]
     chat = example.get("messages") if example.get("messages") is not None else example.get("prompt")
     parts = [part for part in _parts(() if isinstance(chat, str) else chat or ()) if part.get("type") == "image"]
     own = [next((part[name] for name in _SOURCES if part.get(name) is not None), None) for part in parts]
@@ -59,6 +64,12 @@ def _parts(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [part for content in contents if content and not isinstance(content, str) for part in content]
 
 
+def _of_bytes(image: NDArray[Any]) -> NDArray[Any]:
+    if image.dtype not in (np.uint8, np.bool_):
+        raise TypeError(f"an array of {image.dtype}: pass bytes from 0 to 255, uint8")
+    return image
+
+
 def _decode(image: Any, what: str) -> Any:
     pil = require("PIL.Image", extra="hf", distribution="pillow")
     try:
@@ -69,10 +80,13 @@ def _decode(image: Any, what: str) -> Any:
         elif isinstance(image, str) and image.startswith(("http://", "https://", "data:")):
             image = require("transformers.image_utils", extra="hf").load_image(image)
         elif hasattr(image, "__array__") and not isinstance(image, pil.Image):
-            image = pil.fromarray(np.asarray(image))
+            image = pil.fromarray(_of_bytes(np.asarray(image)))
         elif not isinstance(image, pil.Image):
             image = pil.open(image)
-        return image.convert("RGB")
+        if image.mode.startswith(_MORE_BITS):
+            raise ValueError(f"mode {image.mode} has more than 8 bits a channel, and would be cut off at 255")
+        # cameras store how they were held; transformers and datasets turn images likewise
+        return require("PIL.ImageOps", extra="hf", distribution="pillow").exif_transpose(image).convert("RGB")
     except Exception as error:
         raise PackingError(
             f"{what} cannot be decoded ({type(error).__name__}: {first_line(error)}): repair it or leave out "

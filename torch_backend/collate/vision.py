@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from packing_core import PackedBatch
 from packing_core.batches.columns import TRAINED, trained_tokens
 from packing_core.batches.joining import concatenate
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError, first_line
-from torch_backend.collate.image_tensors import Images, join_images
+from torch_backend.collate.image_tensors import Images, join_images, sizes_of
 from torch_backend.collate.pictures import asks_for_video, pictures_of
 
 if TYPE_CHECKING:  # a collator is used where transformers is not installed, too
@@ -158,7 +159,10 @@ class VisionReader:
             batch["position_ids"] = batch["position_ids"] + torch.stack(axes)
         count = len(batch["input_ids"])
         numbers = rows.batch.rows.tolist() if count == len(rows.batch) else [0] * rows.batch.n_segments
-        return batch | join_images(rows.images, numbers, count, in_rows=self.vision.in_rows)
+        images = join_images(rows.images, numbers, count, in_rows=self.vision.in_rows)
+        if images and (labels := batch.get("labels")) is not None:
+            batch["packed_targets"] = int((labels != IGNORE_INDEX).sum())
+        return batch | images | ({"packed_images": sizes} if (sizes := sizes_of(images)) else {})
 
     # -- raw examples --------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch_backend.context_parallel.attention import NOT_CROSSED, MethodChoice, 
 from torch_backend.hf.anatomy.families import INTERFACE, WITHOUT_EFFECT
 from torch_backend.hf.forward import AttentionChoice, PackedForward
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
-from torch_backend.ops.attention import choose, request_of, run
+from torch_backend.ops.attention import AttentionRequest, choose, request_of, run
 from torch_backend.segments import PackedMetadata, refined
 
 require("transformers", extra="hf")
@@ -35,7 +36,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 __all__ = ["PREFIX", "DecoderLayer", "PreTrainedModel", "packed_attention", "register", "softcap_of", "stands_over"]
 
 PREFIX = "crosspack_"
+KIND = "_crosspack_kind_of_layer"  # the attribute of an attention layer that names its kind
 TOWER_SEGMENTS = "tower_segments"  # the keyword of the segments that a vision tower's layer attends inside
+PACKED = "packed"  # the keyword under which a tower passes on its packed call
 
 
 def register(name: str) -> str:
@@ -100,7 +103,9 @@ def packed_attention(
     """
     if (segments := kwargs.pop(TOWER_SEGMENTS, None)) is not None:
         scale, dropout = kwargs.get("scaling"), kwargs.get("dropout", 0.0)
-        return _of_tower(query, key, value, segments, scale=scale, dropout=dropout), None
+        tower = kwargs.get(PACKED)
+        asked = None if tower is None else tower.forward.tower_requests
+        return _of_tower(query, key, value, segments, asked, scale=scale, dropout=dropout), None
     if not isinstance(attention_mask, PackedForward):
         refuse_without_carrier(module, kwargs)
         return _function_before(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
@@ -204,11 +209,23 @@ def _packed(
     return out.view(rows, length, heads, -1), None
 
 
-def _of_tower(query: Tensor, key: Tensor, value: Tensor, segments: PackedMetadata, **options: Any) -> Tensor:
-    """Attention of all images [1, H, T, D] at once, each seeing itself alone; [1, T, H, D]."""
+def _of_tower(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: PackedMetadata,
+    asked: set[AttentionRequest] | None = None,
+    **options: Any,
+) -> Tensor:
+    """Attention of all images [1, H, T, D] at once, each seeing itself alone; [1, T, H, D].
+
+    The request is added to those that were ``asked``, without the sizes of its batch, for blocks compiled later.
+    """
     q, k, v = (x[0].transpose(0, 1) for x in _same_dtype(query, key, value))
     request = request_of(q, k, v, segments, causal=False, **options)
     name, request = choose(request, segments)
+    if asked is not None:
+        asked.add(replace(request, tokens=0, segments=0, max_seqlen=0, host_lengths=False, requires_grad=False))
     return run(name, request, q, k, v, segments)[None]
 
 
@@ -247,10 +264,20 @@ def _chunk(module: nn.Module) -> int | None:
     return int(config.attention_chunk_size)
 
 
-def _kind(module: nn.Module) -> str | None:
-    """The kind of an attention layer as its config lists it; None if it does not."""
+def kind_of(module: Any) -> str | None:
+    """Returns the kind of an attention layer as its config lists it; None if it does not."""
     kinds, layer = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
     return kinds[layer] if kinds and layer is not None else None
+
+
+def _kind(module: nn.Module) -> str | None:
+    """The kind of an attention layer, which a patch wrote there.
+
+    By its number and the config it would be the same, but a compiled layer that reads its number shares its graph with
+    no other one, and torch makes no more than eight.
+    """
+    kind: str | None = module.__dict__.get(KIND)
+    return kind
 
 
 def _sees_both_ways(module: nn.Module, mask: PackedForward) -> bool:
@@ -261,10 +288,9 @@ def _sees_both_ways(module: nn.Module, mask: PackedForward) -> bool:
 def _window_of_mask(module: nn.Module) -> int | None:
     """The window of a layer that only its mask limits (Qwen2-MoE, Phi-3.5-MoE); flash attention reads no mask."""
     config: Any = module.config
-    kind = _kind(module)
     if not hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask"):
         return None
-    if kind is not None and kind != "sliding_attention":
+    if (kind := _kind(module)) is not None and kind != "sliding_attention":
         return None
     return getattr(config, "sliding_window", None)
 

@@ -106,6 +106,7 @@ class BatchReader:
         if not (torch.compiler.is_compiling() or self.still_fits()):
             raise UnsupportedModelError(CHANGED)
         tokens, numbers = inputs.tokens_of(kwargs), kwargs.get("packed_documents")
+        sizes = kwargs.get("packed_images") or ()
         inputs.check_arguments(module, kwargs, self.guard, wait=wait)
         segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard, wait=wait)
         if segments.parents is not None:
@@ -138,6 +139,7 @@ class BatchReader:
         if self.experts and shared is None and (mask := kwargs.get("attention_mask")) is not None:
             forward.real = mask.reshape(-1) != 0
         forward.shared_row = shared
+        forward.image_sizes = {name: torch.tensor(of_images) for name, of_images in sizes}
         return forward, kwargs
 
     def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:

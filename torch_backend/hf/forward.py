@@ -103,7 +103,8 @@ class PackedForward(BlockMask):
         experts: what each module of experts chose, by ``id``; shared by the copies.
         shared_row: the documents of the row whose common beginnings the layers compute once; None without.
         layers_of_spans: the kind of layers in which spans of the segments see both ways; None for all.
-        towers: the segments of the vision tower by the id of their boundaries, which are kept beside them.
+        image_sizes: sizes and grids of the images on the host, by the name of the argument, as the batch carries them.
+        tower_requests: the attention requests of the vision tower's layers that left a record.
         wants_blank_image: whether the vision tower has yet to run, on a blank image (:mod:`.blank_images`).
         share: of the step's targets that are in this batch, None where it was not asked for.
     """
@@ -132,7 +133,8 @@ class PackedForward(BlockMask):
         self.layers_of_spans: str | None = None
         self.real: Tensor | None = None
         self.experts: dict[int, Any] = {}
-        self.towers: dict[int, tuple[Tensor, PackedMetadata]] = {}
+        self.image_sizes: dict[str, Tensor] = {}
+        self.tower_requests: set[AttentionRequest] = set()
         self.implementation = implementation
         self.sizes = sizes
         self.choices: dict[int, Choice] = {}

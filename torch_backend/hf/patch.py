@@ -21,15 +21,23 @@ from torch_backend.hf import router
 from torch_backend.hf.anatomy.families import EXACT_KEYS, both_ways_of
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.structure import causal_lm, has_compiled_layers, refuse_sharding_inside
-from torch_backend.hf.attention import register, softcap_of
+from torch_backend.hf.attention import PACKED, register, softcap_of
 from torch_backend.hf.batch_reader import BatchReader
 from torch_backend.hf.blank_images import tie_blank_image, wants_blank_image
 from torch_backend.hf.edits.experts import restore_experts
-from torch_backend.hf.edits.kinds import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
+from torch_backend.hf.edits.kinds import (
+    AttentionName,
+    ContinuousBatching,
+    Edit,
+    Hook,
+    LayerKind,
+    LayerOverride,
+    Rotation,
+)
 from torch_backend.hf.edits.mixers import overrides, run_per_document
 from torch_backend.hf.edits.override import is_reached
 from torch_backend.hf.edits.rotary import override_frequencies, restore_frequencies
-from torch_backend.hf.edits.towers import PACKED, tower_edits
+from torch_backend.hf.edits.towers import tower_edits
 from torch_backend.hf.entry import Call, override_entries, require_entry, restore_entry, run_inside, running
 from torch_backend.hf.experts import ExpertsChoice
 from torch_backend.hf.foreign_kernels import refuse_replaced_layers
@@ -134,6 +142,7 @@ class Patched(BatchReader):
         own_rotation: attention layers that keep their modeling file's rotation, each with the reason.
         unpadding: runs padded calls packed (:mod:`.inputs.unpadding`); None where nobody asked for it.
         choices: what each layer chose in the last packed forward, by id; for ``explain`` alone.
+        tower_requests: the attention requests of the vision tower, in all packed forwards.
     """
 
     def __init__(
@@ -146,6 +155,7 @@ class Patched(BatchReader):
         self.suspended = False
         self.unpadding: Any = None
         self.choices: dict[int, Choice] = {}
+        self.tower_requests: set[AttentionRequest] = set()
 
     def install(self) -> None:
         """Apply all edits, or none if one of them raises."""
@@ -171,6 +181,7 @@ class Patched(BatchReader):
         if self.anatomy.route == "attention":
             served = (self.decoder, *self.anatomy.attention.values())
             yield from map(AttentionName, {id(m.config): m.config for m in served}.values())
+            yield from map(LayerKind, self.anatomy.attention.values())
             yield ContinuousBatching(self.root, self.suspend)
         if self.anatomy.route != "documents":
             around = {id(layer) for layer, _ in self.experts}
@@ -192,7 +203,7 @@ class Patched(BatchReader):
         yield from self.rows.edits(self.current)
         if "pixel_values" in EXACT_KEYS.get(self.root.config.model_type, ()):
             yield Hook(partial(self.root.get_input_embeddings().register_forward_hook, self._tie_blank_image))
-        yield from tower_edits(self.root, self._hand_to_tower)
+        yield from tower_edits(self.root, self._hand_to_tower, self.current)
         if both_ways_of(self.root.config) is not None:
             between = self.root.base_model  # it would make masks [S, S] of every batch, for layers that read none
             yield Hook(partial(between.register_forward_pre_hook, self._hand_over, with_kwargs=True))
@@ -324,6 +335,7 @@ class Patched(BatchReader):
         if torch.compiler.is_compiling():
             return
         self.expert_choices = forward.experts or self.expert_choices
+        self.tower_requests |= forward.tower_requests
         if not forward.choices and has_compiled_layers(self.decoder):
             return  # they leave no record
         self.choices = forward.choices

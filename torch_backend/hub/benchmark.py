@@ -3,8 +3,9 @@
     python benchmarks/benchmark.py             # documents of mean 260 in 16,384 tokens, bfloat16, one GPU
     python benchmarks/benchmark.py --tiny      # a few tokens; on a CPU with TRITON_INTERPRET=1 and --backend cpu
 
-Prints milliseconds of a forward and a backward, and how many times as fast ours is. A peer that is not installed is
-named; ``kernels-community/fla`` is fetched with ``--fetch``, by the library ``kernels``.
+Prints milliseconds of a forward and a backward, how many times as fast ours is, and how far the outputs differ, by
+norm. A peer that is not installed or raises is named; ``kernels-community/fla`` is fetched with ``--fetch``, by the
+library ``kernels``.
 """
 
 from __future__ import annotations
@@ -29,25 +30,36 @@ def main() -> None:
     options.add_argument("--tiny", action="store_true")
     options.add_argument("--backend", default="cuda", choices=["cuda", "cpu"])
     options.add_argument("--fetch", action="store_true", help="get kernels-community/fla from the Hub")
+    options.add_argument("--only", default="", metavar="TEXT", help="functions whose title holds this")
     options.add_argument("--package", type=Path, default=Path(__file__).parents[1], help="where this package is")
     chosen = options.parse_args()
     ours = load(chosen.package / "build" / f"torch-{chosen.backend}")
     device = torch.device("cuda" if chosen.backend == "cuda" else "cpu")
     dtype = torch.bfloat16 if chosen.backend == "cuda" else torch.float32
     tokens, mean = (96, 30) if chosen.tiny else (16_384, 260)
-    bounds = boundaries(tokens, mean).to(device)
+    bounds = boundaries(tokens, mean).to(device)  # one tensor for all calls, as layers share it: both sides keep tables
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, interpreted"
     print(f"{where}, torch {torch.__version__}, {len(bounds) - 1} documents in {tokens:,} tokens, {dtype}\n")
-    print("| function | ours, ms | peer | peer, ms | times as fast |\n|---|---:|---|---:|---:|")
+    print(
+        "| function | ours, ms | peer | peer, ms | times as fast | outputs differ by |\n|---|---:|---|---:|---:|---:|"
+    )
     for name, (make, call, peers) in CASES.items():
+        if chosen.only not in name:
+            continue
         inputs = make(tokens, 16 if chosen.tiny else 128, device, dtype)
         own = clock(partial(call, ours, bounds, **inputs), inputs, device)
         for title, peer in peers(chosen.fetch):
             if isinstance(peer, str):
-                print(f"| {name} | {own:.2f} | {title} | {peer} | |")
+                print(f"| {name} | {own:.2f} | {title} | {peer} | | |")
                 continue
-            other = clock(partial(peer, bounds, **inputs), inputs, device)
-            print(f"| {name} | {own:.2f} | {title} | {other:.2f} | {other / own:.2f} |")
+            try:
+                other = clock(partial(peer, bounds, **inputs), inputs, device)
+            except Exception as error:  # whatever it is, the other rows can be measured
+                print(f"| {name} | {own:.2f} | {title} | {type(error).__name__}: {str(error)[:200]} | | |")
+                continue
+            right, found = (run(bounds, **inputs).detach().float() for run in (peer, partial(call, ours)))
+            off = float((found - right).norm() / right.norm())
+            print(f"| {name} | {own:.2f} | {title} | {other:.2f} | {other / own:.2f} | {off:.1e} |", flush=True)
 
 
 def load(variant: Path) -> Any:
@@ -118,51 +130,68 @@ def _attention_peers(fetch: bool) -> list[tuple[str, Any]]:
     return [("flash-attn", peer)]
 
 
-def _delta_inputs(tokens: int, width: int, device: torch.device, dtype: torch.dtype) -> Inputs:
-    q, k = (_draw(1, tokens, 8, width, device=device, dtype=dtype) for _ in range(2))
+def _delta_inputs(tokens: int, width: int, device: torch.device, dtype: torch.dtype, heads: int = 8) -> Inputs:
+    q, k = (_draw(1, tokens, heads, width, device=device, dtype=dtype) for _ in range(2))
     v = _draw(1, tokens, 16, width, device=device, dtype=dtype)
     g = -_draw(1, tokens, 16, device=device, dtype=torch.float32).detach().abs()
     beta = _draw(1, tokens, 16, device=device, dtype=dtype).detach().sigmoid()
     return {"q": q, "k": k, "v": v, "g": g.requires_grad_(), "beta": beta.requires_grad_()}
 
 
-def _delta(ours: Any, bounds: torch.Tensor, **x: torch.Tensor) -> torch.Tensor:
-    call = ours.chunk_gated_delta_rule
-    out: torch.Tensor = call(
-        x["q"], x["k"], x["v"], x["g"], x["beta"], use_qk_l2norm_in_kernel=True, cu_seqlens=bounds
-    )[0]
+def _delta(function: Any, bounds: torch.Tensor, **x: torch.Tensor) -> torch.Tensor:
+    options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": bounds}
+    out: torch.Tensor = function(x["q"], x["k"], x["v"], g=x["g"], beta=x["beta"], **options)[0]
     return out
 
 
+def _our_delta(ours: Any, bounds: torch.Tensor, **x: torch.Tensor) -> torch.Tensor:
+    return _delta(ours.chunk_gated_delta_rule, bounds, **x)
+
+
 def _delta_peers(fetch: bool) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    found: list[tuple[str, Any]] = [("fla", "not installed")]
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as installed
-
-        found.append(("fla", installed))
     except ImportError:
-        found.append(("fla", "not installed"))
+        pass
+    else:
+        found = [("fla", partial(_delta, installed))]
     if fetch:
         from kernels import get_kernel
 
         fetched = get_kernel("kernels-community/fla", version=2).layers.chunk_gated_delta_rule()
-        found.append(("kernels-community/fla", fetched))
+        found.append(("kernels-community/fla", partial(_delta, fetched)))
+    return found
 
-    def as_case(function: Any) -> Any:
-        def run(bounds: torch.Tensor, **x: torch.Tensor) -> torch.Tensor:
-            arguments = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": bounds.long()}
-            q, k = (y.repeat_interleave(2, 2) for y in (x["q"], x["k"]))  # it takes as many heads of q as of v
-            out: torch.Tensor = function(q, k, x["v"], g=x["g"], beta=x["beta"], **arguments)[0]
-            return out
 
-        return run
+def _convolution_inputs(tokens: int, width: int, device: torch.device, dtype: torch.dtype) -> Inputs:
+    x = _draw(1, tokens, 32 * width, device=device, dtype=dtype)
+    return {"x": x, "weight": _draw(32 * width, 4, device=device, dtype=dtype)}
 
-    return [(title, peer if isinstance(peer, str) else as_case(peer)) for title, peer in found]
+
+def _convolution(ours: Any, bounds: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = ours.causal_conv1d_fn(x.transpose(1, 2), weight, activation="silu", cu_seqlens=bounds)
+    return out.transpose(1, 2)
+
+
+def _convolution_peers(fetch: bool) -> list[tuple[str, Any]]:
+    try:
+        from fla.modules.causal_conv1d import causal_conv1d
+    except ImportError:
+        return [("fla", "not installed")]
+
+    def peer(bounds: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = causal_conv1d(x, weight, activation="silu", backend="triton", cu_seqlens=bounds)[0]
+        return out
+
+    return [("fla", peer)]
 
 
 CASES: dict[str, tuple[Any, Any, Any]] = {
     "attention": (_attention_inputs, _attention, _attention_peers),
-    "gated delta rule": (_delta_inputs, _delta, _delta_peers),
+    "gated delta rule, 8 heads of q, 16 of v": (_delta_inputs, _our_delta, _delta_peers),
+    "gated delta rule, 16 heads": (partial(_delta_inputs, heads=16), _our_delta, _delta_peers),
+    "convolution, 4,096 channels": (_convolution_inputs, _convolution, _convolution_peers),
 }
 
 

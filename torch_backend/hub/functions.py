@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.rope import apply_rope
 from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule, gated_delta_rule_with_states
 from torch_backend.segments import PackedMetadata
+
+Value = TypeVar("Value")
 
 __all__ = ["apply_rope", "causal_conv1d_fn", "chunk_gated_delta_rule", "flash_attn_func", "flash_attn_varlen_func"]
 
@@ -140,7 +142,8 @@ def chunk_gated_delta_rule(
         output_final_state: also returns the states after each sequence.
         use_qk_l2norm_in_kernel: normalises query and key to unit length.
         **kwargs: ``cu_seqlens``, integers [N+1], boundaries among the B * S tokens; without it every row is a sequence.
-            ``scale`` of the output. Others are transformers' own and concern no kernel.
+            Tokens after the last one are padding, which only calls without states may have. ``scale`` of the output.
+            Others are transformers' own and concern no kernel.
 
     Returns:
         [B, S, H, V] and the states [N, H, K, V], or None.
@@ -148,19 +151,18 @@ def chunk_gated_delta_rule(
     Raises:
         UnsupportedError: an argument of fla changes the result and is not served.
     """
-    _refuse(
-        kwargs, "head_first", "state_v_first", "transpose_state_layout", "gk", "A_log", "dt_bias", "use_gate_in_kernel"
-    )
+    _refuse(kwargs, *_CHANGE_THE_SCAN)
     rows, length = value.shape[:2]
-    packed = _of_rows(kwargs.get("cu_seqlens"), rows, length, value)
+    states = initial_state is not None or output_final_state
+    packed = _of_rows(kwargs.get("cu_seqlens"), rows, length, value, states=states)
     q, k = (_unit(x) if use_qk_l2norm_in_kernel else x for x in (query, key))
     q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, value, g, beta))
     scale = kwargs.get("scale")
-    if initial_state is None and not output_final_state:
+    if not states:
         out = gated_delta_rule(q, k, v, g, beta, packed, scale=scale)
         return out.view(value.shape).to(query.dtype), None
-    out, states = gated_delta_rule_with_states(q, k, v, g, beta, packed, initial=initial_state, scale=scale)
-    return out.view(value.shape).to(query.dtype), states if output_final_state else None
+    out, last = gated_delta_rule_with_states(q, k, v, g, beta, packed, initial=initial_state, scale=scale)
+    return out.view(value.shape).to(query.dtype), last if output_final_state else None
 
 
 def causal_conv1d_fn(
@@ -191,12 +193,18 @@ def causal_conv1d_fn(
     rows, _, length = hidden_states.shape
     seq_idx, bounds = kwargs.get("seq_idx"), kwargs.get("cu_seqlens", kwargs.get("cu_seq_lens_q"))
     if seq_idx is not None:
-        positions = _positions(seq_idx).flatten()
+        positions = _remembered((seq_idx,), ("positions",), lambda: _positions(seq_idx).flatten())
     else:
         positions = _of_rows(bounds, rows, length, hidden_states).position_ids
     x = hidden_states.transpose(1, 2).flatten(0, 1)
     out = convolve(x, weight, bias, positions, activation is not None)
     return out.view(rows, length, -1).transpose(1, 2)
+
+
+_CHANGE_THE_SCAN = (
+    *("head_first", "state_v_first", "transpose_state_layout", "gk", "A_log", "dt_bias", "use_gate_in_kernel"),
+    *("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "cp_context"),
+)
 
 
 def _refuse(given: Mapping[str, Any], *names: str) -> None:
@@ -229,14 +237,26 @@ def _positions(seq_idx: Tensor) -> Tensor:
     return at - at.where(starts, 0).cummax(1).values
 
 
-def _of_rows(bounds: Tensor | None, rows: int, length: int, like: Tensor) -> PackedMetadata:
-    if bounds is None:
-        bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=like.device)
-    return PackedMetadata(bounds.to(like.device, torch.int32), length, rows * length)
+def _of_rows(bounds: Tensor | None, rows: int, length: int, like: Tensor, *, states: bool = False) -> PackedMetadata:
+    """Returns the sequences of some rows, each row one without ``bounds``.
+
+    With ``states`` they have the numbers of ``bounds``, which then cover every token. Without, tokens after the last
+    boundary are padding, and every row's end is a boundary.
+    """
+
+    def make() -> PackedMetadata:
+        if bounds is not None and not states:
+            return PackedMetadata.from_boundaries(
+                bounds, rows=rows, row_length=length, max_seqlen=length, device=like.device
+            )
+        ends = torch.arange(0, rows * length + 1, length) if bounds is None else bounds
+        return PackedMetadata(ends.to(like.device, torch.int32), length, rows * length)
+
+    return _remembered(() if bounds is None else (bounds,), ("rows", rows, length, like.device, states), make)
 
 
-# The metadata of the last batch: every layer of a model calls with the same boundaries, and work lists hang on them.
-_last: list[tuple[Any, PackedMetadata]] = []
+# What was made of the last batch's boundaries: every layer of a model calls with the same, and work lists hang on them.
+_last: list[tuple[tuple[weakref.ref[Tensor], ...], tuple[Any, ...], Any]] = []
 _KEPT = 4
 
 
@@ -245,7 +265,7 @@ def _metadata(bounds: Tensor, longest: int, q: Tensor) -> PackedMetadata:
         tokens = q.shape[0]
         return PackedMetadata.from_boundaries(bounds, rows=1, row_length=tokens, max_seqlen=longest, device=q.device)
 
-    return _remembered((bounds,), (longest, q.shape[0], q.device), make)
+    return _remembered((bounds,), ("attention", longest, q.shape[0], q.device), make)
 
 
 def _with_more_keys(bounds: Tensor, key_bounds: Tensor, q: Tensor) -> PackedMetadata:
@@ -253,21 +273,28 @@ def _with_more_keys(bounds: Tensor, key_bounds: Tensor, q: Tensor) -> PackedMeta
         lengths, key_lengths = bounds.diff().tolist(), key_bounds.diff().tolist()  # the one read from the device
         return PackedMetadata.of_last_tokens(lengths, key_lengths, device=q.device)
 
-    return _remembered((bounds, key_bounds), (q.device,), make)
+    return _remembered((bounds, key_bounds), ("more keys", q.device), make)
 
 
-def _remembered(
-    tensors: tuple[Tensor, ...], values: tuple[Any, ...], make: Callable[[], PackedMetadata]
-) -> PackedMetadata:
-    """Returns the metadata made for these very tensors, unless they were written to since."""
-    if torch.compiler.is_compiling():
+def _remembered(tensors: tuple[Tensor, ...], values: tuple[Any, ...], make: Callable[[], Value]) -> Value:
+    """Returns what was made of these very tensors, unless they were written to since.
+
+    Nothing is remembered inside a graph, whose replays read other boundaries at the same place, nor in inference mode,
+    whose tensors count no writes and enter no backward.
+    """
+    if _in_a_graph() or torch.is_inference_mode_enabled() or any(t.is_inference() for t in tensors):
         return make()
-    wanted = tuple(t._version for t in tensors), values
-    for (references, *others), packed in _last:
+    key = (*values, *(t._version for t in tensors))
+    for references, known, found in _last:
         same = len(references) == len(tensors) and all(r() is t for r, t in zip(references, tensors, strict=True))
-        if same and tuple(others) == wanted:
-            return packed
-    packed = make()
-    key = tuple(weakref.ref(t) for t in tensors), *wanted
-    _last[:] = [(key, packed), *_last[: _KEPT - 1]]
-    return packed
+        if same and known == key:
+            remembered: Value = found
+            return remembered
+    made = make()
+    _last[:] = [(tuple(weakref.ref(t) for t in tensors), key, made), *_last[: _KEPT - 1]]
+    return made
+
+
+def _in_a_graph() -> bool:
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or capturing

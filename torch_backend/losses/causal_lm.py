@@ -275,6 +275,8 @@ class _Loss(Shortcut):
             )
         targets = targets.to(hidden.device)
         weights = None if weights is None else weights.to(hidden.device)
+        if shift_labels is None:
+            hidden, targets, weights = self.pairs.trained(hidden, targets, weights)
         self.sums = output_layer_loss(self.head, hidden, targets, weights=weights, tail=tail, entries=self.entries)
         self.count = (targets != IGNORE_INDEX).sum()
         return self.sums[0] / self.count.clamp(min=1)

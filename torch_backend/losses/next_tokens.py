@@ -21,6 +21,8 @@ from packing_core.errors import LayoutError
 from torch_backend.ops.repeated import repeated
 from torch_backend.segments import to_device
 
+ROUNDED = 128  # rows of hidden states are a multiple of it, so that kernels see few sizes
+
 
 class NextTokens:
     """Pairs each token of one batch with the token that predicts it.
@@ -31,6 +33,7 @@ class NextTokens:
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
         parents, index = batch.get("packed_parents"), batch.get("packed_parent_index")
+        self._most: int | None = batch.get("packed_targets")
         self._places: Tensor | None = None  # [2, E] the last token of each parent, the first token of its child
         self._real: Tensor | None = None  # bool [E] which of these there are; None for all
         if index is not None:  # as many for every batch
@@ -63,6 +66,27 @@ class NextTokens:
     def weights(self, weights: Tensor | None) -> Tensor | None:
         """Weights [B, S] of labels, as :meth:`targets`."""
         return None if weights is None else self._moved(weights, 0)
+
+    def trained(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states [B, S, D], targets and weights [B, S], with few of those that have no target: [1, N, ...].
+
+        For batches that say on the host how many targets they have at most. One that has more than it says gets NaN
+        for its weights, and so for its loss, because nothing is read back here.
+        """
+        if self._most is None or self._places is not None:
+            return hidden, targets, weights
+        rows = max(1, -(-self._most // ROUNDED)) * ROUNDED
+        if rows >= targets.numel():
+            return hidden, targets, weights
+        absent = targets.flatten() == IGNORE_INDEX
+        first = absent.to(torch.uint8).argsort(stable=True)[:rows]
+
+        def kept(x: Tensor) -> Tensor:
+            return x.flatten(0, 1).index_select(0, first)[None]
+
+        known = torch.where((~absent).sum() > rows, torch.nan, 1.0)
+        made = (torch.ones_like(kept(targets), dtype=known.dtype) if weights is None else kept(weights)) * known
+        return kept(hidden), kept(targets), made
 
     def candidates(self, ids: Tensor) -> Tensor:
         """Ids [B, S, K] at their labels, as :meth:`targets`."""

@@ -14,7 +14,7 @@ learning rate a tensor if it is scheduled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -30,13 +30,11 @@ from torch_backend.hf.forward import forward_among
 from torch_backend.hf.patch import state_of
 from torch_backend.steps.memory import Level, marked
 from torch_backend.steps.progress import announced
+from torch_backend.steps.tower_blocks import compile_tower
 
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.
-_HOST_ONLY = ("packed_lengths", "packed_documents", "packed_parents")
+_HOST_ONLY = ("packed_lengths", "packed_documents", "packed_parents", "packed_images", "packed_targets")
 DEVICE = "cuda"
-# Graphs of one layer class where rows differ in length: for each kind of layer with gradients and without, with an
-# adapter on and off, with shared prefixes and without. All classes of layers count together.
-GRAPHS = 64
 
 
 def compile_layers(
@@ -47,7 +45,7 @@ def compile_layers(
     dynamic: bool | None = False,
     memory: Level = "none",
 ) -> None:
-    """Compile each decoder layer and the last norm of a patched model, in place.
+    """Compile each decoder layer and the last norm of a patched model, and the blocks of its vision tower, in place.
 
     Layers of one kind share a graph, so this takes seconds where compiling the model as a whole takes minutes. Run a
     packed batch before: it asks the attention implementations, which may not be asked inside a compiled layer.
@@ -77,6 +75,7 @@ def compile_layers(
         if dynamic is None:
             compiled: Any = module._compiled_call_impl
             module._compiled_call_impl = partial(_of_any_length, compiled)
+    compile_tower(root, state.tower_requests, backend=chosen)
 
 
 def _of_any_length(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -94,17 +93,6 @@ def _of_any_length(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if forward is not None:
         forward.segments.mark_any_length()
     return call(*args, **kwargs)
-
-
-def whole_layers() -> AbstractContextManager[None]:
-    """Inside, layers of a DDP model are compiled as they are without DDP.
-
-    Otherwise torch splits their graphs wherever a bucket of gradients is full, and any large weight fills one. Nothing
-    is fused across such a cut, and what lies on it is kept for the backward. Gradients are reduced beside the backward
-    all the same, because each layer has a graph of its own.
-    """
-    found: AbstractContextManager[None] = torch._dynamo.config.patch(optimize_ddp=False)
-    return found
 
 
 def layers_of(decoder: nn.Module) -> list[nn.Module]:

@@ -21,8 +21,9 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.hf.patch import Patched, state_of
-from torch_backend.steps.cuda_graph import GRAPHS, compile_layers, whole_layers
+from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.steps.eligibility import why_not_compiled
+from torch_backend.steps.tower_blocks import GRAPHS, TowerBlock, whole_layers
 
 log = logging.getLogger("crosspack")
 
@@ -56,7 +57,8 @@ class CompiledCalls:
         self._hook.remove()
         compile_layers(self.model, dynamic=None)
         for module in self.root.modules():
-            if (compiled := module._compiled_call_impl) is not None:
+            compiled = module._compiled_call_impl
+            if compiled is not None and not isinstance(compiled, TowerBlock):  # which knows packed calls itself
                 module._compiled_call_impl = _Call(self, module, compiled)
         self.layers = COMPILED
 

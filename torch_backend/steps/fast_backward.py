@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedError
@@ -32,12 +32,10 @@ from torch_backend.hf.inputs.context import SHARE
 from torch_backend.hf.patch import context_of, state_of
 from torch_backend.steps.boundaries import Host
 from torch_backend.steps.cuda_graph import (
-    GRAPHS,
     CapturedBackward,
     compile_layers,
     form_of,
     layers_of,
-    whole_layers,
 )
 from torch_backend.steps.eligibility import (
     Batch,
@@ -54,7 +52,8 @@ from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_o
 from torch_backend.steps.memory import level_layers, level_of, recomputing_inside
 from torch_backend.steps.memory_fit import group_on_host, tokens_of
 from torch_backend.steps.progress import announced
-from torch_backend.steps.tiled_layers import tiled, tiled_modules
+from torch_backend.steps.tiled_layers import Parts, tiled, tiled_modules
+from torch_backend.steps.tower_blocks import enough_graphs, whole_layers
 
 Choice = bool | Literal["auto"]
 log = logging.getLogger("crosspack")
@@ -149,7 +148,7 @@ class Gradients:
         self.images = False  # whether a batch with images has run, so that attention was asked about its spans
         self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
         self.foreign: dict[nn.Module, Any] = {}  # modules in them that run a library's kernels otherwise
-        self.tiles: dict[int, list[nn.Module]] = {}  # MLPs that batches of so many tokens compute by tiles
+        self.tiles: dict[int, Parts] = {}  # parts of layers that batches of so many tokens compute by tiles
         self.groups: dict[int, int] = {}  # layers that share an input on the host, for batches of so many tokens
         self.recomputed: list[Any] = []  # of them, those that do not keep all that their backward reads
         self.host = Host()
@@ -164,9 +163,11 @@ class Gradients:
     def __call__(self, inputs: StepInputs, *, last: bool = True) -> Tensor:
         """Returns the loss as the path's ``backward`` does."""
         try:
-            path = self.path or self._prepare(inputs.batch)
+            parts = self._tiled(inputs.batch)
+            with tiled(parts):  # the first batch runs through the layers before they are compiled
+                path = self.path or self._prepare(inputs.batch)
             self.host.group = self._group(inputs.batch)
-            with self.exchange.around(last=last), tiled(self._tiled(inputs.batch)):
+            with self.exchange.around(last=last), tiled(parts):
                 if self.pieces:
                     return self._of_pieces(path, inputs)
                 if self.forests and self.compile and self.fixed is None:
@@ -180,8 +181,8 @@ class Gradients:
             self.shapes.forget_rows()
             raise
 
-    def _tiled(self, batch: Batch) -> list[nn.Module]:
-        """The MLPs that this batch computes by tiles; looked for once for all batches of a size."""
+    def _tiled(self, batch: Batch) -> Parts:
+        """The parts of layers that this batch computes by tiles; looked for once for all batches of a size."""
         given = batch.get("input_ids")
         tokens = 0 if given is None else given.numel()
         if tokens not in self.tiles:
@@ -201,7 +202,7 @@ class Gradients:
         """Through compiled layers. What fails on one rank is raised there: trying again, it would exchange alone."""
         share = inputs.batch.get(SHARE)  # straddles on all ranks alike
         whole = share is not None and not share.straddles and self._run_whole(inputs.batch)
-        with torch._dynamo.config.patch(recompile_limit=GRAPHS), self._compiled(whole=whole):
+        with self._compiled(whole=whole):
             return path.backward(inputs)
 
     def _run_whole(self, batch: Batch) -> bool:
@@ -230,14 +231,12 @@ class Gradients:
 
     def _through_layers(self, path: LossPath, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
-        several = self.forests or self.images  # with spans that see both ways and without
-        limit = torch._dynamo.config.patch(recompile_limit=GRAPHS) if several else nullcontext()
         started = any(parameter.grad is not None for parameter in self.model.parameters())
         first, self.announced = bool(self.compile) and not self.announced, True
         try:
-            with limit, announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
+            with announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
                 return run(inputs)
-        except TorchDynamoException as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             if self.compile != "auto" or started:
                 raise
             for parameter in self.model.parameters():
@@ -276,7 +275,7 @@ class Gradients:
         state.crosses = self.pieces and not whole
         self.host.begin()
         try:
-            with whole_layers(), recomputing_inside(self.recomputed), without_kernels(self.foreign):
+            with whole_layers(), enough_graphs(), recomputing_inside(self.recomputed), without_kernels(self.foreign):
                 yield
         finally:
             for module in self.layers:

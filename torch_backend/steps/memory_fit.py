@@ -25,7 +25,7 @@ from torch_backend.steps.boundaries import why_not_shared
 from torch_backend.steps.eligibility import why_not_compiled
 from torch_backend.steps.memory import Level, level_of, set_level
 from torch_backend.steps.progress import announce
-from torch_backend.steps.tiled_layers import can_be_tiled
+from torch_backend.steps.tiled_layers import tiled_parts
 
 _UNSURE = 1.05  # what the formula may be wrong by
 
@@ -61,9 +61,8 @@ def memory_of(
         itemsize=dtype.itemsize,
         adapted=_ranks(root) // layers,
         head=output is not None and any(p.requires_grad for p in output.parameters()),
+        tiles=tiled_parts(root),
     )
-    if not can_be_tiled(root):
-        memory = replace(memory, tiled={})
     # buckets of DDP are there from the beginning too
     return replace(memory, accumulates=accumulates or isinstance(model, nn.parallel.DistributedDataParallel))
 

@@ -1,75 +1,144 @@
-"""MLPs and experts of layers by tiles of tokens, in steps on long rows whose layers recompute them anyway.
+"""Parts of layers by tiles of tokens, in steps on long rows whose layers recompute them anyway.
 
-A model, the level of its memory and the tokens of a row -> the MLPs of known form, which during the step run by
-:func:`torch_backend.ops.tiled_mlp.tiled_mlp`, and the experts on our kernels, which take a tile at a time. Attention
-and scans need no tiles: their kernels hold nothing that is larger than their inputs.
+A model, the level of its memory and the tokens of a row -> the parts of known form, which during the step run by tiles:
+MLPs by :func:`torch_backend.ops.tiled_mlp.tiled_mlp`, queries, keys and values by
+:func:`torch_backend.ops.tiled_projections.tiled_projections`, each with the norm in front of it, and the experts on our
+kernels, which take a tile at a time. Attention and scans need no tiles: their kernels hold nothing that is larger than
+their inputs.
+
+A norm in front of such a part hands on its input, and the part normalises a tile of it. Attention gets what its
+projections return in place of its input, and the projections hand that on: so its own forward runs, whatever it does
+between them and attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from packing_core.training.decoder_sizes import Part
 from packing_core.training.memory_model import TILE, TILED_FROM
+from torch_backend.hf.anatomy.data_flow import only_readers, reads_by
 from torch_backend.hf.anatomy.experts import is_spread
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.attention import DecoderLayer
+from torch_backend.hf.attention import DecoderLayer, uses_interface
+from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.edits.rebinding import names
 from torch_backend.hf.experts import LAYOUT, TILE_OF_EXPERTS
-from torch_backend.ops.tiled_mlp import Projection, tiled_mlp
+from torch_backend.ops.tiled_mlp import tiled_mlp
+from torch_backend.ops.tiled_projections import tiled_projections
+from torch_backend.ops.tiles import Norm, Projection
 from torch_backend.steps.memory import level_of
 
-_PARTS = {"gate_proj", "up_proj", "down_proj"}
+_OF_MLP = ("gate_proj", "up_proj", "down_proj")
+_OF_ATTENTION = ("q_proj", "k_proj", "v_proj")
 # classes of transformers' activations and of torch -> names in ops.tiled_mlp
 _ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
 
+_KIND, _FORM = "_crosspack_kind", "_crosspack_form"  # of a module by tiles: its class otherwise, and its form as a norm
 
-def tiled_modules(model: nn.Module, tokens: int) -> list[nn.Module]:
-    """Returns the MLPs and experts that a step on a row of ``tokens`` computes by tiles; none where the row is short.
+Parts = Mapping[nn.Module, nn.Module | None]  # what runs by tiles -> the norm in front of it, if tiles compute it too
+
+
+def tiled_modules(model: nn.Module, tokens: int) -> Parts:
+    """Returns the parts that a step on a row of ``tokens`` computes by tiles; none where the row is short.
 
     At ``"none"`` layers keep the inner columns of their MLPs, and there is nothing to save; experts keep their first
     product at ``"selective"`` too.
     """
     level = level_of(model)
     if tokens < TILED_FROM or level == "none":
-        return []
-    return [m for m in can_be_tiled(model) if level != "selective" or LAYOUT not in m.__dict__]
+        return {}
+    return {m: n for m, n in can_be_tiled(model).items() if level != "selective" or LAYOUT not in m.__dict__}
 
 
-def can_be_tiled(model: nn.Module) -> list[nn.Module]:
-    """Returns the MLPs and experts of a patched model that tiles can compute."""
-    layers = [m for m in causal_lm(model).modules() if isinstance(m, DecoderLayer)]
-    return [m for layer in layers for m in layer.modules() if why_not_tiled(m) is None]
+def can_be_tiled(model: nn.Module) -> Parts:
+    """Returns the MLPs, attention layers and experts of a patched model that tiles can compute."""
+    found: dict[nn.Module, nn.Module | None] = {}
+    for layer in causal_lm(model).modules():
+        if isinstance(layer, DecoderLayer):
+            norms = {} if "forward" in layer.__dict__ else only_readers(original_class(layer).forward)
+            in_front = {getattr(layer, part, None): getattr(layer, norm, None) for part, norm in norms.items()}
+            for module in layer.modules():
+                if why_not_tiled(module) is None:
+                    norm = in_front.get(module)
+                    found[module] = norm if norm is not None and why_no_norm(norm, module) is None else None
+    return found
+
+
+def tiled_parts(model: nn.Module) -> set[Part]:
+    """Returns the parts that tiles can compute in all layers of a model, as the formula of memory counts them."""
+    found = can_be_tiled(model)
+    attention = [m for m in found if hasattr(m, _OF_ATTENTION[0])]
+    layers = sum(isinstance(m, DecoderLayer) for m in causal_lm(model).modules())
+    normed = all(norm is not None for m, norm in found.items() if LAYOUT not in m.__dict__)
+    parts: set[Part] = {"projections"} if normed and len(attention) == layers else set()
+    return parts | ({"mlp"} if len(attention) < len(found) else set())
 
 
 def why_not_tiled(module: nn.Module) -> str | None:
-    """Explains why a module is no MLP, and no experts, that tiles can compute, None if it is."""
+    """Explains why a module is no MLP, no attention layer and no experts that tiles can compute, None if it is one."""
     if LAYOUT in module.__dict__:
         return "ranks exchange its tokens" if is_spread(module) else None
-    if not {name for name, _ in module.named_children()} >= _PARTS or "forward" in module.__dict__:
+    kind = original_class(module)
+    if uses_interface(kind):
+        if not reads_by(kind.forward, _OF_ATTENTION):
+            return "it reads its input not by projections alone"
+        parts = _OF_ATTENTION
+    elif not {name for name, _ in module.named_children()} >= {*_OF_MLP}:
         return "it is no gated MLP"
-    if names(type(module).forward) != {*_PARTS, "act_fn"}:
+    elif names(kind.forward) != {*_OF_MLP, "act_fn"}:
         return "it computes something else besides"
-    if type(getattr(module, "act_fn", None)).__name__ not in _ACTIVATIONS:
+    elif type(getattr(module, "act_fn", None)).__name__ not in _ACTIVATIONS:
         return "its activation has no gradient here"
-    if any(_projection(getattr(module, name)) is None for name in _PARTS):
+    else:
+        parts = _OF_MLP
+    layers = [getattr(module, name, None) for name in parts]
+    if any("forward" in m.__dict__ for m in (module, *layers) if m is not None):
+        return "somebody set a forward on it"
+    if any(_projection(layer) is None for layer in layers):
         return "its linear layers are not plain, nor plain with adapters"
     return None
 
 
+def why_no_norm(norm: nn.Module, part: nn.Module) -> str | None:
+    """Explains why tiles of a part cannot compute the norm in front of it, None if they can."""
+    if LAYOUT in part.__dict__:
+        return "experts take whole rows"
+    if _form_of_norm(norm) is None:
+        return "it is no root-mean-square norm of known form"
+    if isinstance(norm.weight, DTensor) or norm._forward_hooks or norm._forward_pre_hooks:
+        return "ranks hold parts of its weight, or somebody reads what it returns"
+    first = _projection(getattr(part, _OF_ATTENTION[0], None) or getattr(part, _OF_MLP[0], None))
+    return None if first is not None and first.weight.dtype == norm.weight.dtype else "its weight has another dtype"
+
+
 @contextmanager
-def tiled(modules: list[nn.Module]) -> Iterator[None]:
-    """Inside, these MLPs and experts run by tiles."""
-    experts = [module for module in modules if LAYOUT in module.__dict__]
-    before = [(module, type(module)) for module in modules if LAYOUT not in module.__dict__]
-    for module, kind in before:
-        module.__class__ = _tiled_class(kind)  # type: ignore[arg-type] # a class is hashable
+def tiled(parts: Parts) -> Iterator[None]:
+    """Inside, these MLPs, attention layers and experts run by tiles, with their norms."""
+    experts = [module for module in parts if LAYOUT in module.__dict__]
+    swaps: list[tuple[nn.Module, type[nn.Module]]] = []
+    for module, norm in parts.items():
+        if LAYOUT in module.__dict__:
+            continue
+        if norm is not None:
+            form = _form_of_norm(norm)
+            swaps.append((norm, _subclass(type(norm), _hand_on_input, form)))  # type: ignore[arg-type] # a class is hashable
+        if not hasattr(module, _OF_ATTENTION[0]):
+            swaps.append((module, _subclass(type(module), _mlp)))  # type: ignore[arg-type]
+            continue
+        swaps.append((module, _subclass(type(module), _attention)))  # type: ignore[arg-type]
+        projections = [getattr(module, name) for name in _OF_ATTENTION]
+        swaps += [(p, _subclass(type(p), f)) for p, f in zip(projections, _HAND_ON, strict=True)]  # type: ignore[arg-type]
+    before = [(module, type(module)) for module, _ in swaps]
+    for module, kind in swaps:
+        module.__class__ = kind
     for module in experts:
         module.__dict__[TILE_OF_EXPERTS] = TILE
     try:
@@ -82,28 +151,102 @@ def tiled(modules: list[nn.Module]) -> Iterator[None]:
 
 
 @cache
-def _tiled_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """One class for all MLPs of a kind, so that equal layers share their compiled graphs."""
-    return type(kind.__name__, (kind,), {"forward": _forward, "__module__": kind.__module__})
+def _subclass(kind: type[nn.Module], forward: Any, form: tuple[float, float] | None = None) -> type[nn.Module]:
+    """One class for all modules of a kind, so that equal layers share their compiled graphs."""
+    attributes = {"forward": forward, "__module__": kind.__module__, _KIND: kind, _FORM: form}
+    return type(kind.__name__, (kind,), attributes)
 
 
-def _forward(self: Any, x: Tensor) -> Tensor:
-    gate, up, down = (_projection(getattr(self, name)) for name in ("gate_proj", "up_proj", "down_proj"))
-    if gate is None or up is None or down is None or _dtype_of(x) != gate.weight.dtype:
-        plain: Tensor = type(self).__mro__[1].forward(self, x)  # type: ignore[attr-defined]
+def _plain(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the class that a module has outside of :func:`tiled`."""
+    return getattr(module, _KIND).forward(module, *args, **kwargs)
+
+
+# -- forwards by tiles -------------------------------------------------------------------------------------------------
+
+
+class _Unnormed(NamedTuple):
+    """The input of a norm, in place of its result."""
+
+    x: Tensor
+    norm: Norm
+
+
+class _Projected(NamedTuple):
+    """What the projections of attention return, in place of its input."""
+
+    shape: torch.Size
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def _hand_on_input(self: Any, x: Tensor) -> Any:
+    if _dtype_of(x) not in (None, self.weight.dtype):
+        return _plain(self, x)
+    eps, offset = getattr(self, _FORM)
+    return _Unnormed(x, Norm(self.weight, eps, offset))
+
+
+def _mlp(self: Any, given: Any) -> Tensor:
+    x, norm = given if isinstance(given, _Unnormed) else (given, None)
+    layers = _layers(self, _OF_MLP, x)
+    if layers is None:
+        plain: Tensor = _plain(self, x if norm is None else norm(x, x.dtype))
         return plain
-    return tiled_mlp(x, gate, up, down, activation=_ACTIVATIONS[type(self.act_fn).__name__], tile=TILE)
+    x = x if norm is not None else x.to(layers[0].weight.dtype)
+    gate, up, down = layers
+    return tiled_mlp(x, gate, up, down, activation=_ACTIVATIONS[type(self.act_fn).__name__], tile=TILE, norm=norm)
+
+
+def _attention(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    x, norm = hidden_states if isinstance(hidden_states, _Unnormed) else (hidden_states, None)
+    layers = _layers(self, _OF_ATTENTION, x)
+    if layers is None:
+        return _plain(self, x if norm is None else norm(x, x.dtype), *args, **kwargs)
+    x = x if norm is not None else x.to(layers[0].weight.dtype)
+    q, k, v = tiled_projections(x, layers, tile=TILE, norm=norm)
+    return _plain(self, _Projected(x.shape, q, k, v), *args, **kwargs)
+
+
+def _hand_on_queries(self: Any, x: Any) -> Any:
+    return x.q if isinstance(x, _Projected) else _plain(self, x)
+
+
+def _hand_on_keys(self: Any, x: Any) -> Any:
+    return x.k if isinstance(x, _Projected) else _plain(self, x)
+
+
+def _hand_on_values(self: Any, x: Any) -> Any:
+    return x.v if isinstance(x, _Projected) else _plain(self, x)
+
+
+_HAND_ON = _hand_on_queries, _hand_on_keys, _hand_on_values
+
+
+def _layers(module: nn.Module, parts: tuple[str, ...], x: Tensor) -> list[Projection] | None:
+    """The linear layers of a part in the dtype in which they compute with ``x``; None if tiles cannot compute them."""
+    found = [_projection(getattr(module, name)) for name in parts]
+    layers = [layer for layer in found if layer is not None]
+    if len(layers) < len(found):
+        return None
+    if (dtype := _dtype_of(x)) is None:  # as autocast casts them, once for all tiles
+        dtype = torch.get_autocast_dtype(x.device.type)
+        return [layer.to(dtype) for layer in layers]
+    return layers if all(layer.weight.dtype == dtype for layer in layers) else None
 
 
 def _dtype_of(x: Tensor) -> torch.dtype | None:
-    """The dtype in which a linear layer computes with ``x``; None if autocast would cast it."""
-    kind = x.device.type
-    return None if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype else x.dtype
+    """The dtype in which a linear layer computes with ``x``; None if that is autocast's."""
+    return None if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+# -- what modules are --------------------------------------------------------------------------------------------------
 
 
 def _projection(layer: Any) -> Projection | None:
     """A linear layer as tiles take it, None if it does something else."""
-    if type(layer) is nn.Linear:
+    if getattr(layer, _KIND, type(layer)) is nn.Linear:
         return None if isinstance(layer.weight, DTensor) else Projection(layer.weight, layer.bias)
     base = getattr(layer, "base_layer", None)
     if type(base) is not nn.Linear or not hasattr(layer, "lora_A") or len(layer.active_adapters) != 1:
@@ -117,3 +260,31 @@ def _projection(layer: Any) -> Projection | None:
     if not plain or drops or a.weight.dtype != base.weight.dtype or isinstance(base.weight, DTensor):
         return None
     return Projection(base.weight, base.bias, a.weight, b.weight, float(layer.scaling[name]))
+
+
+def _form_of_norm(norm: nn.Module) -> tuple[float, float] | None:
+    """The small constant of a root-mean-square norm and from where its weight counts; None if it is another module."""
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    weight = getattr(norm, "weight", None)
+    if not isinstance(eps, float) or not isinstance(weight, Tensor) or weight.ndim != 1 or "forward" in norm.__dict__:
+        return None
+    offset = _offset_of(type(norm)) if len(list(norm.parameters())) == 1 else None  # type: ignore[arg-type]
+    return None if offset is None else (eps, offset)
+
+
+@cache
+def _offset_of(kind: type[nn.Module]) -> float | None:
+    """From where the weight of a class of norms counts, found by calling it; None if it is no such norm."""
+    norm: Any = kind.__new__(kind)
+    nn.Module.__init__(norm)
+    norm.eps = norm.variance_epsilon = eps = 0.25
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(3, 8, generator=generator), torch.rand(8, generator=generator)
+    norm.weight = nn.Parameter(weight)
+    with torch.no_grad():
+        try:
+            found = norm(x)
+        except (AttributeError, TypeError, RuntimeError):
+            return None
+        right = {offset: Norm(weight, eps, offset)(x, x.dtype) for offset in (0.0, 1.0)}
+    return next((offset for offset, y in right.items() if torch.allclose(found, y, atol=1e-6)), None)

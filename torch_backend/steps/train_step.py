@@ -41,6 +41,7 @@ from torch_backend.steps.fast_backward import (
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.memory import Memory, check_level, set_level
 from torch_backend.steps.memory_fit import FittedLevel, describe, naming_the_level, tokens_of
+from torch_backend.steps.tiled_layers import tiled, tiled_modules
 
 _DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
@@ -186,7 +187,7 @@ class TrainStep:
             for batch in batches:
                 given = self._on_device(self._part(batch))
                 path = path or self._choose(given, forward=False)
-                with self._precision():
+                with self._precision(), tiled(tiled_modules(self.model, tokens_of(given))):
                     loss = self._loss_sum(given, path.why_logits)
                 sums += torch.stack([loss.double(), self._weight(given).double(), self._count(given).double()])
         finally:

@@ -43,8 +43,8 @@ def pack_training_data(
 
     Raises:
         CapacityError: a document is longer than the capacity under ``overflow="error"``.
-        PackingError: no capacity is given, and neither trainer nor model has a maximum length; an order is given and
-            the data set is not packed as a whole.
+        PackingError: no capacity is given, and neither trainer nor model has a maximum length; an option of the rows is
+            given and has no effect, such as an order where the data set is not packed as a whole.
     """
     data, capacity = trainer.train_dataset, options.capacity
     if collator.capacity is not None or data is None:
@@ -56,9 +56,11 @@ def pack_training_data(
         if capacity is not None:
             raise PackingError(f"the training data are rows of {first.capacity:,} tokens already: leave capacity out")
         options.refuse_order("the training data are rows already")
+        options.refuse_limits("the training data are rows already: leave it out")
         return collator, None
     if capacity is None and isinstance(first, Mapping) and any(name in first for name in LENGTHS):
         options.refuse_order("the training data are rows already")
+        options.refuse_limits("the training data are rows already: leave it out, or pass capacity for other rows")
         return collator, None
     if (reason := _why_batches_only(trainer)) is not None:
         options.refuse_order(f"the documents of each batch are packed by themselves: {reason}")
@@ -235,6 +237,7 @@ def _announced(rows: EpochRows) -> EpochRows:
 
 def _with_capacity(collator: PackedCollator, options: RowOptions) -> PackedCollator:
     if options.capacity is None:
+        options.refuse_limits("the documents of each batch share a row of their length without a capacity: pass one")
         return collator
     collator = copy.copy(collator)
     collator.capacity = options.capacity

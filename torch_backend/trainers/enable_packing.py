@@ -31,7 +31,7 @@ from torch_backend.trainers.dataloader import use_rows
 from torch_backend.trainers.fast_step import speed_up
 from torch_backend.trainers.inspection import PackingPlan, inspect
 from torch_backend.trainers.neftune import add_noise_by_document
-from torch_backend.trainers.own_loss import warn_of_means
+from torch_backend.trainers.own_loss import require_boundaries, warn_of_means
 from torch_backend.trainers.predictions import predict_documents
 from torch_backend.trainers.row_options import RowOptions
 from torch_backend.trainers.tree_rows import serve_tree_rows
@@ -121,11 +121,11 @@ def enable_packing(
             trains other tokens than packing would.
     """
     any_trainer: Any = trainer
+    rows = RowOptions(capacity, overflow, context, min_piece, max_segments, order, keys, weights, equal_cost)
     if has_tree_rows(trainer):
-        named = {"capacity": capacity, "overflow": overflow, "memory": memory, "share_prefix": share_prefix}
-        idle: dict[str, Any] = {"capacity": None, "overflow": "error", "memory": None}
-        idle["share_prefix"] = True if share_prefix is True else "auto"
-        serve_tree_rows(any_trainer, implementation, {name: x for name, x in named.items() if x != idle[name]})
+        beside = {"memory": memory, "share_prefix": None if share_prefix in (True, "auto") else share_prefix}
+        idle = (f"{name}={value!r}" for name, value in beside.items() if value is not None)
+        serve_tree_rows(any_trainer, implementation, rows.given or next(idle, None))
         return trainer
     if memory is not None:
         check_level(any_trainer.model, memory)
@@ -134,7 +134,6 @@ def enable_packing(
                 'memory="auto" follows from rows that the fast step trains, and here it trains none: name a level, '
                 'memory="full" for example'
             )
-    rows = RowOptions(capacity, overflow, context, min_piece, max_segments, order, keys, weights, equal_cost)
     if share_prefix not in (True, False, "auto"):
         raise PackingError(f'share_prefix is {share_prefix!r}: pass True, False or "auto"')
     if kind_of(trainer) is not None:
@@ -174,6 +173,7 @@ def _apply(trainer: Any, plan: PackingPlan, *, fast: bool) -> None:
     trainer.accelerator.dataloader_config.dispatch_batches = False
     sft.warn_of_room(trainer)
     warn_of_means(trainer)
+    require_boundaries(trainer)
     add_noise_by_document(trainer)
     if fast:
         speed_up(trainer)

@@ -100,11 +100,26 @@ class EpochRows(Dataset[PackedBatch]):
         """Returns the key of each document in the order of the training; None if the order has none.
 
         Raises:
-            PackingError: the training data, or an example of them, lack the column.
+            PackingError: the training data, or an example of them, lack the column, or an example holds several
+                documents.
         """
         name = self.row_options.keys
         if name is None:
             return None
+        if not isinstance(name, str):
+            raise PackingError(
+                f"keys is a {type(name).__name__}: pass the name of the column that holds each document's key"
+            )
+        found = self._column(name)
+        if len(found) != (documents := len(self.documents.input_ids)):
+            raise PackingError(
+                f'keys="{name}" gives {plural(len(found), "training example")} a key, which hold {documents:,} '
+                "documents: pass the documents as examples of their own"
+            )
+        return found
+
+    def _column(self, name: str) -> Any:
+        """The values of a column, one for each training example."""
         if hasattr(self.source, "select_columns"):
             if name not in self.source.column_names:
                 raise PackingError(

@@ -6,10 +6,14 @@ import dis
 import inspect
 import logging
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+from packing_core.errors import LayoutError
 from packing_core.extras import require
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.entry import counted_calls
+from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.patch import context_of
 from torch_backend.hf.router import asks_for_router_loss
 from torch_backend.trainers import sft
@@ -59,6 +63,30 @@ def why_not_known(trainer: Any) -> str | None:
 def adds_router_loss(trainer: Any) -> bool:
     """Returns whether the model of a trainer adds the auxiliary loss of its router."""
     return asks_for_router_loss(causal_lm(trainer.model), {})
+
+
+def require_boundaries(trainer: Any) -> None:
+    """Make a ``compute_loss`` of the trainer's own raise where it calls the model without a batch's boundaries.
+
+    One that picks ``input_ids`` and ``labels`` out of the batch would train the row as one document.
+    """
+    if not has_own_loss(trainer):
+        return
+    name, compute_loss = type(trainer).__name__, trainer.compute_loss
+
+    @wraps(compute_loss)
+    def checked(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        packed = is_packed(inputs)
+        with counted_calls() as calls:
+            loss = compute_loss(model, inputs, *args, **options)
+        if packed and calls.lost_boundaries:
+            raise LayoutError(
+                f"{name}.compute_loss called the model without the boundaries of its packed batch, so that the row "
+                "ran as one document: hand on all that the batch holds, model(**inputs)"
+            )
+        return loss
+
+    trainer.compute_loss = checked
 
 
 def warn_of_means(trainer: Any) -> None:

@@ -11,6 +11,8 @@ from packing_core.planning.order import Order
 from packing_core.planning.pieces import CUTS
 from packing_core.planning.plan import Overflow
 
+_LIMITS = ("overflow", "context", "min_piece", "max_segments")
+
 
 @dataclass(frozen=True)
 class RowOptions:
@@ -29,8 +31,13 @@ class RowOptions:
     @property
     def given(self) -> str | None:
         """The first option that is not its default, as it was written; None if all are."""
+        return self._given(*(field.name for field in fields(self)))
+
+    def _given(self, *names: str) -> str | None:
+        """The first of these options that is not its default, as it was written."""
         for field in fields(self):
-            if (value := getattr(self, field.name)) != field.default:
+            value = getattr(self, field.name)
+            if field.name in names and value != field.default:
                 number = isinstance(value, int) and not isinstance(value, bool)
                 return f"{field.name}={value:,}" if number else f"{field.name}={value!r}"
         return None
@@ -48,8 +55,15 @@ class RowOptions:
     @property
     def packing(self) -> dict[str, Any]:
         """The options of ``packing_core.plan`` and ``stream`` beside the order."""
-        names = ("overflow", "context", "min_piece", "max_segments")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _LIMITS}
+
+    def refuse_limits(self, why: str) -> None:
+        """
+        Raises:
+            PackingError: an option of ``packing`` is given, which has no effect because of ``why``.
+        """
+        if (given := self._given(*_LIMITS)) is not None:
+            raise PackingError(f"{given} has no effect, because {why}")
 
     def refuse_order(self, why: str) -> None:
         """

@@ -88,11 +88,11 @@ def segments_of(kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) ->
     return PackedMetadata.from_lengths(lengths.tolist(), device=kv_index.device, parents=parents.tolist())
 
 
-def serve_tree_rows(trainer: Any, implementation: Any, options: dict[str, Any]) -> None:
+def serve_tree_rows(trainer: Any, implementation: Any, idle: str | None) -> None:
     """Register this project's attention under the name that a trainer's tree rows ask for; see the module.
 
     Args:
-        options: of ``enable_packing``, by name, those that its caller set and that such a trainer does not have.
+        idle: an option of ``enable_packing`` that its caller set and that such a trainer does not have, as written.
 
     Raises:
         UnsupportedModelError: the model's attention or dropout would not be exact on shared tokens.
@@ -100,10 +100,9 @@ def serve_tree_rows(trainer: Any, implementation: Any, options: dict[str, Any]) 
         PackingError: an option has no effect.
     """
     name, root = type(trainer).__name__, causal_lm(trainer.model)
-    if options:
-        option, value = next(iter(options.items()))
+    if idle is not None:
         raise PackingError(
-            f"{name} makes its rows itself and shares their prefixes, so {option}={value!r} has no effect: leave it out"
+            f"{name} makes its rows itself and shares their prefixes, so {idle} has no effect: leave it out"
         )
     if root.config.get_text_config()._attn_implementation != TREE_ATTENTION:
         raise UnsupportedError(f"{name} of this TRL has no tree rows: install trl 1.16 or newer")

@@ -122,13 +122,18 @@ def kinds_of_tokens(config: Any, ids: Tensor) -> Tensor:
 
 def refuse_joined_images(types_BS: Tensor, count: int) -> None:
     """Raises LayoutError if the image tokens of documents are not in as many runs as there are images."""
-    shown = torch.cat((types_BS.new_zeros(len(types_BS), 1), types_BS), 1) == 1
-    runs = int((shown[:, 1:] & ~shown[:, :-1]).sum())
+    runs = runs_of_images(types_BS)
     if runs != count:
         raise LayoutError(
             f"there are {count} images in {runs} runs of image tokens: put a token between images, as the family's "
             "chat template does"
         )
+
+
+def runs_of_images(types_BS: Tensor) -> int:
+    """Counts the runs of image tokens in the rows of a batch."""
+    shown = torch.cat((types_BS.new_zeros(len(types_BS), 1), types_BS), 1) == 1
+    return int((shown[:, 1:] & ~shown[:, :-1]).sum())
 
 
 def indexer_of(root: nn.Module) -> Any:

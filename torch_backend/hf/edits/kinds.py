@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from torch_backend.hf.attention import PREFIX, register, stands_over, unregistered
+from torch_backend.hf.attention import KIND, PREFIX, kind_of, register, stands_over, unregistered
 from torch_backend.hf.edits.override import restore
 from torch_backend.hf.edits.rotary import override_rotation
 
@@ -52,6 +52,19 @@ class AttentionName:
     def in_force(self) -> bool:
         """Returns whether the config still names the packed function."""
         return bool(self.config._attn_implementation == PREFIX + self.over)
+
+
+@dataclass
+class LayerKind:
+    """An attention layer carries the name of its kind, which compiled layers read."""
+
+    layer: nn.Module
+
+    def apply(self) -> None:
+        self.layer.__dict__[KIND] = kind_of(self.layer)
+
+    def undo(self) -> None:
+        self.layer.__dict__.pop(KIND, None)
 
 
 @dataclass

@@ -14,6 +14,8 @@ from itertools import count
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+from torch import nn
+
 _copies = count()
 
 
@@ -24,10 +26,18 @@ def names(forward: Callable[..., Any]) -> set[str]:
 
 
 def called(forward: Callable[..., Any]) -> dict[str, Any]:
-    """Everything that can be called among the globals that a forward names."""
+    """Everything that can be called among the globals that a forward names; functions, not modules around them."""
     known: dict[str, Any] = getattr(inspect.unwrap(forward), "__globals__", {})
-    found = {name: known.get(name) for name in names(forward)}
+    found = {name: as_function(known.get(name)) for name in names(forward)}
     return {name: value for name, value in found.items() if callable(value)}
+
+
+def as_function(value: Any) -> Any:
+    """Returns the function in a module that the library ``kernels`` made of it, which hides its parameters."""
+    if not isinstance(value, nn.Module):
+        return value
+    held = [cell.cell_contents for cell in type(value).forward.__closure__ or ()]
+    return next((x for x in held if inspect.isfunction(x)), value)
 
 
 def rebound(forward: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any] | None:

@@ -3,8 +3,12 @@
 Without flash-attention the towers of the Qwen and GLM families split queries, keys and values at ``cu_seqlens``, which
 they read back from the device in every layer, and call attention once for each image, or for each window.
 
-    a packed call -> a hook hands its PackedForward to the tower, which passes on what it does not know -> the attention
-    layer is given one split of all patches, and the boundaries as segments -> the registered attention runs on them
+    a packed call -> a hook hands its PackedForward to the tower -> the tower makes positions and boundaries from grids
+    on the host (:class:`TowerCall`), which it passes on with what it does not know -> the attention layer attends to
+    all patches at once, inside the segments between these boundaries -> the registered attention runs on them
+
+The attention layer takes the branch that it has for flash-attention, in a copy of its forward that asks for it. Layers
+of older versions without a name for that question get one split of all patches instead.
 
 Pixtral's tower puts all patches into one row, under a mask [T, T] that it fills image by image. In a packed call it
 gets the images as segments, and makes no mask: it takes the branch that it has for flash-attention, by a config of that
@@ -20,32 +24,48 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
-from torch_backend.hf.attention import TOWER_SEGMENTS, uses_interface
+from torch_backend.hf.anatomy.vision import GRIDS
+from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, uses_interface
 from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook, LayerOverride
-from torch_backend.hf.edits.override import original_class, override
+from torch_backend.hf.edits.override import has_own_forward, original_class, override
+from torch_backend.hf.edits.patches import override_rotation_of_patches, product_edits
+from torch_backend.hf.edits.rebinding import called, rebound
 from torch_backend.hf.forward import PackedForward
-from torch_backend.segments import PackedMetadata
+from torch_backend.segments import PackedMetadata, to_device
 
-PACKED = "packed"  # the keyword under which towers pass the PackedForward on to their layers
-_BOUNDARIES = "cu_seqlens"
+BOUNDARIES = "cu_seqlens"
+_FROM_HOST, _AT_ONCE = "_crosspack_from_host", "_crosspack_at_once"  # copies of a tower's and of a layer's forward
+_ASKS_FOR_FLASH = "is_flash_attention_requested"
 
 
-def tower_edits(root: Any, hand_to_tower: Callable[..., Any]) -> Iterator[Edit]:
-    """The edits of a model's vision tower; ``hand_to_tower`` is a forward pre-hook that passes the PackedForward on."""
-    tower = tower_of(root)
-    layers = [] if tower is None else list(tower_layers(tower))
-    edits: list[Edit] = [LayerOverride(layer, override_tower_layer) for layer in layers]
-    if tower is None and (tower := pixtral_of(root)) is not None:
+def tower_edits(
+    root: Any, hand_to_tower: Callable[..., Any], current: Callable[[], PackedForward | None]
+) -> Iterator[Edit]:
+    """The edits of a model's vision tower.
+
+    Args:
+        root: the model.
+        hand_to_tower: a forward pre-hook that passes the PackedForward on.
+        current: returns the packed forward that runs on this thread.
+    """
+    edits: list[Edit] = []
+    names = {"image_sizes"} & set(EXACT_KEYS.get(root.config.model_type, ()))
+    if (tower := tower_of(root)) is not None:
+        names |= set(GRIDS.values())
+        edits += [LayerOverride(layer, override_tower_layer) for layer in tower_layers(tower)]
+        edits += [LayerOverride(tower, override_tower), *product_edits(tower, current)]
+    elif (tower := pixtral_of(root)) is not None:
         edits.append(LayerOverride(tower, override_pixtral))
-    if "image_sizes" in EXACT_KEYS.get(root.config.model_type, ()):
-        yield Hook(partial(root.base_model.register_forward_pre_hook, sizes_on_host, with_kwargs=True))
+    if names:
+        hook = partial(sizes_on_host, frozenset(names), current)
+        yield Hook(partial(root.base_model.register_forward_pre_hook, hook, with_kwargs=True))
     if tower is not None:
         yield AttentionName(tower.config)
         yield from edits
@@ -75,11 +95,24 @@ def override_pixtral(tower: nn.Module) -> None:
 
 
 def sizes_on_host(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    names: frozenset[str],
+    current: Callable[[], PackedForward | None],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward pre-hook: reads the sizes of images from the device once, where the model reads them one by one."""
-    sizes = kwargs.get("image_sizes")
-    return args, {**kwargs, "image_sizes": sizes.cpu()} if isinstance(sizes, Tensor) else kwargs
+    """A forward pre-hook: has the sizes of images on the host, where the model reads them one by one.
+
+    Batches of our collators carry them there; of others they are read from the device, once. The towers of calls that
+    are not packed take grids where they are.
+    """
+    forward = current()
+    if forward is None:
+        names &= {"image_sizes"}
+    known = {} if forward is None else forward.image_sizes
+    given = {name: x for name, x in kwargs.items() if name in names and isinstance(x, Tensor)}
+    carried = {name for name, x in given.items() if name in known and known[name].shape == x.shape}
+    return args, {**kwargs, **{name: known[name] if name in carried else x.cpu() for name, x in given.items()}}
 
 
 _config_of_tower = threading.RLock()  # a call reads the config of the tower that another thread may have exchanged
@@ -117,30 +150,130 @@ def tower_layers(tower: nn.Module) -> Iterator[nn.Module]:
     """The attention layers of a tower that take boundaries and call transformers' attention interface."""
     for module in tower.modules():
         kind = original_class(module)
-        if uses_interface(kind) and _BOUNDARIES in inspect.signature(kind.forward).parameters:
+        if uses_interface(kind) and BOUNDARIES in inspect.signature(kind.forward).parameters:
             yield module
+
+
+class TowerCall:
+    """One packed call of a tower that takes grids; its blocks receive it under the keyword ``packed``.
+
+    A plain class, because wrappers of modules rebuild the dataclasses among their arguments.
+
+    Attributes:
+        forward: of the model.
+        device: of the patches.
+        grid: int64 [images, 3] on the device, and grid_on_host the same on the host.
+        copies: tensors on the device by id, beside what they are copies of on the host.
+        segments: of the patches, by the id of their boundaries, which are kept beside them.
+        prepared: ids of the boundaries whose segments have what compiled blocks read.
+    """
+
+    def __init__(self, forward: PackedForward, grid: Tensor, device: torch.device) -> None:
+        self.forward = forward
+        self.device = device
+        self.grid_on_host = grid.cpu()
+        self.grid = to_device(self.grid_on_host, device)
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self.segments: dict[int, tuple[Tensor, PackedMetadata]] = {}
+        self.prepared: set[int] = set()
+
+    def to_device(self, x: Any) -> Any:
+        """A result of a function that ran on the host."""
+        if isinstance(x, tuple):
+            return tuple(map(self.to_device, x))
+        if not isinstance(x, Tensor) or x.device.type != "cpu":
+            return x
+        moved = to_device(x, self.device)
+        self.copies[id(moved)] = moved, x
+        return moved
+
+    def segments_between(self, boundaries: Tensor, patches: int, device: torch.device) -> PackedMetadata:
+        """The images or windows as segments, made once for the layers that share their boundaries."""
+        known = self.segments.get(id(boundaries))
+        if known is None:
+            if (host := self.copies.get(id(boundaries))) is not None:
+                made = PackedMetadata.from_lengths(host[1].diff().tolist(), device=device)
+            else:
+                made = PackedMetadata.from_boundaries(
+                    boundaries, rows=1, row_length=patches, max_seqlen=patches, device=device
+                )
+            known = self.segments[id(boundaries)] = boundaries, made  # the tensor is kept, and with it its id
+        return known[1].to(device)
+
+
+def override_tower(tower: nn.Module) -> None:
+    """Make a tower compute on the host what follows from grids alone."""
+    override(tower, _from_host, _tower_attributes)
+
+
+def _tower_attributes(original: type[nn.Module]) -> dict[str, Any]:
+    return {_FROM_HOST: _forward_from_host(original.forward)}
+
+
+@cache
+def _forward_from_host(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """``forward`` whose functions of grids run on the host; None where it calls none of them by name."""
+    made = {name: partial(_on_host, value) for name, value in called(forward).items() if name.startswith("get_vision_")}
+    return rebound(forward, made) if made else None
+
+
+def _on_host(function: Callable[..., Any], grid: Any, *args: Any, **named: Any) -> Any:
+    """Stands in for a function of transformers that takes grids and ``kwargs=``, the other arguments of the tower."""
+    tower = (named.get("kwargs") or {}).get(PACKED)
+    if not isinstance(tower, TowerCall):
+        return function(grid, *args, **named)
+    return tower.to_device(function(tower.grid_on_host if grid is tower.grid else grid, *args, **named))
+
+
+def _from_host(
+    tower: nn.Module, call: Callable[..., Any], hidden: Tensor, *args: Any, grid_thw: Any = None, **kwargs: Any
+) -> Any:
+    forward = kwargs.pop(PACKED, None)
+    if args:
+        grid_thw, args = args[0], args[1:]
+    if not isinstance(forward, PackedForward) or not isinstance(grid_thw, Tensor):
+        return call(hidden, grid_thw, *args, **kwargs)
+    made = TowerCall(forward, grid_thw, hidden.device)
+    run = tower.__dict__[_FROM_HOST]
+    call = call if run is None or has_own_forward(tower) else partial(run, tower)
+    return call(hidden, made.grid, *args, **kwargs, **{PACKED: made})
 
 
 def override_tower_layer(layer: nn.Module) -> None:
     """Make an attention layer of a tower run all images of a packed call at once."""
-    override(layer, _attend_at_once)
+    override(layer, _attend_at_once, _layer_attributes)
+
+
+def _layer_attributes(original: type[nn.Module]) -> dict[str, Any]:
+    return {_AT_ONCE: _forward_at_once(original.forward)}
+
+
+@cache
+def _forward_at_once(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """``forward`` in its branch for flash-attention; None where it has none of that name."""
+    known = called(forward)
+    if _ASKS_FOR_FLASH not in known:
+        return None
+    return rebound(forward, {_ASKS_FOR_FLASH: _yes, **override_rotation_of_patches(known)})
+
+
+def _yes(*_: Any) -> bool:
+    return True
+
+
+def compiles(layer: nn.Module) -> bool:
+    """Returns whether an attention layer of a tower can be compiled: it reads no boundaries back."""
+    return layer.__dict__.get(_AT_ONCE) is not None and not has_own_forward(layer)
 
 
 def _attend_at_once(layer: nn.Module, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    forward = kwargs.pop(PACKED, None)
-    boundaries = kwargs.get(_BOUNDARIES)
-    if not isinstance(forward, PackedForward) or boundaries is None:
-        return call(hidden, *args, **kwargs)
-    patches = hidden.shape[0]
-    kwargs[_BOUNDARIES] = torch.tensor([0, patches])  # on the host: the layer reads it back
-    kwargs[TOWER_SEGMENTS] = _segments(forward, boundaries, patches, hidden.device)
+    if kwargs.get(TOWER_SEGMENTS) is None:  # outside of compiled blocks
+        tower, boundaries = kwargs.get(PACKED), kwargs.get(BOUNDARIES)
+        if not isinstance(tower, TowerCall) or boundaries is None:
+            kwargs.pop(PACKED, None)
+            return call(hidden, *args, **kwargs)
+        kwargs[TOWER_SEGMENTS] = tower.segments_between(boundaries, hidden.shape[0], hidden.device)
+    if compiles(layer):
+        return layer.__dict__[_AT_ONCE](layer, hidden, *args, **kwargs)
+    kwargs[BOUNDARIES] = torch.tensor([0, hidden.shape[0]])  # on the host: the layer reads it back
     return call(hidden, *args, **kwargs)
-
-
-def _segments(forward: PackedForward, boundaries: Tensor, patches: int, device: torch.device) -> PackedMetadata:
-    """The images or windows as segments, made once for the layers that share their boundaries."""
-    known = forward.towers.get(id(boundaries))
-    if known is None:
-        made = PackedMetadata.from_boundaries(boundaries, rows=1, row_length=patches, max_seqlen=patches, device=device)
-        known = forward.towers[id(boundaries)] = boundaries, made  # the tensor is kept, and with it its id
-    return known[1]

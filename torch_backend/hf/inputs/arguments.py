@@ -19,7 +19,7 @@ from packing_core.batches.marks import LENGTHS, NUMBERS, OTHER_NAMES
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, exact_in_encoders
-from torch_backend.hf.inputs.boundaries import METADATA_KEYS, PAGED_CACHE, WAY_OUT
+from torch_backend.hf.inputs.boundaries import METADATA_KEYS, PAGED_CACHE, WAY_OUT, check_no_restart
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.segments import PackedMetadata, to_device
 
@@ -203,6 +203,8 @@ def check_positions(
             f"have positions on a single one; {UNPACKED}"
         )
     if not renumbered:
+        if positions.ndim == 2:
+            check_no_restart(positions, packed, guard, wait=wait)
         return
 
     def error(i: int) -> PackingError:
@@ -305,7 +307,7 @@ def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True
     if any(kwargs.get(key) is not None for key in CACHES):
         return
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and not (mask.is_floating_point() or mask.dtype == torch.bool):
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.dtype != torch.bool:
         width = mask.shape[1]
 
         def numbered(i: int) -> PackingError:
@@ -314,7 +316,10 @@ def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True
                 f"but the batch carries no segments: {WAY_OUT}"
             )
 
-        guard.check("attention_mask", lambda: (mask != 0) & (mask != 1), numbered, wait=wait)
+        def numbers() -> Tensor:  # floating-point masks may hold weights up to 1, or what is added to scores
+            return mask > 1 if mask.is_floating_point() else (mask != 0) & (mask != 1)
+
+        guard.check("attention_mask", numbers, numbered, wait=wait)
     if isinstance(positions, Tensor) and positions.ndim in (2, 3) and _says_nothing_of_segments(mask, positions):
 
         def restarting(i: int) -> PackingError:

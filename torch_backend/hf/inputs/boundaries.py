@@ -2,6 +2,8 @@
 
 ``packed_lengths`` (a tuple of ints on the host), ``packed_documents`` (each document's segments, likewise),
 ``packed_parents`` (the segment that each one continues, likewise),
+``packed_images`` (grids and sizes of images by the name of their tensor, likewise) and ``packed_targets`` (no fewer
+than there are), which say nothing of segments,
 ``cu_seq_lens_q`` and ``_k`` (int tensors [N+1], on the host or the device), ``max_length_q`` and ``_k``, ``seq_idx`` ->
 :func:`take_metadata` -> PackedMetadata. Whatever the host knows is checked at once, and the messages say which segment
 is wrong. What only the device knows goes through a Guard.
@@ -30,6 +32,8 @@ METADATA_KEYS = (
     "packed_parents",
     "packed_parent_index",
     "packed_depth",
+    "packed_images",
+    "packed_targets",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
@@ -176,7 +180,9 @@ def check_forms(found: Mapping[str, Any]) -> None:
             continue
         if not isinstance(value, Tensor) or value.ndim != 1 or len(value) < 2 or value.is_floating_point():
             form = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise LayoutError(f"{key} must be an integer tensor [N+1] for N segments, got {form}")
+            cut = isinstance(value, Tensor) and value.shape == (1,)
+            why = ": accelerate cut it with the rows, pass dispatch_batches=False to it" if cut else ""
+            raise LayoutError(f"{key} must be an integer tensor [N+1] for N segments, got {form}{why}")
     lengths, boundaries = found.get("packed_lengths"), found.get("cu_seq_lens_q")
     if lengths is None:
         return
@@ -325,6 +331,30 @@ def _check_on_device(packed: PackedMetadata, guard: Guard, *, rows: int, wait: b
         )
 
     guard.check("cu_seq_lens_q", find, error, wait=wait)
+
+
+def check_no_restart(positions: Tensor, packed: PackedMetadata, guard: Guard, *, wait: bool = True) -> None:
+    """Raise for positions [B, S] that fall back inside a segment to its first one or to 0: another document begins.
+
+    Raises:
+        LayoutError: the boundaries leave out one that the positions show.
+    """
+
+    def find() -> Tensor:
+        flat, starts = to_device(positions, packed.device).flatten(), packed.cu_seqlens[:-1]
+        first = flat.index_select(0, starts.clamp(max=len(flat) - 1)).index_select(0, packed.seq_idx)
+        inside = packed.seq_idx[1:] == packed.seq_idx[:-1]
+        before, here = flat[:-1], flat[1:]
+        return inside & (here < before) & ((here == 0) | (here == first[1:]))
+
+    def error(i: int) -> PackingError:
+        row, token = divmod(i + 1, positions.shape[1])
+        return LayoutError(
+            f"position_ids begin again at row {row}, token {token}, inside a segment of cu_seq_lens_q: the boundaries "
+            "leave out one that the positions show. Mark it, or number the document through"
+        )
+
+    guard.check("position_ids inside segments", find, error, wait=wait)
 
 
 def _check_contradiction(packed: PackedMetadata, boundaries: Tensor, guard: Guard, *, wait: bool) -> None:

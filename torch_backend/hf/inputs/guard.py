@@ -2,7 +2,7 @@
 
 A rule of :mod:`.arguments` -> ``guard.check(kind, find, error)`` -> an error now, where the values are on
 the host or the rule is used for the first time; otherwise by ``guard.poll()`` in a later call, once a copy of the
-one-element result has reached pinned host memory.
+one-element result has reached pinned host memory. Under ``torch.compile`` the rule becomes an assertion of the graph.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from packing_core.errors import PackingError
+
+BROKEN = (
+    "{}: a batch in a compiled model breaks a rule of packing. Call the model once on it without torch.compile: the "
+    "error there says which token it is and the way out"
+)
 
 
 class Readback(Protocol):
@@ -102,10 +107,14 @@ class Guard:
 
         Args:
             kind: names the check; the first one of each kind waits for the device.
-            find: computes a bool tensor that marks violations; not called while :func:`recording`.
+            find: computes a bool tensor that marks violations; not called while a CUDA graph is captured.
             error: makes the exception from the flat index of the first violation.
             wait: False keeps the first check of a kind asynchronous, too.
         """
+        if torch.compiler.is_compiling():
+            # the values come when the graph runs; an error of ours could only be made where it breaks the graph
+            torch._assert_async(~find().any(), BROKEN.format(kind))
+            return
         if recording():
             return
         wrong = find()

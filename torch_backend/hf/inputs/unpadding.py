@@ -30,7 +30,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.arguments import CACHES
 from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.no_cache import NoCache
-from torch_backend.hf.inputs.padded_images import image_keys, positions_of_rows
+from torch_backend.hf.inputs.padded_images import DocumentPositions, image_keys
 from torch_backend.hf.inputs.prefixes import Prefixes, Sharing
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.hf.shared_rows import SHARED_ROW, RowIds
@@ -207,12 +207,14 @@ class Unpadding:
     Attributes:
         always: every padded call runs packed, not only those that ask for it.
         prefixes: shares common beginnings of a call's documents; None where nobody asked for it.
+        positions: of documents with images.
     """
 
     def __init__(self, root: Any) -> None:
         self.root = root
         self.always = False
         self.prefixes: Prefixes | None = None
+        self.positions = DocumentPositions(root)
 
     def take_out(self, kwargs: dict[str, Any]) -> tuple[PaddedOutput | None, dict[str, Any]]:
         """The arguments of the packed call, and what its caller expects; None and the call's own if it stays padded."""
@@ -235,7 +237,7 @@ class Unpadding:
         for name in _NOT_OF_THE_MODEL:
             kwargs.pop(name, None)
         labels = kwargs.pop("labels", None) if state.anatomy.head == "document" else None  # of documents, however many
-        if (positions := positions_of_rows(root, kwargs)) is not None:
+        if (positions := self.positions.of_rows(kwargs)) is not None:
             kwargs["position_ids"] = positions
         images = image_keys(root)
         row = {name: padded.row(x) for name, x in kwargs.items() if name not in images and padded.per_token(x)}

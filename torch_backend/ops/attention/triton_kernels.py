@@ -6,12 +6,11 @@ keeps the tiles of short documents full. Each program takes one item of a work l
 length, the tile's first token in the segment)`` int32, so no program visits keys of another segment and none is empty.
 ``add_shares`` adds the shares of a long walk in their order, in float32: results do not depend on that of programs.
 
-Names: i query, j key, both counted within the segment; r row; d channel of q and k, e of v. Strides along tokens and
-heads (``Q_T``, ``Q_H``) are compile-time constants, so that the rows of a tile are immediate offsets of one address;
-along channels they are 1. In causal attention a query sees the keys up to ``sees``, its own or with SPANS the last of
-its span, and a key is seen from query ``seen_from`` on. Neither ever falls along a segment, so those of the first and
-last token bound a tile. Softmax runs in base 2: ``exponent`` times a score is its base-2 logarithm.
-Algorithm: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
+Names: i query, j key, both within the segment; r row; d channel of q and k, e of v. Strides along tokens and heads
+(``Q_T``, ``Q_H``) are compile-time constants: the rows of a tile are immediate offsets of one address; along channels
+they are 1. A causal query sees the keys up to ``sees``, its own or with SPANS the last of its span; a key is seen from
+query ``seen_from`` on. Neither falls along a segment, so its first and last token bound a tile. Softmax runs in base 2
+(``exponent``). Algorithm: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
 """
 
 # Triton reads annotations as values: their evaluation is not postponed here.
@@ -20,6 +19,7 @@ import triton.language as tl
 
 from torch_backend.ops.attention.triton_tiles import (
     LOG2E,
+    LOWEST,
     exponent,
     keys_of,
     logits,
@@ -28,8 +28,6 @@ from torch_backend.ops.attention.triton_tiles import (
     store_keys,
     visible,
 )
-
-LOWEST: tl.constexpr = tl.constexpr(-1.0e30)  # finite, so that a row that has seen no key yet makes no NaN
 
 
 @triton.jit

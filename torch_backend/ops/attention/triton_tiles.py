@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOWEST: tl.constexpr = tl.constexpr(-1.0e30)  # finite, so that a row that has seen no key yet makes no NaN
 
 
 @triton.jit

@@ -63,6 +63,9 @@ LINEAR_TILES = {
     "chunk_backward": ChunkTile(32, 8),
 }
 LINEAR_FEW = {"carry": ChunkTile(16, 2, 2)}
+# Of linear attention by the widest heads where shared memory does not hold the tiles above: compiled for sm_86, where a
+# program has 99 KB.
+LINEAR_SMALL = {"output": ChunkTile(32, 4), "carry_backward": ChunkTile(32, 4)}
 _HELD = 128 * 128  # numbers of a state in a program, at most: 32 KiB, as float32 takes half of the channels
 _GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 

@@ -1,11 +1,20 @@
 """The trainer of language models, whose template joins the documents of its rows, and the names of trainers."""
 
+from importlib import import_module
+
 import torch
 from transformers import Seq2SeqTrainer as HfSeq2SeqTrainer
 
 
 class TrainerFactory:
     TRAINER_MAPPING = {"causal_lm": "swift.trainers.Seq2SeqTrainer"}  # noqa: RUF012 # as in the release
+
+    @classmethod
+    def get_trainer_cls(cls, args):
+        module, _, name = cls.TRAINER_MAPPING.get(
+            getattr(args, "rlhf_type", args.task_type), "builtins.object"
+        ).rpartition(".")
+        return getattr(import_module(module), name)
 
 
 class Seq2SeqTrainer(HfSeq2SeqTrainer):

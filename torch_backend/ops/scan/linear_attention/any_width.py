@@ -10,13 +10,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_backend.ops.operators import operator
-from torch_backend.ops.scan.chunks import CHUNK, LINEAR_TILES, TILES, ChunkLaunch, chunk_length, differentiable, like
+from torch_backend.ops.operators import operator, shared_memory
+from torch_backend.ops.scan.chunks import (
+    CHUNK,
+    LINEAR_SMALL,
+    LINEAR_TILES,
+    TILES,
+    ChunkLaunch,
+    chunk_length,
+    differentiable,
+    like,
+)
+
+_WIDE, _LARGE = 256, 128 * 1024  # channels of heads, and bytes of shared memory that their tiles may need
 
 
 def _row(q: Tensor, v: Tensor, beta: Tensor | None, initial: Tensor | None, boundaries: Tensor) -> ChunkLaunch:
     chunk = chunk_length(q.shape[2], v)
-    return ChunkLaunch(q, v, beta, initial, boundaries, TILES if chunk == CHUNK else LINEAR_TILES, chunk)
+    tiles = TILES if chunk == CHUNK else LINEAR_TILES
+    if q.shape[2] >= _WIDE and 0 < shared_memory(v.device) < _LARGE:  # 0: interpreted
+        tiles = tiles | LINEAR_SMALL
+    return ChunkLaunch(q, v, beta, initial, boundaries, tiles, chunk)
 
 
 def _launch_forward(

@@ -19,3 +19,16 @@ class BasePlugin:
 
     def get_training_args(self, cfg):
         pass
+
+
+class PluginManager:
+    _instance = None
+
+    def __init__(self):
+        self.plugins = {}
+
+    @staticmethod
+    def get_instance():
+        if PluginManager._instance is None:
+            PluginManager._instance = PluginManager()
+        return PluginManager._instance

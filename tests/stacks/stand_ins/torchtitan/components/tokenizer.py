@@ -1,5 +1,9 @@
-"""The tokenizer that a loader is given."""
+"""The tokenizers that a loader is given."""
 
 
 class BaseTokenizer:
     pass
+
+
+class MultiModalTokenizer(BaseTokenizer):
+    TOKEN_FIELDS = ("image", "video", "vision_start", "vision_end", "pad")

@@ -1,12 +1,15 @@
 """Configurations that build their owners, and the marks of overrides."""
 
+import sys
 from dataclasses import dataclass, fields
 
 
 class Configurable:
     @dataclass(kw_only=True, slots=True)
     class Config:
-        pass
+        def build(self):
+            owner = type(self).__qualname__.partition(".")[0]
+            return getattr(sys.modules[type(self).__module__], owner)(self)
 
 
 def override(*, target, fqns=None, description="", exact=False):

@@ -1,0 +1,160 @@
+"""Compiled blocks of a vision tower, whose number of patches differs from batch to batch.
+
+A packed call -> the tower makes its segments and positions (:mod:`torch_backend.hf.edits.towers`) -> each block runs
+through one graph for any number of patches, with the segments as an argument and what attention derives of them made
+before. Calls that are not packed run the blocks as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, DecoderLayer
+from torch_backend.hf.edits.towers import BOUNDARIES, TowerCall, compiles, tower_layers, tower_of
+from torch_backend.ops.attention import AttentionRequest, needs_host_lengths, prepare, select
+from torch_backend.segments import PackedMetadata
+
+log = logging.getLogger("crosspack")
+
+# Graphs of one layer class where rows differ in length: for each kind of layer with gradients and without, with an
+# adapter on and off, with shared prefixes and without. All classes of layers count together.
+GRAPHS = 64
+IMAGE = 1024  # patches of an image, where the fastest attention is looked for before there are images
+
+
+def whole_layers() -> AbstractContextManager[None]:
+    """Inside, layers of a DDP model are compiled as they are without DDP.
+
+    Otherwise torch splits their graphs wherever a bucket of gradients is full, and any large weight fills one. Nothing
+    is fused across such a cut, and what lies on it is kept for the backward. Gradients are reduced beside the backward
+    all the same, because each layer has a graph of its own.
+    """
+    found: AbstractContextManager[None] = torch._dynamo.config.patch(optimize_ddp=False)
+    return found
+
+
+def enough_graphs() -> AbstractContextManager[None]:
+    """Inside, all kinds of layers of a class get graphs, up to :data:`GRAPHS`, and one more raises.
+
+    Torch would run it uncompiled, and keep all that its backward reads: its checkpointing is off.
+    """
+    found: AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True
+    )
+    return found
+
+
+class CompiledTower:
+    """The blocks of one tower that are compiled.
+
+    Attributes:
+        requests: what their attention layers asked for in calls that were not compiled; none before the first one.
+        longest: the longest image or window so far, rounded up, by the place of its boundaries among those of a call,
+            so that graphs see few numbers.
+        failed: whether a block did not compile, so that all of them run as they are.
+        reads: whether attention reads lengths back, so that they do, too; None before it was asked.
+    """
+
+    def __init__(self, requests: set[AttentionRequest]) -> None:
+        self.requests = requests
+        self.longest: dict[int, int] = {}
+        self.failed = False
+        self.reads: bool | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Returns whether the blocks have run as they are, and can be compiled."""
+        if self.requests and self.reads is None:
+            self.reads = self._reads_lengths()
+        return bool(self.requests) and not self.failed and not self.reads
+
+    def segments_of(self, call: TowerCall, boundaries: Tensor, hidden: Tensor) -> PackedMetadata:
+        """The segments of a block, with what its graph reads of them."""
+        segments = call.segments_between(boundaries, hidden.shape[0], hidden.device)
+        if id(boundaries) not in call.prepared:
+            place = len(call.prepared)
+            call.prepared.add(id(boundaries))
+            segments.hide_values()
+            segments.round_longest(1 << 62)
+            longest = self.longest[place] = max(segments.max_seqlen, self.longest.get(place, 0))
+            segments.max_seqlen = longest
+            segments.forget()
+            for request in self.requests:
+                prepare(segments, replace(request, requires_grad=True))
+            segments.mark_any_length()
+        return segments
+
+    def _reads_lengths(self) -> bool:
+        """Returns whether attention needs the lengths of images on the host, which differ from batch to batch."""
+        return any(needs_host_lengths(select(self._of_one_image(request))) for request in self.requests)
+
+    def _of_one_image(self, request: AttentionRequest) -> AttentionRequest:
+        """The request, which has no sizes, as a compiled block makes it of an image of usual size."""
+        request = replace(request, tokens=IMAGE, segments=1, max_seqlen=IMAGE, host_lengths=True)
+        return replace(request, requires_grad=True, compiling=True)
+
+    def fail(self, error: TorchDynamoException) -> None:
+        """Go on with the blocks as they are."""
+        self.failed = True
+        log.warning("the vision tower runs with blocks that are not compiled: %s", error)
+
+
+class TowerBlock:
+    """Call of one block of a tower, in place of ``_compiled_call_impl``."""
+
+    def __init__(self, tower: CompiledTower, block: nn.Module, compiled: Callable[..., Any]) -> None:
+        self.tower, self.plain, self.compiled = tower, block._call_impl, compiled
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        call, boundaries = kwargs.get(PACKED), kwargs.get(BOUNDARIES)
+        if not isinstance(call, TowerCall) or not isinstance(boundaries, Tensor) or args or not self.tower.ready:
+            return self.plain(hidden, *args, **kwargs)
+        segments = self.tower.segments_of(call, boundaries, hidden)
+        given = {name: x for name, x in kwargs.items() if name != PACKED}
+        given |= {BOUNDARIES: None, TOWER_SEGMENTS: segments}
+        if hidden._is_view():
+            hidden = hidden.clone()  # as some families make the first block's input, which would get graphs of its own
+        for x in (hidden, *(kwargs.get("position_embeddings") or ())):
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        try:
+            with torch._dynamo.config.patch(recompile_limit=GRAPHS), whole_layers():
+                return self.compiled(hidden, **given)
+        except TorchDynamoException as error:
+            self.tower.fail(error)
+            return self.plain(hidden, *args, **kwargs)
+
+
+def compile_tower(root: Any, requests: set[AttentionRequest], *, backend: str | Callable[..., Any]) -> None:
+    """Compile the blocks of a model's vision tower in place, where its attention reads nothing back.
+
+    Args:
+        root: a patched model.
+        requests: filled by the first call of the tower, which runs as it is.
+        backend: of ``torch.compile``.
+    """
+    blocks = tower_blocks(root)
+    owner = CompiledTower(requests)
+    for block in blocks:
+        block.compile(backend=backend, dynamic=None)
+        compiled: Any = block._compiled_call_impl
+        block._compiled_call_impl = TowerBlock(owner, block, compiled)
+
+
+def tower_blocks(root: Any) -> list[nn.Module]:
+    """Returns the blocks of a model's tower that can be compiled; none under FSDP, which gathers weights in them."""
+    tower = tower_of(root)
+    if tower is None or any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in root.modules()):
+        return []
+    attention = list(tower_layers(tower))
+    if not attention or not all(map(compiles, attention)):
+        return []
+    return [module for module in tower.modules() if isinstance(module, DecoderLayer)]
