@@ -108,7 +108,7 @@ def test_every_token_comes_to_its_rank_with_its_target_and_its_weight(shifted: b
         batch["labels"] = batch["input_ids"]
     found: dict[int, tuple[int, int, int]] = {}
     for share in shares(list(lengths), 2, contiguous=False):
-        group: Any = SimpleNamespace(share=lambda lengths, tokens, share=share: share)
+        group: Any = SimpleNamespace(share=lambda lengths, *tokens, share=share: share)
         given = {name: torch.tensor([values]) for name, values in batch.items()}
         cut = cut_batch(given, PackedMetadata.from_lengths(lengths, device=CPU), group)
         names = ("input_ids", "position_ids", "shift_labels", "loss_weights")

@@ -100,8 +100,11 @@ def _reduced_over(outer: nn.Module) -> set[int] | None:
         return set(dist.get_process_group_ranks(outer.process_group))
     if not isinstance(outer, FSDPModule):
         return None
-    meshes = (p.device_mesh.mesh.flatten().tolist() for p in outer.parameters() if isinstance(p, DTensor))
-    return max(map(set, meshes), key=len, default=None)  # experts may lie on some of the ranks
+    meshes: list[list[int]] = [
+        p.device_mesh.mesh.flatten().tolist() for p in outer.parameters() if isinstance(p, DTensor)
+    ]
+    widest: list[int] = max(meshes, key=len, default=[])
+    return set(widest) or None
 
 
 def _listed(ranks: set[int]) -> str:
