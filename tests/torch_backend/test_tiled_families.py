@@ -1,4 +1,4 @@
-"""Which parts of a family's layers run by tiles, as its own code says, beside what the formula of memory says of it."""
+"""Compares the parts of a family's layers that run by tiles, by its own code, with what the formula of memory says of it."""
 
 from __future__ import annotations
 
