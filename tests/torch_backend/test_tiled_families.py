@@ -1,4 +1,4 @@
-"""Compares the parts of a family's layers that run by tiles, by its own code, with what the formula of memory says of it."""
+"""Compares the parts of a family's layers that run by tiles with those that the formula of memory counts."""
 
 from __future__ import annotations
 
