@@ -195,9 +195,9 @@ def test_a_trainer_takes_the_fastest_level_that_fits(
     enable_packing(trainer, capacity=40, verify=False, memory="auto")
     graphs.model = trainer.model
     expected = memory_of(trainer.model, torch.optim.SGD(trainer.model.parameters()), accumulates=True)
-    give(monkeypatch, expected.bytes("selective", 80) / USABLE)
+    give(monkeypatch, expected.bytes("full", 80) / USABLE)
     trainer.train()
-    assert level_of(trainer.model) == "selective"
+    assert level_of(trainer.model) == "full"
     assert any("memory of the step: the longest row" in note for note in explain(trainer).notes)
 
 

@@ -1,4 +1,4 @@
-"""Which parts of a family's layers run by tiles, as its own code says, beside what the formula of memory says of it."""
+"""Compares the parts of a family's layers that run by tiles with those that the formula of memory counts."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ from torch_backend.hf.batch_reader import BatchReader
 from torch_backend.hf.blank_images import tie_blank_image, wants_blank_image
 from torch_backend.hf.edits.experts import restore_experts
 from torch_backend.hf.edits.kinds import (
+    AttentionKind,
     AttentionName,
     ContinuousBatching,
     Edit,
     Hook,
-    LayerKind,
     LayerOverride,
     Rotation,
 )
@@ -181,7 +181,7 @@ class Patched(BatchReader):
         if self.anatomy.route == "attention":
             served = (self.decoder, *self.anatomy.attention.values())
             yield from map(AttentionName, {id(m.config): m.config for m in served}.values())
-            yield from map(LayerKind, self.anatomy.attention.values())
+            yield from map(AttentionKind, self.anatomy.attention.values())
             yield ContinuousBatching(self.root, self.suspend)
         if self.anatomy.route != "documents":
             around = {id(layer) for layer, _ in self.experts}

@@ -18,7 +18,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torch_backend.ops.operators import operator
-from torch_backend.ops.tiles import Norm, Projection, Sums, empty_gradients, gradients_by_tile, norm_of, projections
+from torch_backend.ops.tiles import (
+    GradientSums,
+    Norm,
+    Projection,
+    empty_gradients,
+    gradients_by_tile,
+    norm_of,
+    projections,
+)
 
 aten = torch.ops.aten
 # name -> the activation, and (gradient, input) -> gradient of the input
@@ -104,7 +112,7 @@ def _launch_backward(
     norm, (gate, up, down) = norm_of(tensors[0], options), projections(tensors[1:], scales)
     assert up is not None and down is not None
     act, act_backward = ACTIVATIONS[activation]
-    sums, needs_input = Sums(tensors[1:], needs[2:]), any(needs[:2])
+    sums, needs_input = GradientSums(tensors[1:], needs[2:]), any(needs[:2])
 
     def of_tile(tokens: slice, part: Tensor) -> Tensor | None:
         d_out, raised = dy[tokens], up(part)

@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torch_backend.ops.operators import operator
-from torch_backend.ops.tiles import Norm, Projection, Sums, empty_gradients, gradients_by_tile, norm_of, projections
+from torch_backend.ops.tiles import (
+    GradientSums,
+    Norm,
+    Projection,
+    empty_gradients,
+    gradients_by_tile,
+    norm_of,
+    projections,
+)
 
 
 def tiled_projections(
@@ -71,7 +79,7 @@ def _launch_backward(
     scales: Sequence[float], tile: int, needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     norm, layers = norm_of(tensors[0], options), _layers(tensors, scales)
-    sums, needs_input = Sums(tensors[1:], needs[2:]), any(needs[:2])
+    sums, needs_input = GradientSums(tensors[1:], needs[2:]), any(needs[:2])
 
     def of_tile(tokens: slice, part: Tensor) -> Tensor | None:
         found = None

@@ -89,7 +89,7 @@ def norm_of(weight: Tensor | None, options: Sequence[float]) -> Norm | None:
     return None if weight is None else Norm(weight, *options)
 
 
-class Sums:
+class GradientSums:
     """The gradients of linear layers, added up over tiles.
 
     Args:

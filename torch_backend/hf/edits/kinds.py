@@ -55,7 +55,7 @@ class AttentionName:
 
 
 @dataclass
-class LayerKind:
+class AttentionKind:
     """An attention layer carries the name of its kind, which compiled layers read."""
 
     layer: nn.Module
