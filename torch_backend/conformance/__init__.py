@@ -309,8 +309,9 @@ class Stack(AttentionStack, DocumentMethods, ScanMethods, ExpertMethods, Context
         dtype: str,
         token_weights: Array | None = None,
     ) -> tuple[float, float, Array]:
-        given = {name: torch.tensor(x) for name, x in (("input_ids", labels), ("segment_ids", segment_ids))}
-        marked = with_boundaries(lambda batch: batch)(given | {"labels": torch.tensor(labels)})["labels"]
+        segments = torch.tensor(segment_ids)
+        given = {"input_ids": segments, "segment_ids": segments, "labels": torch.tensor(labels)}  # tokens do not matter
+        marked = with_boundaries(lambda batch: batch)(given)["labels"]
         targets = next_token_targets(marked).to(self.device)
         # The weight of a label travels with it to the token before, which predicts it.
         weights = (
