@@ -309,9 +309,9 @@ class Stack(AttentionStack, DocumentMethods, ScanMethods, ExpertMethods, Context
         dtype: str,
         token_weights: Array | None = None,
     ) -> tuple[float, float, Array]:
-        segments = torch.tensor(segment_ids)
-        given = {"input_ids": segments, "segment_ids": segments, "labels": torch.tensor(labels)}  # tokens do not matter
-        marked = with_boundaries(lambda batch: batch)(given)["labels"]
+        tokens = np.where(segment_ids > 0, labels, 0)  # labels are tokens, and those of padding are all the same
+        given = {"input_ids": tokens, "segment_ids": segment_ids, "labels": labels}
+        marked = with_boundaries(lambda batch: {name: torch.tensor(x) for name, x in batch.items()})(given)["labels"]
         targets = next_token_targets(marked).to(self.device)
         # The weight of a label travels with it to the token before, which predicts it.
         weights = (
