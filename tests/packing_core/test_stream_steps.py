@@ -58,8 +58,9 @@ def test_a_stream_that_was_stopped_goes_on_with_the_same_rows_in_every_epoch(tak
     assert contents(list(again)) == expected[1] != expected[0]
 
 
-@pytest.mark.parametrize("buffer", [1, 3, 10])
-@pytest.mark.parametrize("limit", [{}, {"max_age": 12}, {"strategy": "best_fit"}, {"max_segments": 2}])
+@pytest.mark.parametrize(
+    ("buffer", "limit"), [(1, {}), (3, {"max_age": 12}), (10, {"strategy": "best_fit"}), (3, {"max_segments": 2})]
+)
 def test_a_buffer_of_less_than_a_step_still_gives_every_document_once(buffer, limit):
     rows = rows_of(5, buffer=buffer, **limit)
     found = sorted(d for of_shard in rows for row in of_shard for d in row.sources.tolist())

@@ -25,8 +25,11 @@ WINDOWS = {
 
 @pytest.mark.parametrize(
     ("family", "changes", "kinds"),
-    [("llama", THREE, 1), ("qwen2", {**THREE, **WINDOWS}, 2), ("qwen2_moe", {**THREE, **WINDOWS}, 2)],
-    ids=["llama", "qwen2", "qwen2_moe"],
+    [
+        pytest.param("llama", THREE, 1, id="llama"),
+        pytest.param("qwen2", {**THREE, **WINDOWS}, 2, id="qwen2", marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", {**THREE, **WINDOWS}, 2, id="qwen2_moe"),
+    ],
 )
 def test_layers_of_a_kind_share_a_graph(interpreted: None, family: str, changes: dict[str, Any], kinds: int) -> None:
     model = patch(tiny(family, **changes), implementation="triton", verify=False).train()
