@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from packing_core.errors import UnsupportedModelError
+from tests.torch_backend.models import tiny
 from tests.torch_backend.test_conditions import model_of
 from tests.torch_backend.test_rank_share import shares
 from tests.torch_backend.vision_models import vision_model
+from torch_backend.context_parallel.random_numbers import draws_of_rank
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.edits import rotary
 from torch_backend.hf.inputs.context import refuse_context
@@ -91,6 +93,27 @@ def test_models_whose_documents_begin_with_a_prefix_are_not_cut(family: str, ref
         return
     with pytest.raises(UnsupportedModelError, match="tokens of a document's prefix see each other both ways"):
         refuse_context(anatomy)
+
+
+def test_models_that_skip_layers_at_random_are_not_cut() -> None:
+    """Otherwise a rank that skips a layer exchanges tokens of the next one while others exchange those of this one."""
+    assert refuse_context(anatomy_of(tiny("opt"))) is None
+    with pytest.raises(
+        UnsupportedModelError, match=r"skips layers at random, .* different ones \(load it with layerdro"
+    ):
+        refuse_context(anatomy_of(tiny("opt", layerdrop=0.1)))
+
+
+def test_ranks_that_are_seeded_alike_draw_other_numbers_and_go_on_alike() -> None:
+    inside, afterwards = [], []
+    for share in shares([40, 7, 31], 2, contiguous=False):
+        torch.manual_seed(5)
+        for _ in range(2):
+            with draws_of_rank(share):
+                inside.append(torch.rand(3))
+        afterwards.append(torch.rand(3))
+    assert len({tuple(draw.tolist()) for draw in inside}) == 4
+    assert torch.equal(*afterwards)
 
 
 def test_a_trainer_over_ranks_counts_the_targets_of_a_step_and_leaves_smoothing_to_it() -> None:
