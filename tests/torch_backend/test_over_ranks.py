@@ -121,3 +121,14 @@ def test_a_trainer_over_ranks_counts_the_targets_of_a_step_and_leaves_smoothing_
     trainer.model_accepts_loss_kwargs = False  # by which transformers counts
     assert over_ranks.OverRanks(trainer, Mock()).smoothing == 0.1
     assert trainer.model_accepts_loss_kwargs is True and trainer.label_smoother is None
+
+
+@pytest.mark.parametrize(("last", "documents"), [(False, 6), (True, 2)])
+def test_an_evaluation_of_two_groups_weighs_the_mean_of_both_by_the_documents(last: bool, documents: int) -> None:
+    """Two groups of two ranks with batches of three documents; of the last batch, two are left and four repeated."""
+    parts = torch.tensor([8.0, 8.0, 2.0, 2.0])  # of the loss of a batch, whose mean over all ranks is that loss
+    state = SimpleNamespace(end_of_dataloader=last, remainder=2)
+    accelerator = SimpleNamespace(gather=lambda losses: parts.repeat_interleave(len(losses)), gradient_state=state)
+    trainer: Any = SimpleNamespace(label_smoother=None, accelerator=accelerator)
+    over_ranks.OverRanks(trainer, Mock(ranks=2)).gather_means(trainer)
+    assert trainer.gather_function(torch.full((3,), 8.0)).tolist() == [5.0] * documents

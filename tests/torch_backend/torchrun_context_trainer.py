@@ -44,7 +44,7 @@ class Case(NamedTuple):
         groups: of ranks, which train on different rows.
         smoothing: of labels.
         changes: of the model's config.
-        evaluated: documents of a batch in evaluation, of eight in all.
+        evaluated: documents of a batch of all groups in evaluation, of eight in all.
     """
 
     family: str = "qwen3"
@@ -63,7 +63,7 @@ CASES = {
     "Trainer, router": Case("qwen3_moe", changes=ROUTED),
     "Trainer, router, smoothed": Case("qwen3_moe", smoothing=0.1, changes=ROUTED),
 }
-ON_FOUR = {"Trainer, two groups": Case(groups=2)}
+ON_FOUR = {"Trainer, two groups": Case(groups=2, evaluated=4)}
 
 
 def documents(count: int = 24) -> datasets.Dataset:
