@@ -91,3 +91,7 @@ def test_predictions_of_logits_are_refused(two: dict[str, Any]) -> None:
     assert re.match(
         r"UnsupportedError: documents are cut over 2 ranks, and no rank has the logits", two["refuse, logits"]
     )
+
+
+def test_ranks_do_not_choose_levels_of_memory_of_their_own(two: dict[str, Any]) -> None:
+    assert re.match(r'UnsupportedError: memory="auto" chooses by the tokens that a rank holds', two["refuse, level"])

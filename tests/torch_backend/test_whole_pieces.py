@@ -16,6 +16,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from packing_core.errors import UnsupportedError
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.test_captured import interpreted as interpreted
 from tests.torch_backend.test_rank_share import shares
@@ -67,6 +68,12 @@ def test_layers_are_compiled_once_for_rows_of_any_length(
     assert f"layers of the step: {how}" in explained
     assert "causal; no document straddles ranks" in explained
     assert len(made) == graphs
+
+
+def test_ranks_do_not_choose_levels_of_memory_of_their_own(mesh: Any) -> None:
+    model = patch(tiny("qwen3"), verify=False, mesh=mesh)
+    with pytest.raises(UnsupportedError, match=r'memory="auto" chooses by the tokens that a rank holds, .* one level'):
+        make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.01), memory="auto")
 
 
 def test_a_convolution_exchanges_tokens_as_they_lie_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

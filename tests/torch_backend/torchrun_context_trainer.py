@@ -163,13 +163,15 @@ def _restarting(share: RankShare) -> Any:
     return np.concatenate([np.arange(n) for n in share.lengths])
 
 
-def pack(case: Case = CASES["Trainer"], fast: bool = True, replaced: Any = None, **changes: Any) -> None:
+def pack(
+    case: Case = CASES["Trainer"], fast: bool = True, replaced: Any = None, memory: Any = None, **changes: Any
+) -> None:
     """Packs a trainer that has other arguments, or another attribute."""
     with TemporaryDirectory() as folder:
         trainer = trainer_of(case, folder, **changes)
         for name, value in (replaced or {}).items():
             setattr(trainer, name, value)
-        enable_packing(trainer, capacity=CAPACITY, verify=False, fast=fast)
+        enable_packing(trainer, capacity=CAPACITY, verify=False, fast=fast, memory=memory)
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
@@ -211,6 +213,7 @@ def main(target: Path) -> None:
         results |= {f"audit, {kind}": attempt(partial(audited, kind)) for kind in ("Trainer", "SFTTrainer")}
         results["audit, broken"] = attempt(partial(audited, "Trainer", True))
         results["refuse, logits"] = attempt(predicted)
+        results["refuse, level"] = attempt(partial(pack, memory="auto"))
         results["resumed"] = attempt(partial(resumed, target.parent / "run"))
     if dist.get_rank() == 0:
         torch.save(results, target)
