@@ -23,7 +23,7 @@ from tests.torch_backend.test_rank_share import shares
 from torch_backend import explain, make_train_step, patch
 from torch_backend.hf.edits import stand_ins
 from torch_backend.hf.edits.stand_ins import LayerSegments
-from torch_backend.steps import cuda_graph, fast_backward, train_step
+from torch_backend.steps import cuda_graph, fast_backward, memory_fit, train_step
 from torch_backend.steps.cuda_graph import compile_layers
 
 ROWS = [(20, 20, 8, 8), (30, 30, 12, 12), (9, 9, 5, 5)]  # of which each of two ranks has a document of each length
@@ -74,6 +74,14 @@ def test_ranks_do_not_choose_levels_of_memory_of_their_own(mesh: Any) -> None:
     model = patch(tiny("qwen3"), verify=False, mesh=mesh)
     with pytest.raises(UnsupportedError, match=r'memory="auto" chooses by the tokens that a rank holds, .* one level'):
         make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.01), memory="auto")
+
+
+def test_no_formula_says_how_long_a_row_fits_over_ranks(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_fit, "device_bytes", lambda _: 2**40)
+    for given in (None, mesh):
+        model = patch(tiny("qwen3"), verify=False, mesh=given)
+        step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        assert ("memory" in step.parts) == (given is None)
 
 
 def test_a_convolution_exchanges_tokens_as_they_lie_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
