@@ -119,6 +119,15 @@ def test_layers_send_what_the_formula_says_and_as_much_back(ranks: dict[str, Any
     assert found["forward"] == found["backward"] == found["expected"]
 
 
+def test_ranks_that_are_seeded_alike_drop_other_channels(ranks: dict[str, Any]) -> None:
+    found = ranks["dropped"]
+    assert not isinstance(found, str), found
+    assert found["dropped"] == pytest.approx(0.5, abs=0.05)
+    assert found["alike"] == pytest.approx([0.5] * len(found["alike"]), abs=0.05)
+    assert found["recomputed"]
+    assert all(x == found["afterwards"][0] for x in found["afterwards"])
+
+
 REFUSALS = {
     "shared prefixes": r"UnsupportedModelError: Qwen3ForCausalLM cannot run shared prefixes: the documents of its",
     "shared prefixes in a loss": r"UnsupportedModelError: Qwen3ForCausalLM cannot run shared prefixes: the documents o",

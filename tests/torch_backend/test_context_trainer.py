@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.torch_backend.torchrun import torchrun
-from tests.torch_backend.torchrun_context_trainer import CASES, ON_FOUR, Case, train
+from tests.torch_backend.torchrun_context_trainer import CASES, MICROBATCHES, ON_FOUR, Case, train
 
 pytestmark = pytest.mark.slow  # starts processes that train
 
@@ -52,6 +52,14 @@ def test_two_groups_of_two_ranks_train_as_one_process_does(name: str, tmp_path: 
     assert_same_run(results_of(tmp_path / "results.pt", 4)[name], ON_FOUR[name]._replace(groups=1))
 
 
+def test_a_run_goes_on_from_a_checkpoint_of_fsdp2(two: dict[str, Any]) -> None:
+    assert not isinstance(two["resumed"], str), two["resumed"]
+    whole, resumed = two["resumed"]["whole"], two["resumed"]["resumed"]
+    assert (whole["microbatches"], resumed["microbatches"]) == (4 * MICROBATCHES, 2 * MICROBATCHES)
+    assert len(whole["loss"]) == 4 and resumed["loss"] == whole["loss"]
+    assert all(torch.equal(resumed["weights"][name], weight) for name, weight in whole["weights"].items())
+
+
 @pytest.mark.parametrize("name", ["Trainer", "SFTTrainer", "broken"])
 def test_an_audit_of_a_trainer_tells_what_is_exact(two: dict[str, Any], name: str) -> None:
     assert not isinstance(two[f"audit, {name}"], str), two[f"audit, {name}"]
@@ -83,3 +91,7 @@ def test_predictions_of_logits_are_refused(two: dict[str, Any]) -> None:
     assert re.match(
         r"UnsupportedError: documents are cut over 2 ranks, and no rank has the logits", two["refuse, logits"]
     )
+
+
+def test_ranks_do_not_choose_levels_of_memory_of_their_own(two: dict[str, Any]) -> None:
+    assert re.match(r'UnsupportedError: memory="auto" chooses by the tokens that a rank holds', two["refuse, level"])

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.torch_backend.torchrun import torchrun
-from tests.torch_backend.torchrun_job import CASES, LAYER, RESUMED, ZERO, found, job
+from tests.torch_backend.torchrun_job import CASES, CUT, LAYER, RESUMED, ZERO, Stop, found, job, stop
 from tests.training_jobs import small_job
 from torch_backend.job.models import build_model
 from torch_backend.job.states import OPTIMIZER
@@ -22,15 +22,6 @@ from torch_backend.job.train import train
 pytestmark = pytest.mark.slow  # starts processes that train
 
 BFLOAT16 = 2 * torch.finfo(torch.bfloat16).eps
-
-
-class Stop(Exception):
-    pass
-
-
-def stop(record: Any) -> None:
-    if record.step == 3:
-        raise Stop
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +94,12 @@ def test_one_process_begins_and_two_ranks_go_on(folder: Path, tmp_path: Path) ->
     wanted = found(train(job(RESUMED, folder / "start", tmp_path)))
     for resumed in ranks(folder, "resumed"):
         assert resumed["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+
+
+def test_ranks_that_cut_documents_go_on_from_a_checkpoint(folder: Path) -> None:
+    for whole, resumed in zip(ranks(folder, CUT), ranks(folder, "resumed, documents cut"), strict=True):
+        assert resumed == whole
+    assert_same_tensors(*(folder / run / "model.safetensors" for run in (f"two/{CUT}", "begun by two")), 0.0)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])

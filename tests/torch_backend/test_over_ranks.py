@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from packing_core.errors import UnsupportedModelError
+from tests.torch_backend.models import tiny
 from tests.torch_backend.test_conditions import model_of
 from tests.torch_backend.test_rank_share import shares
 from tests.torch_backend.vision_models import vision_model
+from torch_backend.context_parallel.random_numbers import draws_of_rank
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.edits import rotary
 from torch_backend.hf.inputs.context import refuse_context
@@ -93,8 +95,40 @@ def test_models_whose_documents_begin_with_a_prefix_are_not_cut(family: str, ref
         refuse_context(anatomy)
 
 
+def test_models_that_skip_layers_at_random_are_not_cut() -> None:
+    """Otherwise a rank that skips a layer exchanges tokens of the next one while others exchange those of this one."""
+    assert refuse_context(anatomy_of(tiny("opt"))) is None
+    with pytest.raises(
+        UnsupportedModelError, match=r"skips layers at random, .* different ones \(load it with layerdro"
+    ):
+        refuse_context(anatomy_of(tiny("opt", layerdrop=0.1)))
+
+
+def test_ranks_that_are_seeded_alike_draw_other_numbers_and_go_on_alike() -> None:
+    inside, afterwards = [], []
+    for share in shares([40, 7, 31], 2, contiguous=False):
+        torch.manual_seed(5)
+        for _ in range(2):
+            with draws_of_rank(share):
+                inside.append(torch.rand(3))
+        afterwards.append(torch.rand(3))
+    assert len({tuple(draw.tolist()) for draw in inside}) == 4
+    assert torch.equal(*afterwards)
+
+
 def test_a_trainer_over_ranks_counts_the_targets_of_a_step_and_leaves_smoothing_to_it() -> None:
     trainer: Any = SimpleNamespace(label_smoother=SimpleNamespace(epsilon=0.1), accelerator=SimpleNamespace())
     trainer.model_accepts_loss_kwargs = False  # by which transformers counts
     assert over_ranks.OverRanks(trainer, Mock()).smoothing == 0.1
     assert trainer.model_accepts_loss_kwargs is True and trainer.label_smoother is None
+
+
+@pytest.mark.parametrize(("last", "documents"), [(False, 6), (True, 2)])
+def test_an_evaluation_of_two_groups_weighs_the_mean_of_both_by_the_documents(last: bool, documents: int) -> None:
+    """Two groups of two ranks with batches of three documents; of the last batch, two are left and four repeated."""
+    parts = torch.tensor([8.0, 8.0, 2.0, 2.0])  # of the loss of a batch, whose mean over all ranks is that loss
+    state = SimpleNamespace(end_of_dataloader=last, remainder=2)
+    accelerator = SimpleNamespace(gather=lambda losses: parts.repeat_interleave(len(losses)), gradient_state=state)
+    trainer: Any = SimpleNamespace(label_smoother=None, accelerator=accelerator)
+    over_ranks.OverRanks(trainer, Mock(ranks=2)).gather_means(trainer)
+    assert trainer.gather_function(torch.full((3,), 8.0)).tolist() == [5.0] * documents

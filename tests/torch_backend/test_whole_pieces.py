@@ -16,13 +16,14 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from packing_core.errors import UnsupportedError
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.test_captured import interpreted as interpreted
 from tests.torch_backend.test_rank_share import shares
 from torch_backend import explain, make_train_step, patch
 from torch_backend.hf.edits import stand_ins
 from torch_backend.hf.edits.stand_ins import LayerSegments
-from torch_backend.steps import cuda_graph, fast_backward, train_step
+from torch_backend.steps import cuda_graph, fast_backward, memory_fit, train_step
 from torch_backend.steps.cuda_graph import compile_layers
 
 ROWS = [(20, 20, 8, 8), (30, 30, 12, 12), (9, 9, 5, 5)]  # of which each of two ranks has a document of each length
@@ -63,9 +64,24 @@ def test_layers_are_compiled_once_for_rows_of_any_length(
     monkeypatch.setattr(fast_backward, "compile_layers", compile_for_the_cpu)
     found, explained = losses(family, mesh, "auto")
     torch.testing.assert_close(found, right, rtol=1e-5, atol=0)
-    assert "layers of the step: compiled, around what exchanges between ranks" in explained
-    assert "no document straddles ranks" in explained
+    how = "compiled, as on one rank where no document straddles ranks, else around what exchanges between ranks"
+    assert f"layers of the step: {how}" in explained
+    assert "causal; no document straddles ranks" in explained
     assert len(made) == graphs
+
+
+def test_ranks_do_not_choose_levels_of_memory_of_their_own(mesh: Any) -> None:
+    model = patch(tiny("qwen3"), verify=False, mesh=mesh)
+    with pytest.raises(UnsupportedError, match=r'memory="auto" chooses by the tokens that a rank holds, .* one level'):
+        make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.01), memory="auto")
+
+
+def test_no_formula_says_how_long_a_row_fits_over_ranks(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_fit, "device_bytes", lambda _: 2**40)
+    for given in (None, mesh):
+        model = patch(tiny("qwen3"), verify=False, mesh=given)
+        step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        assert ("memory" in step.parts) == (given is None)
 
 
 def test_a_convolution_exchanges_tokens_as_they_lie_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

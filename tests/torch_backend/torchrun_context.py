@@ -335,6 +335,32 @@ def sent(method: str, mesh: Any) -> dict[str, int]:
     return {"forward": forward, "backward": total(), "expected": expected, "layers": len(crossings)}
 
 
+def dropped(mesh: Any) -> dict[str, Any]:
+    """Compares what ranks that were seeded alike drop of the tokens that they hold first, and drop when recomputing."""
+    torch.manual_seed(0)
+    model = patch(tiny("phi3"), verify=False, mesh=mesh)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    dropout = model.model.layers[0].resid_attn_dropout  # recomputing stops inside the last one
+    dropout.p = 0.5
+    masks: list[Tensor] = []
+    dropout.register_forward_hook(lambda module, inputs, output: masks.append(output[0, :20] == 0))
+    model(**collate(documents(LENGTHS), capacity=None)).loss.backward()
+    forward, recomputed = masks
+
+    def of_ranks(x: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(x) for _ in range(mesh.size())]
+        dist.all_gather(found, x)
+        return found
+
+    first, *others = of_ranks(forward.float())
+    return {
+        "dropped": float(first.mean()),
+        "alike": [float((first == other).float().mean()) for other in others],
+        "recomputed": torch.equal(forward, recomputed),
+        "afterwards": [x.tolist() for x in of_ranks(torch.rand(3))],
+    }
+
+
 # name -> the family that is audited, and what is broken in it, if anything
 AUDITS: dict[str, tuple[str, tuple[Any, str, Any] | None]] = {
     "qwen3": ("qwen3", None),
@@ -380,6 +406,7 @@ def main(target: Path, part: str) -> None:
         results |= {name: attempt(partial(run, case, mesh)) for name, case in CASES.items()}
         results |= {f"refuse, {name}": attempt(what) for name, what in refusals(mesh, world).items()}
         results |= {f"sent, {method}": attempt(partial(sent, method, mesh)) for method in METHODS}
+        results["dropped"] = attempt(partial(dropped, mesh))
     if part == "steps":
         results |= steps(mesh, world)
     if part == "compiled":

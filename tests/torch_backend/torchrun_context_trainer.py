@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 from unittest.mock import patch as mocked
 
 import datasets
@@ -44,7 +45,7 @@ class Case(NamedTuple):
         groups: of ranks, which train on different rows.
         smoothing: of labels.
         changes: of the model's config.
-        evaluated: documents of a batch in evaluation, of eight in all.
+        evaluated: documents of a batch of all groups in evaluation, of eight in all.
     """
 
     family: str = "qwen3"
@@ -63,7 +64,7 @@ CASES = {
     "Trainer, router": Case("qwen3_moe", changes=ROUTED),
     "Trainer, router, smoothed": Case("qwen3_moe", smoothing=0.1, changes=ROUTED),
 }
-ON_FOUR = {"Trainer, two groups": Case(groups=2)}
+ON_FOUR = {"Trainer, two groups": Case(groups=2, evaluated=4)}
 
 
 def documents(count: int = 24) -> datasets.Dataset:
@@ -129,6 +130,23 @@ def train(case: Case) -> dict[str, Any]:
     }
 
 
+def resumed(folder: Path) -> dict[str, Any]:
+    """Losses and weights of four steps of AdamW under FSDP2, and of a run that goes on from the second one's states."""
+    found: dict[str, Any] = {}
+    for name, checkpoint in {"whole": None, "resumed": str(folder / "checkpoint-2")}.items():
+        saving = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+        trainer = trainer_of(Case(), str(folder), max_steps=4, **saving)
+        enable_packing(trainer, capacity=CAPACITY, verify=False)
+        trainer.training_step = Mock(wraps=trainer.training_step)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        found[name] = {
+            "microbatches": trainer.training_step.call_count,
+            "loss": [x["loss"] for x in trainer.state.log_history if "loss" in x],
+            "weights": whole({name: p.detach() for name, p in trainer.model.named_parameters()}),
+        }
+    return found
+
+
 def audited(kind: str, broken: bool = False) -> tuple[str, str]:
     """The verdict on a trainer before it trains, and the report in words."""
     with TemporaryDirectory() as folder:
@@ -145,13 +163,15 @@ def _restarting(share: RankShare) -> Any:
     return np.concatenate([np.arange(n) for n in share.lengths])
 
 
-def pack(case: Case = CASES["Trainer"], fast: bool = True, replaced: Any = None, **changes: Any) -> None:
+def pack(
+    case: Case = CASES["Trainer"], fast: bool = True, replaced: Any = None, memory: Any = None, **changes: Any
+) -> None:
     """Packs a trainer that has other arguments, or another attribute."""
     with TemporaryDirectory() as folder:
         trainer = trainer_of(case, folder, **changes)
         for name, value in (replaced or {}).items():
             setattr(trainer, name, value)
-        enable_packing(trainer, capacity=CAPACITY, verify=False, fast=fast)
+        enable_packing(trainer, capacity=CAPACITY, verify=False, fast=fast, memory=memory)
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
@@ -193,6 +213,8 @@ def main(target: Path) -> None:
         results |= {f"audit, {kind}": attempt(partial(audited, kind)) for kind in ("Trainer", "SFTTrainer")}
         results["audit, broken"] = attempt(partial(audited, "Trainer", True))
         results["refuse, logits"] = attempt(predicted)
+        results["refuse, level"] = attempt(partial(pack, memory="auto"))
+        results["resumed"] = attempt(partial(resumed, target.parent / "run"))
     if dist.get_rank() == 0:
         torch.save(results, target)
     leave()

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ ZERO: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3, master weights": ("zero3", HALF),
 }
 RESUMED = "fsdp"  # begun by one process, finished by two
+CUT = "fsdp, documents cut"  # begun and finished by two
 STEPS = 5
 
 
@@ -63,6 +65,15 @@ def job(name: str, start: Path, output: Path | None) -> TrainJob:
     )
 
 
+class Stop(Exception):
+    """Ends a run as if it were killed."""
+
+
+def stop(record: Any) -> None:
+    if record.step == 3:
+        raise Stop
+
+
 def found(result: Any) -> dict[str, Any]:
     evaluated = [record.eval_loss for record in result.records["packed"] if record.eval_loss is not None]
     norms = [record.grad_norm for record in result.records["packed"]]
@@ -81,6 +92,10 @@ def main(folder: Path, cases: str) -> None:
     if cases != "zero":
         begun = job(RESUMED, folder / "start", folder / "begun by one")
         results["resumed"] = found(train(dataclasses.replace(begun, resume=True)))
+        begun = job(CUT, folder / "start", folder / "begun by two")
+        with suppress(Stop):
+            train(dataclasses.replace(begun, on_step=stop))
+        results["resumed, documents cut"] = found(train(dataclasses.replace(begun, resume=True)))
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 

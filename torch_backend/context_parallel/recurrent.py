@@ -87,7 +87,7 @@ def scan_by_heads(
                 "documents are cut: take a number of ranks that divides the heads"
             )
 
-    def turned(x: Any) -> Any:
+    def by_heads(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.ndim:
             return x
         if not _holds_tokens(x, tokens):
@@ -102,7 +102,7 @@ def scan_by_heads(
         out: Tensor = found[0] if isinstance(found, tuple) else found
         return out[0]
 
-    out = to_tokens(layout, share.group, run(turned, layout.documents), share.rank)
+    out = to_tokens(layout, share.group, run(by_heads, layout.documents), share.rank)
     if layout.own is not None:
         out = torch.cat([run(alone, layout.own), out])
     out = out.index_select(0, layout.inverse)[None]

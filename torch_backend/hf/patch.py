@@ -9,6 +9,7 @@ without boundaries takes the path it took before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import AUTO, ContextGroup, context_group
+from torch_backend.context_parallel.random_numbers import draws_of_rank
 from torch_backend.hf import router
 from torch_backend.hf.anatomy.families import EXACT_KEYS, both_ways_of
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
@@ -268,7 +270,8 @@ class Patched(BatchReader):
         kwargs = self.rows.begin(forward, kwargs)
         forward.wants_blank_image = wants_blank_image(self.root, self.decoder, kwargs)
         call = router.over_ranks(self.root, call, share, kwargs, whole=whole)
-        output = run_inside(self, forward, call, *args, **kwargs)
+        with nullcontext() if share is None or not self.root.training else draws_of_rank(share):
+            output = run_inside(self, forward, call, *args, **kwargs)
         if not forward.handed_over:
             raise UnsupportedModelError(
                 f"{type(self.root).__name__} does not call its decoder {type(self.decoder).__name__}: "

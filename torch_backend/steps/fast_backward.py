@@ -215,6 +215,7 @@ class Gradients:
             several = any(isinstance(choice, DocumentsChoice) for choice in state.choices.values())
             refused = state.layers_need_lengths or several or why_mixers_wait(self.model) is not None
             self.of_whole = set() if refused else {replace(each, requires_grad=True) for each in state.requests}
+            self.parts[LAYERS] = self._compiled_how
         return bool(self.of_whole)
 
     def _by_form(self, path: LossPath, inputs: StepInputs) -> Tensor:
@@ -318,7 +319,10 @@ class Gradients:
 
     @property
     def _compiled_how(self) -> str:
-        around = ", around what exchanges between ranks" if self.pieces else ""
+        around = ""
+        if self.pieces:
+            whole = "as on one rank where no document straddles ranks, else " if self.of_whole else ""
+            around = f", {whole}around what exchanges between ranks"
         lengths = ", for rows of any length" if self.forests and self.fixed is None else ""
         return f"compiled{lengths}{_memory_of(self.model)}{_in_place_of_kernels(self.model)}{around}"
 

@@ -23,10 +23,16 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
+from torch_backend.hf.patch import context_of
 
 Level = Literal["none", "selective", "full", "offload"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 Memory = Level | Literal["auto"]  # the fastest level that fits (:mod:`.memory_fit`)
+
+AUTO_OVER_RANKS = (
+    'memory="auto" chooses by the tokens that a rank holds, and ranks over which documents are cut exchange again '
+    'where they recompute, so all of them need one level: name it, memory="full" for example'
+)
 
 # Operators that pass over memory once; recomputing them costs less than what they would keep.
 _CHEAP = ("rope", "norm")
@@ -65,11 +71,13 @@ def check_level(model: nn.Module, level: str) -> None:
 
     Raises:
         PackingError: there is no such level.
-        UnsupportedError: the layers of the family cannot recompute.
+        UnsupportedError: the layers of the family cannot recompute, or ranks would choose levels of their own.
     """
     if level not in (*LEVELS, "auto"):
         raise PackingError(f"memory={level!r} is no level: pass one of {', '.join(map(repr, (*LEVELS, 'auto')))}")
     root = causal_lm(model)
+    if level == "auto" and context_of(root) is not None:
+        raise UnsupportedError(AUTO_OVER_RANKS)
     if level != "none" and not getattr(root, "supports_gradient_checkpointing", False):
         raise UnsupportedError(
             f"layers of {type(root).__name__} cannot recompute what they do not keep (gradient checkpointing), so "

@@ -42,9 +42,11 @@ def memory_of(
         accumulates: whether a step has several microbatches.
 
     Raises:
-        UnsupportedModelError: no formula is known for its layers.
+        UnsupportedModelError: no formula is known for its layers, or documents are cut over ranks.
     """
     root = causal_lm(model)
+    if context_of(root) is not None:
+        raise UnsupportedModelError("what layers keep around their exchanges between ranks is not known beforehand")
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     weights = sum(map(_bytes, (*parameters, *model.buffers())))
@@ -120,7 +122,7 @@ def check_fit(
     """
     device = execution_device(causal_lm(model))
     there = device_bytes(device)
-    if there is None or context_of(model) is not None or why_not_compiled(model) is not None:
+    if there is None or why_not_compiled(model) is not None:
         return
     try:
         memory = memory_of(model, optimizer, autocast, accumulates=accumulates)

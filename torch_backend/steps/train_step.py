@@ -355,8 +355,9 @@ def make_train_step(
         UnsupportedModelError: ``model`` holds no transformers model or one that is not patched, or DataParallel stands
             around it.
         UnsupportedError: there are several ranks, and nothing reduces the model's gradients over them; ``model`` is a
-            DeepSpeedEngine or wholly frozen; the optimizer is another model's or the scheduler another optimizer's; or
-            a ``step()`` of theirs needs an argument, as those of LBFGS and ReduceLROnPlateau do.
+            DeepSpeedEngine or wholly frozen; ``memory`` is ``"auto"``, and documents are cut over ranks; the optimizer
+            is another model's or the scheduler another optimizer's; or a ``step()`` of theirs needs an argument, as
+            those of LBFGS and ReduceLROnPlateau do.
 
     >>> import torch_backend  # doctest: +SKIP
     >>> step = torch_backend.make_train_step(model, torch.optim.AdamW(model.parameters()), max_grad_norm=1.0)

@@ -24,7 +24,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.explaining import SHARERS
 from torch_backend.hf.inputs.trl_trainers import has_tree_rows, kind_of
 from torch_backend.patching import patch
-from torch_backend.steps.memory import Level, Memory, check_level, set_level
+from torch_backend.steps.memory import AUTO_OVER_RANKS, Level, Memory, check_level, set_level
 from torch_backend.steps.memory_fit import FittedLevel
 from torch_backend.trainers import preference, sft
 from torch_backend.trainers.dataloader import use_rows
@@ -149,6 +149,8 @@ def enable_packing(
         if share_prefix is True:
             raise UnsupportedError(f"{type(trainer).__name__} shares no prefixes: {SHARERS}")
         plan = inspect(any_trainer, options=rows, fast=fast)
+        if memory == "auto" and plan.mesh is not None:
+            raise UnsupportedError(AUTO_OVER_RANKS)
         options: Any = {"implementation": implementation, "verify": verify, "mesh": plan.mesh}
         patch(any_trainer.model, **options)
         if any_trainer.model_init is not None:  # train() makes another model

@@ -146,7 +146,7 @@ class PackedStep:
             if logits_wanted:
                 self.over_ranks.refuse_outputs()
             if not self.model.training:
-                self.over_ranks.gather_once(self.trainer)
+                self.over_ranks.gather_means(self.trainer)
             of_part: Any = self.over_ranks.in_place_of(model)
             part = self.over_ranks.cut(inputs, model)
             return Trainer.compute_loss(self.trainer, of_part, part, return_outputs, num_items_in_batch)

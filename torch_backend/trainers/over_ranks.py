@@ -152,12 +152,13 @@ class OverRanks:
         total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.smoothing)
         return total, (targets != IGNORE_INDEX).sum()
 
-    def gather_once(self, trainer: Any) -> None:
-        """Let an evaluation take each batch's losses from one rank of each group, all of which have the same.
+    def gather_means(self, trainer: Any) -> None:
+        """Let an evaluation weigh the mean loss of each batch of all groups by its documents.
 
-        Otherwise transformers weighs a last batch of fewer rows less than the others.
+        By itself transformers weighs a last batch of fewer documents less than the others, because every rank of a
+        group has its loss, and of several groups it takes the first one's part of that loss for the mean.
         """
-        trainer.gather_function = partial(_of_each_group, trainer.accelerator, self.context.ranks)
+        trainer.gather_function = partial(_means, trainer.accelerator, self.context.ranks)
 
     def refuse_outputs(self) -> None:
         """Raise for a prediction of logits, of which every rank has a part.
@@ -171,11 +172,11 @@ class OverRanks:
         )
 
 
-def _of_each_group(accelerator: Any, ranks: int, losses: Tensor) -> Tensor:
-    """Replaces ``Accelerator.gather_for_metrics`` for the losses of rows; a group's ranks follow each other."""
-    gathered = accelerator.gather(losses).unflatten(0, (-1, ranks, len(losses)))[:, 0].flatten()
-    state = accelerator.gradient_state
-    return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
+def _means(accelerator: Any, ranks: int, losses: Tensor) -> Tensor:
+    """Replaces ``Accelerator.gather_for_metrics`` for losses: the mean of all groups, once for each document."""
+    gathered, state = accelerator.gather(losses), accelerator.gradient_state
+    last = state.end_of_dataloader and state.remainder > 0
+    return gathered.mean().repeat(state.remainder if last else len(gathered) // ranks)
 
 
 def _as_they_are(model: nn.Module, inputs: Any) -> tuple[Any, Any]:

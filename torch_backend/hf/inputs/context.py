@@ -55,6 +55,8 @@ def _why_not(anatomy: Anatomy) -> str | None:
         return "its attention sees chunks of a document, which are not communicated"
     if anatomy.numbering is not None:
         return "its decoder numbers the tokens of its input itself"
+    if any(getattr(module, "layerdrop", 0) for module in anatomy.decoder.modules()):
+        return "it skips layers at random, and ranks would skip different ones (load it with layerdrop=0)"
     if (both_ways := both_ways_of(anatomy.root.config)) is not None and both_ways.prefix:
         return "the tokens of a document's prefix see each other both ways, and a rank may hold a part of them"
     if asks_for_router_loss(anatomy.root, {}) and (reason := why_not_over_ranks(anatomy.root)) is not None:
