@@ -7,13 +7,26 @@ before it returns, and both raise. A patched model takes the seal out at its ent
 
 Checking the model in the collator or in the trainer would be simpler, but neither knows which model will run the batch:
 a trainer may rebuild it, and loops of users are nobody's.
+
+Code that picks ``input_ids`` out of a batch leaves the seal behind. So a seal also remembers the rows that it stands
+for, by a fingerprint of their tokens, which is the same on every device: ``packed_rows`` names those of the last
+batches, and a patched model refuses them without their boundaries. A seal that comes from another process, a
+DataLoader's worker, brings them along.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, NoReturn
 
+import torch
+from torch import Tensor
+
 from packing_core.errors import UnsupportedModelError
+
+_REMEMBERED = 1024  # rows; more than prefetched batches hold
+_ODD = 0x1E3779B97F4A7C15
+_packed_rows: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
 
 
 class SealedBatchError(UnsupportedModelError, AttributeError):
@@ -28,7 +41,15 @@ class SealedBatchError(UnsupportedModelError, AttributeError):
 
 
 class Seal:
-    """Raises where it is used; copied and pickled it stays the one object."""
+    """Raises where it is used; also copied and pickled.
+
+    Args:
+        rows: length and fingerprint of each packed row of its batch.
+    """
+
+    def __init__(self, rows: tuple[tuple[int, int], ...] = ()) -> None:
+        self.rows = rows
+        _packed_rows.extend(rows)
 
     def __bool__(self) -> NoReturn:
         raise SealedBatchError
@@ -38,16 +59,49 @@ class Seal:
             raise AttributeError(name)  # protocols of Python that look before they use
         raise SealedBatchError
 
-    def __reduce__(self) -> str:
-        return "SEAL"
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Seal) and other.rows == self.rows
+
+    def __hash__(self) -> int:
+        return hash(self.rows)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Seal, (self.rows,)
 
     def __repr__(self) -> str:
         return "SEAL"
 
 
-SEAL = Seal()
-# Most models ask for attentions before their layers run; Mamba's and RecurrentGemma's, without any, for return_dict.
-SEALED = {"output_attentions": SEAL, "return_dict": SEAL}
+def _under_names(seal: Seal) -> dict[str, Any]:
+    # most models ask for attentions before their layers run; Mamba's and RecurrentGemma's, without any, for return_dict
+    return {"output_attentions": seal, "return_dict": seal}
+
+
+SEALED = _under_names(Seal())  # for batches whose rows hold one document each
+
+
+def sealed(ids: Tensor, starts: Tensor) -> dict[str, Any]:
+    """The seal of a packed batch.
+
+    Args:
+        ids: [B, S], on the host.
+        starts: where its documents begin among the B * S tokens.
+    """
+    rows, length = ids.shape
+    packed = torch.bincount(starts // length, minlength=rows) > 1
+    return _under_names(Seal(tuple((length, row) for row in fingerprints(ids[packed]).tolist())))
+
+
+def packed_rows(length: int) -> list[int]:
+    """The fingerprints of the last packed rows of so many tokens."""
+    return [row for tokens, row in tuple(_packed_rows) if tokens == length]
+
+
+def fingerprints(ids: Tensor) -> Tensor:
+    """A number of each row of tokens [B, S], int64 [B]; other tokens, or another order, give another."""
+    places = torch.arange(1, ids.shape[1] + 1, device=ids.device) * _ODD  # integers wrap around
+    places = (places ^ (places >> 29)) * _ODD
+    return (places * (ids.long() + 1)).sum(1)
 
 
 def unsealed(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -107,6 +107,22 @@ def test_an_encoder_without_a_head_pools_every_document(family: str) -> None:
         assert error(hidden[segment], each.last_hidden_state[0]) <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["CLIPText", "SiglipText"])
+def test_a_token_that_an_encoder_takes_of_each_row_is_left_out(name: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, f"{name}Config")(vocab_size=99, bos_token_id=1, eos_token_id=2, **sizes)
+    model, docs = getattr(transformers, f"{name}Model")(config).eval(), documents()
+    alone = [model(input_ids=d[None]).last_hidden_state[0] for d in docs]
+    torch_backend.patch(model, verify=False)
+    batch = PackedCollator(model, capacity=64)(examples(docs))
+    del batch["labels"]
+    output = model(**batch)
+    assert output.pooler_output is None and output["pooler_output"] is None
+    hidden = output.last_hidden_state.flatten(0, 1).split(batch["packed_lengths"])
+    for (segment,), each in zip(batch["packed_documents"], alone, strict=True):
+        assert error(hidden[segment], each) <= 1e-5
+
+
 def test_kinds_of_tokens_travel_with_their_documents() -> None:
     model, docs = encoder("bert", transformers.AutoModelForSequenceClassification).eval(), documents()
     kinds = [(torch.arange(len(d)) > len(d) // 2).long() for d in docs]

@@ -27,7 +27,7 @@ from torch_backend import PackedCollator, make_train_step, with_boundaries
 from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.seal import SEAL, Seal
+from torch_backend.seal import SEALED, Seal
 from torch_backend.trainers.enable_packing import enable_packing
 
 NOT_PATCHED = "not patched.*crosspack.patch"
@@ -60,7 +60,8 @@ class PicksArguments(CallsForward):
     """Leaves out what it does not know, as a head of somebody's own may."""
 
     def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None, **_: Any) -> Any:
-        return self.model(input_ids, attention_mask=attention_mask, labels=labels)
+        embedded = self.model.get_input_embeddings()(input_ids)
+        return self.model(inputs_embeds=embedded, attention_mask=attention_mask, labels=labels)
 
 
 def test_a_wrapper_that_leaves_out_the_boundaries_raises() -> None:
@@ -69,7 +70,7 @@ def test_a_wrapper_that_leaves_out_the_boundaries_raises() -> None:
     for _ in range(2):
         with pytest.raises(LayoutError, match="PicksArguments got a packed batch and called its model without the bou"):
             model(**batch)
-    model(input_ids=batch["input_ids"])  # that is no packed batch
+    model(input_ids=batch["input_ids"].flip(1))  # that is no packed batch
     found = packed(torch_backend.patch(CallsForward(tiny("llama"))), documents())
     assert found.loss.isfinite()
 
@@ -175,9 +176,38 @@ def test_the_seal_survives_what_moves_batches() -> None:
         pickle.loads(pickle.dumps(marked(documents()))),
     ):
         moved = send_to_device(batch, "cpu", non_blocking=True)
-        assert moved["output_attentions"] is SEAL and find_batch_size(moved) == len(batch["input_ids"])
+        assert isinstance(moved["output_attentions"], Seal) and find_batch_size(moved) == len(batch["input_ids"])
         patched()(**moved)
-    assert not hasattr(SEAL, "to") and repr(SEAL) == "SEAL" and isinstance(SEAL, Seal)
+    seal = SEALED["return_dict"]
+    assert not hasattr(seal, "to") and repr(seal) == "SEAL"
+
+
+def _from_worker() -> dict[str, Any]:
+    docs = [{"input_ids": d.tolist()} for d in documents(seed=11)]
+    with limited():
+        return dict(next(iter(DataLoader(docs, batch_size=4, collate_fn=PackedCollator(capacity=64), num_workers=1))))
+
+
+@pytest.mark.parametrize("made", [lambda: collate(documents(seed=9)), lambda: marked(documents(seed=10)), _from_worker])
+def test_tokens_that_are_picked_out_of_a_packed_batch_are_noticed(made: Callable[[], dict[str, Any]]) -> None:
+    model, batch = patched(), made()
+    ids, lost = batch["input_ids"], "came packed from a collator, and its boundaries were left"
+    with pytest.raises(LayoutError, match=f"^row 0 of input_ids {lost}"):
+        model(input_ids=ids.clone(), labels=ids)
+    with pytest.raises(LayoutError, match=lost), torch.no_grad():
+        model.eval()(ids[-1:], attention_mask=torch.ones_like(ids[-1:]))
+    with pytest.raises(LayoutError, match=lost):
+        model.model(input_ids=ids)
+    step = torch_backend.make_train_step(model.train(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(LayoutError, match=lost):
+        step({"input_ids": ids, "labels": ids})
+    model(**batch)
+
+
+def test_a_row_of_one_document_needs_no_boundaries() -> None:
+    batch = PackedCollator(capacity=16)([{"input_ids": [5, 6, 7]}])
+    patched()(input_ids=batch["input_ids"], labels=batch["labels"])
+    patched()(input_ids=collate(documents(seed=12))["input_ids"][:, :-1])
 
 
 def test_a_padded_batch_with_lengths_reaches_unpadded_models_alone() -> None:
@@ -246,10 +276,11 @@ def test_a_model_put_into_a_trainer_later_is_refused_until_it_is_patched(tmp_pat
 
 
 class PicksInputs(transformers.Trainer):
-    """Names what the model shall get, as many losses of people's own do."""
+    """Embeds the tokens and names what the model shall get, as losses of people's own do."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return model(input_ids=inputs["input_ids"], labels=inputs["labels"]).loss
+        embedded = model.get_input_embeddings()(inputs["input_ids"])
+        return model(inputs_embeds=embedded, labels=inputs["labels"]).loss
 
 
 @pytest.mark.parametrize("fast", [True, False])

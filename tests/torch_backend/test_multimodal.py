@@ -304,8 +304,9 @@ def test_no_dense_mask_is_made_above_the_decoder(monkeypatch: pytest.MonkeyPatch
     row = batch["input_ids"].shape[1]
     model(**batch)
     assert row not in made
-    model(input_ids=batch["input_ids"], **joined_images("gemma3", rows), token_type_ids=batch["token_type_ids"])
-    assert row in made  # of a batch that is not packed
+    unpacked = {name: batch[name].flip(1) for name in ("input_ids", "token_type_ids")}
+    model(**unpacked, **joined_images("gemma3", rows))
+    assert row in made
 
 
 @pytest.mark.parametrize("case", CASES)

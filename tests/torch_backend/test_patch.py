@@ -163,7 +163,7 @@ def test_packed_looking_positions_without_segments_raise() -> None:
     model, batch = patched("llama"), collate(documents())
     with pytest.raises(LayoutError, match=r"position_ids restart .*PackedCollator .*with_boundaries\(collator\)"):
         model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
-    model(input_ids=batch["input_ids"], position_ids=torch.arange(64).expand(2, -1))
+    model(input_ids=batch["input_ids"].flip(1), position_ids=torch.arange(64).expand(2, -1))
 
 
 def test_segment_numbers_without_boundaries_raise() -> None:

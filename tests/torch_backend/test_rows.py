@@ -245,7 +245,7 @@ def test_pieces_with_context_train_every_token_once(tmp_path, overflow, streamed
     assert max(map(len, (b["packed_documents"] for b in trainer.get_train_dataloader()))) <= 2 * 2
 
 
-def test_a_note_that_names_no_rows_goes_on_over_as_many_ranks() -> None:
+def test_a_note_that_names_no_rows_goes_on_over_as_many_ranks(caplog: pytest.LogCaptureFixture) -> None:
     """Checkpoints of before rows were compared, and those of other trainers, which have no note."""
     callback = SameRows(EpochRows(documents(60), ["input_ids", "labels"], CAPACITY))
     args = SimpleNamespace(gradient_accumulation_steps=1, world_size=1, train_batch_size=2)
@@ -255,7 +255,10 @@ def test_a_note_that_names_no_rows_goes_on_over_as_many_ranks() -> None:
         callback.on_train_begin(args, state, None, train_dataloader=range(5))
 
     resume()
+    assert "the checkpoint does not name its rows, as that of a run without packing: its 7 steps" in caplog.text
+    caplog.clear()
     resume(ranks=1)
+    assert not caplog.text
     with pytest.raises(UnsupportedError, match="2 steps into an epoch whose rows were dealt to 2 ranks, and 1 rank"):
         resume(ranks=2)
 

@@ -17,7 +17,7 @@ from packing_core.errors import LayoutError
 from torch_backend.collate.model_traits import has_router, labels_every_token
 from torch_backend.collate.packed_collator import Batch, PackedCollator
 from torch_backend.collate.tokens import check_first_labels
-from torch_backend.seal import SEALED
+from torch_backend.seal import sealed
 
 _READ_AND_LEFT_OUT = ("segment_ids", "seq_lengths", "packed_seq_lengths")  # no argument of a model
 
@@ -68,7 +68,8 @@ class BoundaryCollator:
             added["packed_documents"] = tuple((number,) for number in np.flatnonzero(real).tolist())
         if positions is not None and not _counts_through(positions, segments, rows):
             del added["position_ids"]
-        return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added, **SEALED}
+        seal = sealed(ids, torch.from_numpy(np.flatnonzero(segments.starts & ~segments.padding)))
+        return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added, **seal}
 
     def _check_labels(self, batch: Batch, starts: Tensor, features: Any) -> None:
         """Raise if the first labels of documents are lost to a model that trains them, here or in the collator."""

@@ -26,7 +26,7 @@ from torch_backend.collate.model_traits import configs_of, has_router, labels_do
 from torch_backend.collate.shared import pack_shared, sharing
 from torch_backend.collate.tokens import EVERY_LABEL, check_first_labels, every_label, masked, with_every_label
 from torch_backend.collate.vision import Loss, VisionReader
-from torch_backend.seal import SEALED
+from torch_backend.seal import sealed
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,9 @@ class PackedCollator:
             special = emitted.pop("special_tokens_mask", None)
             padding = np.repeat(view.is_padding, view.lengths)
             emitted |= masked(self.masking, emitted["input_ids"], padding, special)
-        return emitted | SEALED
+        lengths = np.array(view.lengths)
+        starts = (np.cumsum(lengths) - lengths)[~np.array(view.is_padding, np.bool_)]
+        return emitted | sealed(emitted["input_ids"], torch.from_numpy(starts))
 
     def pack(self, features: Sequence[Mapping[str, Any]]) -> PackedBatch:
         """The rows of a batch's documents, before they become tensors."""

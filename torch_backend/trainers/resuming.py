@@ -7,6 +7,7 @@ all of this in the trainer's state, and a run that goes on from it compares.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from packing_core.errors import UnsupportedError, plural
@@ -16,6 +17,8 @@ from torch_backend.trainers.epoch_rows import EpochRows, RowStream
 require("transformers", extra="hf")
 
 from transformers import TrainerCallback  # noqa: E402
+
+logger = logging.getLogger(__name__)
 
 _NOTE = "crosspack.rows"  # in the trainer's state, beside the states of callbacks
 
@@ -39,6 +42,13 @@ class SameRows(TrainerCallback):
         saved = state.stateful_callbacks.get(_NOTE, {}).get("attributes", {})
         if "rows" not in saved and saved.get("ranks", here["ranks"]) != here["ranks"]:
             saved = {"rows": None, **saved}  # an older note
+        if state.global_step and not saved and not getattr(args, "ignore_data_skip", False):
+            logger.warning(
+                "the checkpoint does not name its rows, as that of a run without packing: its %s are taken for steps "
+                "of these rows, so some documents of the epoch may be trained twice and others not at all. "
+                "ignore_data_skip=True begins the data anew",
+                plural(state.global_step, "step"),
+            )
         before = {**here, **saved}
         inside = state.global_step % before["steps"] if before["steps"] else state.global_step
         same_steps = before["steps"] == here["steps"]

@@ -114,7 +114,12 @@ class HeadRows:
         return seen | {name: x for name, x in rows.arguments(kwargs, self.pad_id).items() if name in names}
 
     def end(self, forward: PackedForward, output: Any) -> Any:
-        """The output of the model, its loss divided by the targets of the whole step if it was told their number."""
+        """The output of the model, its loss divided by the targets of the whole step if it was told their number.
+
+        What a model pools in its own forward, as CLIP's do, is one token of each row, and left out.
+        """
+        if self.pooler is None and getattr(output, "pooler_output", None) is not None:
+            output["pooler_output"] = None
         if forward.share is None or output is None:
             return output
         share = forward.share

@@ -21,6 +21,7 @@ from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, exact_in_encoders
 from torch_backend.hf.inputs.boundaries import METADATA_KEYS, PAGED_CACHE, WAY_OUT, check_no_restart
 from torch_backend.hf.inputs.guard import Guard
+from torch_backend.seal import fingerprints, packed_rows
 from torch_backend.segments import PackedMetadata, to_device
 
 # Arguments that have a rule of their own, and those that say nothing about single documents; of every family.
@@ -294,9 +295,9 @@ def refuse_other_marks(kwargs: Mapping[str, Any], names: Collection[str]) -> Non
 def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True) -> None:
     """Raise for a batch that looks packed and does not carry its segments.
 
-    It does if it has a part of the metadata, a mask of segment numbers, or positions that restart inside a row. A batch
-    with a cache is not looked at: its positions and masks are those of generation. Neither are positions beside a mask
-    that already says which token sees which.
+    It does if it has a part of the metadata, a mask of segment numbers, positions that restart inside a row, or the
+    tokens of a row that a collator packed. A batch with a cache is not looked at: its positions and masks are those of
+    generation. Neither are positions and tokens beside a mask that already says which token sees which.
 
     Raises (now or later, see :class:`Guard`):
         LayoutError: what marks the batch, and the way out.
@@ -329,6 +330,27 @@ def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True
             )
 
         guard.check("position_ids", lambda: _restarts(positions, mask), restarting, wait=wait)
+    ids = kwargs.get("input_ids")
+    if isinstance(ids, Tensor) and ids.ndim == 2 and _says_nothing_of_segments(mask, ids):
+        _refuse_packed_rows(ids, guard, wait=wait)
+
+
+def _refuse_packed_rows(ids: Tensor, guard: Guard, *, wait: bool) -> None:
+    """Raise for rows [B, S] that were picked out of a packed batch; those of a compiled model are not looked at."""
+    if torch.compiler.is_compiling() or not (known := packed_rows(ids.shape[1])):
+        return
+
+    def error(row: int) -> PackingError:
+        return LayoutError(
+            f"row {row} of input_ids came packed from a collator, and its boundaries were left out, so that its "
+            "documents would run as one: hand on the whole batch, model(**batch). Where that is meant, call a model "
+            "that is not patched"
+        )
+
+    def find() -> Tensor:
+        return torch.isin(fingerprints(ids), to_device(torch.tensor(known), ids.device))
+
+    guard.check("input_ids", find, error, wait=wait)
 
 
 def refuse_without_carrier(module: Any, kwargs: Mapping[str, Any]) -> None:
