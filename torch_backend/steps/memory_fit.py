@@ -161,11 +161,13 @@ class FittedLevel:
 
     Attributes:
         chooses: whether the level is chosen (``memory="auto"``), or only checked.
+        level: that of the last microbatch, None before the first one.
         tokens: of the longest microbatch so far; accumulates: whether a step had several; reason: of the level.
     """
 
     def __init__(self, *, chooses: bool = True) -> None:
         self.chooses = chooses
+        self.level: Level | None = None
         self.tokens = 0
         self.accumulates = False
         self.reason = ""
@@ -179,20 +181,19 @@ class FittedLevel:
         *,
         accumulates: bool = False,
     ) -> bool:
-        """Set the level for a microbatch, and return whether it is another one than before."""
-        if tokens <= self.tokens and accumulates <= self.accumulates:
-            return False
-        before = level_of(model)
+        """Set the level for a microbatch, and return whether it is another one than before, whoever changed it."""
         longest, accumulates = max(tokens, self.tokens), accumulates or self.accumulates
-        if not self.chooses:
+        if (longest, accumulates) != (self.tokens, self.accumulates):
+            rule = {"accumulates": accumulates}
+            if self.chooses:
+                level, self.reason = choose_level(model, longest, optimizer, autocast, **rule)
+                set_level(model, level)
+                announce(f'memory="auto" takes "{level}": {self.reason}')
+            else:
+                check_fit(model, longest, optimizer, autocast, **rule)
             self.tokens, self.accumulates = longest, accumulates
-            check_fit(model, longest, optimizer, autocast, accumulates=accumulates)
-            return False
-        level, self.reason = choose_level(model, longest, optimizer, autocast, accumulates=accumulates)
-        self.tokens, self.accumulates = longest, accumulates
-        set_level(model, level)
-        announce(f'memory="auto" takes "{level}": {self.reason}')
-        return level != before
+        before, self.level = self.level, level_of(model)
+        return before not in (None, self.level)
 
 
 def group_on_host(model: nn.Module, tokens: int, held: int = 0) -> int:
