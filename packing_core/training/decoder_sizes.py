@@ -21,8 +21,8 @@ from packing_core.training.tiled_families import MLPS, PROJECTIONS
 _NORMS_BEHIND = ("gemma2", "gemma3", "gemma3_text", "gemma4_text", "glm4", "olmo2", "olmo3")
 _LATENT = ("deepseek_v3",)
 _NOT_GATED = (
-    *("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "nemotron"),
-    *("nemotron_h", "opt", "phi", "starcoder2"),
+    *("apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"),
+    *("jais2", "mpt", "nanochat", "nemotron", "nemotron_h", "opt", "persimmon", "phi", "starcoder2", "xglm"),
 )
 _ONE_BLOCK = ("mamba2", "nemotron_h")  # whose layers are a norm and a mixer, or a norm and an MLP
 Part = Literal["mlp", "projections"]  # of a layer: its MLP or experts; queries, keys and values, and all its norms
@@ -216,7 +216,7 @@ def _feed_forward(family: str, width: int, find: Any, read: Read, *, routed: boo
     has_experts = routed and bool(find("num_local_experts", "num_experts", "n_routed_experts"))
     experts = read("num_local_experts", "num_experts", "n_routed_experts") if has_experts else 0
     visited = read("num_experts_per_tok") if experts else 0
-    dense = read("intermediate_size", "n_inner", "ffn_dim", default=4 * width)
+    dense = read("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * width)
     if family == "recurrent_gemma":
         dense //= 2  # it counts both halves
     one = read("moe_intermediate_size", default=dense) if experts else dense

@@ -49,6 +49,18 @@ def test_the_formula_counts_what_models_of_a_family_compute_by_tiles(families: S
     )
 
 
+NO_GATE = ("apertus", "arcee", "bloom", "codegen", "gpt_neox", "gptj", "jais2", "mpt", "nanochat", "nemotron")
+NO_GATE += ("persimmon", "phi", "starcoder2", "xglm")
+
+
+@pytest.mark.parametrize("families", [NO_GATE, ("glm", "llama", "phi3", "seed_oss")], ids=["no gate", "gate"])
+def test_the_formula_knows_which_mlps_have_a_gate(families: Sequence[str]) -> None:
+    for family in families:
+        model = tiny(family)
+        matrices = sum(x.numel() for x in model.parameters() if x.ndim > 1)
+        assert DecoderSizes.read(model.config).parameters == pytest.approx(matrices, rel=0.01), family
+
+
 def test_the_formula_counts_decoders_behind_a_tower_without_the_tower() -> None:
     found, told, families = {}, {}, set()
     for case in CASES.keys() - {"lfm2_vl"}:  # whose memory is not known
