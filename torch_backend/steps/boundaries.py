@@ -46,8 +46,8 @@ class _LayerForward(NamedTuple):
     run: Callable[[Tensor], Tensor]
 
 
-class _Place(NamedTuple):
-    """Where a layer's input is in memory, by which it is found among saved tensors."""
+class _InputPlace(NamedTuple):
+    """Locates a layer's input in memory, to find it among saved tensors."""
 
     address: int
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class _Place(NamedTuple):
     contiguous: bool
 
     @classmethod
-    def of(cls, x: Tensor) -> _Place:
+    def of(cls, x: Tensor) -> _InputPlace:
         return cls(x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_contiguous())
 
     def holds(self, x: Tensor) -> bool:
@@ -108,7 +108,7 @@ class Host:
             if not torch.is_grad_enabled():
                 return call(*args, **kwargs)
             number = self._enter(call, hidden, args, kwargs)
-            pack = partial(self._leave, number, _Place.of(hidden))
+            pack = partial(self._leave, number, _InputPlace.of(hidden))
             del hidden
             with saved_tensors_hooks(pack, self._return):
                 result = call(*args, **kwargs)
@@ -144,7 +144,7 @@ class Host:
             self._send(number, hidden.detach())
         return number
 
-    def _leave(self, number: int, place: _Place, x: Tensor) -> Any:
+    def _leave(self, number: int, place: _InputPlace, x: Tensor) -> Any:
         if not place.holds(x):
             return x
         self.saved[number] += 1

@@ -29,20 +29,23 @@ def compiled_layers(model: nn.Module, *, any_length: bool = False, pieces: bool 
         any_length: whether they run rows of any length.
         pieces: whether they run pieces of documents that are cut over ranks.
     """
-    around = ", around what exchanges between ranks" if pieces else ""
     lengths = ", for rows of any length" if any_length else ""
-    return (
-        f"compiled{lengths}{_level(model, inside=level_inside(model) != 'none')}{_in_place_of_kernels(model)}{around}"
-    )
+    level = named_level(model, inside=level_inside(model) != "none")
+    around = ", around what exchanges between ranks" if pieces else ""
+    return f"compiled{lengths}{level}{_in_place_of_kernels(model)}{around}"
 
 
 def plain_layers(model: nn.Module, reason: str) -> str:
     """Describes the layers of a model that are not compiled, and why they are not."""
-    return f"not compiled: {reason}{_level(model, inside=False)}"
+    return f"not compiled: {reason}{named_level(model)}"
 
 
-def _level(model: nn.Module, *, inside: bool) -> str:
-    """Names the level of memory; ``inside``: whether compiled layers recompute by themselves."""
+def named_level(model: nn.Module, *, inside: bool = False) -> str:
+    """Names the level of memory of a model, with a comma in front; nothing for ``"none"``.
+
+    Args:
+        inside: whether compiled layers recompute by themselves.
+    """
     level = level_of(model)
     if level == "none":
         return ""

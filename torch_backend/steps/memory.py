@@ -140,7 +140,7 @@ def plain_layers_move_inputs(model: nn.Module) -> bool:
 
 
 def _moves_inputs(call: Any) -> bool:
-    """Whether ``call`` is what transformers puts around torch's checkpoint for ``offload=True``."""
+    """Returns whether ``call`` is what transformers puts around torch's checkpoint for ``offload=True``."""
     return getattr(getattr(call, "func", None), "__module__", "").startswith("transformers.")
 
 
