@@ -16,33 +16,17 @@ from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.planning.config_reader import ConfigReader
 from packing_core.training import mixer_sizes as mixers
 from packing_core.training.mixer_sizes import GATED_ATTENTION, Mixer, Read
+from packing_core.training.tiled_families import MLPS, PROJECTIONS
 
 _NORMS_BEHIND = ("gemma2", "gemma3", "gemma3_text", "gemma4_text", "glm4", "olmo2", "olmo3")
 _LATENT = ("deepseek_v3",)
 _NOT_GATED = (
-    *("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "nemotron"),
-    *("nemotron_h", "opt", "phi", "starcoder2"),
+    *("apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"),
+    *("jais2", "mpt", "nanochat", "nemotron", "nemotron_h", "opt", "persimmon", "phi", "starcoder2", "xglm"),
 )
 _ONE_BLOCK = ("mamba2", "nemotron_h")  # whose layers are a norm and a mixer, or a norm and an MLP
 Part = Literal["mlp", "projections"]  # of a layer: its MLP or experts; queries, keys and values, and all its norms
 LEVELS_OF_TILES = ("selective", "full", "offload")
-# Families whose every layer hands each norm to one part alone, which are attention by three projections and an MLP or
-# experts: long rows compute these with their norms by tiles. tests/torch_backend/test_tiled_families.py holds the list.
-_PROJECTIONS_BY_TILES = (
-    *(
-        "ernie4_5",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gpt_oss",
-        "granite",
-        "granitemoe",
-        "helium",
-        "llama",
-        "ministral3",
-    ),
-    *("mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
-)
 # Names of kinds of layers in configs -> the kind.
 _ATTENTION, _BOTH, _ALONE = "attention", "attention beside a recurrent layer", "no mixer"
 _DELTA, _MAMBA2, _RG_LRU = "the gated delta rule", "Mamba-2", "RG-LRU"
@@ -195,7 +179,7 @@ class DecoderSizes:
         for (kind, routed), count in kinds.items():
             without = family in _ONE_BLOCK and kind != _ALONE
             feed = FeedForward() if without else _feed_forward(family, width, find, read, routed=routed)
-            found.append(LayerSizes(count, mixer(kind), feed, norms, family in _PROJECTIONS_BY_TILES))
+            found.append(LayerSizes(count, mixer(kind), feed, norms, family in PROJECTIONS))
         vocabulary = read("vocab_size", default=1)
         embedded = vocabulary * width * (1 if find("tie_word_embeddings") else 2)
         return cls(
@@ -232,7 +216,7 @@ def _feed_forward(family: str, width: int, find: Any, read: Read, *, routed: boo
     has_experts = routed and bool(find("num_local_experts", "num_experts", "n_routed_experts"))
     experts = read("num_local_experts", "num_experts", "n_routed_experts") if has_experts else 0
     visited = read("num_experts_per_tok") if experts else 0
-    dense = read("intermediate_size", "n_inner", "ffn_dim", default=4 * width)
+    dense = read("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * width)
     if family == "recurrent_gemma":
         dense //= 2  # it counts both halves
     one = read("moe_intermediate_size", default=dense) if experts else dense
@@ -241,11 +225,10 @@ def _feed_forward(family: str, width: int, find: Any, read: Read, *, routed: boo
     if family == "granitemoehybrid" and not experts:
         one = int(always or dense)
     inner = halves * ((visited or 1) * one + shared)
-    untiled = 0
-    if family == "falcon_h1" or (halves == 1 and not experts):
-        untiled = inner
-    elif family in ("granitemoehybrid", "nemotron_h"):  # whose MLPs have another form
+    if family in ("granitemoehybrid", "nemotron_h"):  # whose MLPs have another form than experts
         untiled = halves * shared if experts else inner
+    else:
+        untiled = 0 if family in MLPS else inner
     return FeedForward(
         inner=inner,
         routed=visited * width,

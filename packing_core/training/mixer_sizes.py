@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 GATED_ATTENTION = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _NORMS_OF_QUERIES = (
-    *("gemma3", "gemma3_text", "gemma4_text", "hunyuan_v1_dense", "olmo2", "olmo3"),
+    *("apertus", "gemma3", "gemma3_text", "gemma4_text", "hunyuan_v1_dense", "olmo2", "olmo3"),
     *("olmoe", "qwen3", "qwen3_moe", "glm4_moe", *GATED_ATTENTION),
 )
 _CHUNKS = {2: 64, 4: 32}  # bytes of an activation -> tokens of a chunk of the gated delta rule, whose inverses are kept

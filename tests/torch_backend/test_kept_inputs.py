@@ -124,6 +124,19 @@ def test_rows_of_another_length_get_buffers_of_their_own() -> None:
         assert host.held == 3 * tokens * 8 * 8
 
 
+@pytest.mark.parametrize("view", [lambda x: x.T, lambda x: x.view(1, 4, 16)], ids=["transposed", "reshaped"])
+def test_views_of_an_input_come_back_as_they_were(view: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(8, 8, dtype=torch.float64)
+    weight = torch.randn(view(x).shape[-1], 3, dtype=torch.float64, requires_grad=True)
+
+    def call(x: Tensor) -> Tensor:
+        return view(x) @ weight
+
+    (exact,) = torch.autograd.grad(call(x).square().sum(), weight)
+    (found,) = torch.autograd.grad(Host().around(call)(x).square().sum(), weight)
+    torch.testing.assert_close(found, exact)
+
+
 @pytest.mark.parametrize("group", [1, 2, 3])
 def test_layers_of_a_model_share_inputs(group: int) -> None:
     model = in_float64(patch(tiny("llama", num_hidden_layers=3), verify=False).train())

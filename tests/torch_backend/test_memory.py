@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from packing_core.errors import PackingError, UnsupportedError
@@ -17,12 +20,15 @@ from tests.torch_backend import graphs as stand_ins
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.test_packed_step import FAST, assert_same, built
+from tests.torch_backend.test_vision_step import batches_of
 from torch_backend import enable_packing, make_train_step, patch
+from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.ops import operators
 from torch_backend.steps.cuda_graph import compile_layers
-from torch_backend.steps.memory import LEVELS, keeps, level_layers, level_of, recomputing_inside, set_level
+from torch_backend.steps.explaining import plain_layers
+from torch_backend.steps.memory import LEVELS, hold_level, keeps, level_layers, level_of, recomputing_inside, set_level
 
 RECOMPUTING = [level for level in LEVELS if level != "none"]
 FAMILIES = ["qwen2", "qwen3_5_text", "gpt_oss"]
@@ -153,6 +159,81 @@ def test_a_level_is_read_from_the_model_however_it_was_set() -> None:
     for reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         assert level_of(model) == "full"
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(offload=True)
+        assert level_of(model) == "offload"
+
+
+def test_a_choice_of_operations_by_trl_is_selective_and_gives_way_to_a_level() -> None:
+    wrap = pytest.importorskip("trl.models.selective_activation_checkpointing")
+    model = patch(tiny("llama"), verify=False)
+    wrap.enable_selective_activation_checkpointing(model)
+    model.gradient_checkpointing_enable()
+    assert level_of(model) == "selective"
+    set_level(model, "full")
+    assert level_of(model) == "full"
+    model.gradient_checkpointing_enable()
+    assert level_of(model) == "selective"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_trainer_that_switches_checkpointing_off_for_a_while_gets_its_level_back(level: Any) -> None:
+    switched_off = pytest.importorskip("trl.models.utils").disable_gradient_checkpointing
+    model = patch(tiny("llama"), verify=False)
+    hold_level(model, "full")
+    hold_level(model, level)
+    with switched_off(model, {"use_reentrant": True}):
+        assert level_of(model) == "none"
+    assert level_of(copy.deepcopy(model)) == level_of(model) == level
+
+
+@pytest.mark.parametrize("level", RECOMPUTING)
+def test_torch_compile_takes_the_contexts_of_a_level(level: Any) -> None:
+    """Layers of preference trainers, and all layers with dropout, are compiled with the checkpoint inside."""
+    model = tiny("llama")
+    set_level(model, level)
+    made = level_layers(model)[0]._gradient_checkpointing_func.keywords.get("context_fn")
+    assert (made is None) is (level == "full")
+    assert made is None or all(isinstance(mode, TorchDispatchMode) for mode in made())
+
+
+def test_a_level_that_changes_between_steps_acts_in_the_next_one(graphs: SimpleNamespace) -> None:
+    model = graphs.model = patch(tiny("llama"), verify=False).train()
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for level in ("none", "none", "full", "full", "selective", "none"):
+        set_level(model, level)  # type: ignore[arg-type]
+        step(batch())
+        found.append(step.parts["layers"])
+        assert level_of(model) == level
+    full, selective = 'compiled, memory="full"', 'compiled, memory="selective"'
+    assert found == ["compiled", "compiled", full, full, selective, "compiled"]
+
+
+def test_explain_names_the_level_of_layers_that_are_not_compiled() -> None:
+    model = patch(tiny("llama"), verify=False).train()
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), memory="offload")
+    plain = "not compiled: the model computes on cpu"
+    step(batch())
+    assert step.parts["layers"] == f'{plain}, memory="offload", with the inputs of layers on the device'
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(every_n_layers=2, offload=True)
+        assert plain_layers(model, "why") == 'not compiled: why, memory="offload" in 1 of 2 layers'
+
+
+def test_the_tower_in_front_of_compiled_layers_recomputes_by_itself(graphs: SimpleNamespace) -> None:
+    model, (_, image, *_) = batches_of("qwen2_5_vl", implementation="sdpa")
+    graphs.model, flags = model, {}
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), memory="full")
+    step(image)
+    for name, layer in model.named_modules():
+        if isinstance(layer, DecoderLayer):
+            note = partial(lambda name, layer, _: flags.update({name: layer.gradient_checkpointing}), name)
+            layer.register_forward_pre_hook(note)
+    graphs_of_text = step.parts["layers"]
+    step(image)
+    assert graphs_of_text == 'compiled, memory="full"' and len(flags) == 4
+    assert all(flag is ("visual" in name) for name, flag in flags.items())
 
 
 @pytest.mark.parametrize("level", RECOMPUTING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +162,37 @@ def test_an_out_of_memory_error_names_the_level_that_fits(model: Any, monkeypatc
     give(monkeypatch, memory(model).bytes("offload", 100) / USABLE)
     with pytest.raises(torch.OutOfMemoryError, match='the longest that fits has 100 tokens, at memory="offload"'):
         step([batch(), batch()])
+
+
+def test_an_out_of_memory_error_promises_nothing_of_layers_that_are_not_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = patch(tiny("qwen2", **WIDE), verify=False).train()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Gradients, "__call__", fail)
+    give(monkeypatch, memory(model).bytes("selective", 128) / USABLE)
+    ran = 'a row of 128 tokens ran at memory="{}", and layers are not compiled (the model computes on cpu): {}'
+    for level, way in (("none", 'memory="full" needs less'), ("full", "a shorter one needs less")):
+        with pytest.raises(torch.OutOfMemoryError, match=re.escape(ran.format(level, way))):
+            step_of(model, memory=level)(batch())
+
+
+def test_layers_with_dropout_do_not_offload_and_are_not_expected_to(
+    graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory_model, "_WORKSPACES", 0)
+    model = graphs.model = patch(tiny("qwen2", attention_dropout=0.1, **WIDE), verify=False).train()
+    give(monkeypatch, memory(model).bytes("offload", 128) / USABLE)
+    with pytest.raises(CapacityError, match='no level of memory: the longest that does has .* at memory="full"'):
+        step_of(model, memory="auto")([batch(), batch()])
+    give(monkeypatch, 0.99 * memory(model).bytes("full", 128) / USABLE)
+    step = step_of(model, memory="offload")
+    step([batch(), batch()])
+    assert "no level surely fits" in capsys.readouterr().err
+    assert step.parts["layers"] == 'compiled, memory="offload", with the inputs of layers on the device'
 
 
 def test_a_step_lets_layers_share_inputs_where_the_host_is_small_and_refuses_before_it_runs(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from packing_core.training.decoder_sizes import _PROJECTIONS_BY_TILES
+from packing_core.training.decoder_sizes import DecoderSizes
+from packing_core.training.tiled_families import MLPS, PROJECTIONS
+from tests.torch_backend.models import tiny
+from tests.torch_backend.vision_models import CASES, vision_model
+from torch_backend import patch
 from torch_backend.hf.anatomy.data_flow import only_readers, reads_by
 from torch_backend.steps.tiled_layers import can_be_tiled, tiled_parts
-
-OTHERS = ("cohere", "glm4_moe", "olmo2", "phi", "qwen2_moe", "qwen3_5_text", "starcoder2")
 
 
 def made(family: str) -> nn.Module:
@@ -21,9 +26,49 @@ def made(family: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("family", [*_PROJECTIONS_BY_TILES, *OTHERS])
-def test_the_formula_names_the_families_whose_projections_run_by_tiles(family: str) -> None:
-    assert ("projections" in tiled_parts(made(family))) is (family in _PROJECTIONS_BY_TILES)
+def parts_told(config: Any) -> set[str]:
+    """The parts that the formula counts by tiles, from a config alone."""
+    return set().union(*(kind.tiles for kind in DecoderSizes.read(config).kinds))
+
+
+BEHIND_TOWERS = {"gemma4_text", "glm4v_moe_text"} | {f"{x}_text" for x in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
+BEHIND_TOWERS |= {"qwen3_vl_moe_text"}
+BY_TILES = sorted((MLPS | PROJECTIONS) - BEHIND_TOWERS)
+WHOLE = ("arcee", "apertus", "falcon_h1", "llama4_text", "nanochat", "persimmon", "phi3", "seed_oss", "starcoder2")
+
+
+@pytest.mark.parametrize("families", [BY_TILES, WHOLE], ids=["by tiles", "whole"])
+def test_the_formula_counts_what_models_of_a_family_compute_by_tiles(families: Sequence[str]) -> None:
+    found, told = {}, {}
+    for family in families:
+        model = patch(tiny(family), verify=False)
+        found[family], told[family] = tiled_parts(model), parts_told(model.config)
+    assert told == found
+    assert all(
+        ("mlp" in parts) is (family not in WHOLE) for family, parts in found.items() if family in MLPS | {*WHOLE}
+    )
+
+
+NO_GATE = ("apertus", "arcee", "bloom", "codegen", "gpt_neox", "gptj", "jais2", "mpt", "nanochat", "nemotron")
+NO_GATE += ("persimmon", "phi", "starcoder2", "xglm")
+
+
+@pytest.mark.parametrize("families", [NO_GATE, ("glm", "llama", "phi3", "seed_oss")], ids=["no gate", "gate"])
+def test_the_formula_knows_which_mlps_have_a_gate(families: Sequence[str]) -> None:
+    for family in families:
+        model = tiny(family)
+        matrices = sum(x.numel() for x in model.parameters() if x.ndim > 1)
+        assert DecoderSizes.read(model.config).parameters == pytest.approx(matrices, rel=0.01), family
+
+
+def test_the_formula_counts_decoders_behind_a_tower_without_the_tower() -> None:
+    found, told, families = {}, {}, set()
+    for case in CASES.keys() - {"lfm2_vl"}:  # whose memory is not known
+        model = patch(vision_model(case), verify=False)
+        found[case], told[case] = tiled_parts(model), parts_told(model.config)
+        families.add(model.config.get_text_config().model_type)
+    assert told == found
+    assert families >= BEHIND_TOWERS
 
 
 def test_norms_behind_attention_and_in_front_of_two_parts_stay_whole() -> None:

@@ -26,7 +26,7 @@ from torch_backend.ops import tiled_projections as projections
 from torch_backend.ops.tiled_mlp import ACTIVATIONS, tiled_mlp
 from torch_backend.ops.tiled_projections import tiled_projections
 from torch_backend.ops.tiles import Norm, Projection
-from torch_backend.steps import tiled_layers
+from torch_backend.steps import memory_fit, tiled_layers
 from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.steps.memory import level_layers, marked, recomputing_inside, set_level
 from torch_backend.steps.tiled_layers import can_be_tiled, tiled, tiled_modules, tiled_parts, why_not_tiled
@@ -231,6 +231,38 @@ def test_no_forward_of_a_long_row_holds_its_inner_columns(graphs: SimpleNamespac
         assert 128 not in seen.found
         step(batch(40))
     assert 40 in seen.found, "a short row does"
+
+
+@pytest.mark.parametrize(("inputs", "group"), [(6, 1), (3, 2), (2, 3)])
+def test_layers_that_share_inputs_on_the_host_run_again_by_tiles(
+    graphs: SimpleNamespace, short: None, inputs: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six layers: those behind the first one of a group run once more in the backward, by tiles too."""
+
+    def compile(module: Any, **_: Any) -> None:
+        module._compiled_call_impl = module._call_impl
+
+    monkeypatch.setattr(nn.Module, "compile", compile)
+    calls, run = [], tiles._forward
+    monkeypatch.setattr(tiles, "_forward", lambda x, *others: (calls.append(len(x)), run(x, *others))[1])
+    models = []
+    for level in ("none", "offload"):
+        made = tiny("llama", num_hidden_layers=6)
+        model = graphs.model = without_rounding(patch(made, verify=False).train(), monkeypatch)
+        host = inputs * 128 * memory_fit.memory_of(model).hidden
+        monkeypatch.setattr(memory_fit, "host_bytes", lambda host=host: host)
+        step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), memory=level, capture=False)  # type: ignore[arg-type]
+        with Widest(model.config.intermediate_size) as seen:
+            step(batch())
+        models.append(model)
+    assert step._gradients.host.group == group and len(step._gradients.host.buffers) == inputs
+    # a forward without gradients that asks attention, the forward, and the backward's of all layers but leaders and
+    # the last one, whose input is not made again
+    again = 6 - 6 // group
+    assert calls == [128] * (6 + 6 + again)
+    assert 128 not in seen.found
+    for found, exact in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("make", [llama, adapted], ids=["llama", "LoRA"])

@@ -46,7 +46,7 @@ from torch_backend.hf.foreign_kernels import refuse_replaced_layers
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed
-from torch_backend.hf.inputs.context import SHARE, MeanOverRanks, refuse_context
+from torch_backend.hf.inputs.context import SHARE, refuse_context, with_loss_over_ranks
 from torch_backend.ops.attention import AttentionRequest
 from torch_backend.seal import unseal, unsealed
 
@@ -279,7 +279,7 @@ class Patched(BatchReader):
             )
         output = self.rows.end(forward, output)
         if whole and kwargs.get("labels") is not None:
-            output = _with_loss(output, MeanOverRanks.apply(_loss_of(output), share))
+            output = with_loss_over_ranks(output, share)
         return output if expected is None else self.unpadding.put_back(expected, output)
 
     def run_decoder(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -394,15 +394,3 @@ class Patched(BatchReader):
         self.__dict__.update(state)
         for name in self._attention_names():
             register(name.over)  # in the process that loads a pickled model
-
-
-def _loss_of(output: Any) -> Tensor:
-    loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
-    return loss
-
-
-def _with_loss(output: Any, loss: Tensor) -> Any:
-    if isinstance(output, tuple):
-        return loss, *output[1:]
-    output.loss = loss
-    return output

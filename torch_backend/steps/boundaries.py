@@ -46,6 +46,26 @@ class _LayerForward(NamedTuple):
     run: Callable[[Tensor], Tensor]
 
 
+class _InputPlace(NamedTuple):
+    """Locates a layer's input in memory, to find it among saved tensors."""
+
+    address: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    contiguous: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> _InputPlace:
+        return cls(x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_contiguous())
+
+    def holds(self, x: Tensor) -> bool:
+        """Returns whether a tensor is this input, or a view of all of it in the same order."""
+        if x.data_ptr() != self.address or x.dtype != self.dtype or x.numel() != self.shape.numel():
+            return False
+        return (x.shape, x.stride()) == (self.shape, self.stride) or (self.contiguous and x.is_contiguous())
+
+
 class Host:
     """The inputs of layers in page-locked memory of the host.
 
@@ -88,7 +108,7 @@ class Host:
             if not torch.is_grad_enabled():
                 return call(*args, **kwargs)
             number = self._enter(call, hidden, args, kwargs)
-            pack = partial(self._leave, number, hidden.data_ptr(), hidden.shape)
+            pack = partial(self._leave, number, _InputPlace.of(hidden))
             del hidden
             with saved_tensors_hooks(pack, self._return):
                 result = call(*args, **kwargs)
@@ -124,11 +144,11 @@ class Host:
             self._send(number, hidden.detach())
         return number
 
-    def _leave(self, number: int, address: int, shape: torch.Size, x: Tensor) -> Any:
-        if x.data_ptr() != address or x.numel() != shape.numel():
+    def _leave(self, number: int, place: _InputPlace, x: Tensor) -> Any:
+        if not place.holds(x):
             return x
         self.saved[number] += 1
-        return _Number(number)
+        return _Kept(number, x.shape)
 
     def _send(self, number: int, x: Tensor) -> None:
         buffer = self.leaders[number] = len(self.leaders)
@@ -141,9 +161,9 @@ class Host:
         self.leaving.append((x, self._copy(self.buffers[buffer], x)))
 
     def _return(self, kept: Any) -> Tensor:
-        if not isinstance(kept, _Number):
+        if not isinstance(kept, _Kept):
             return kept
-        number = int(kept)
+        number = kept.number
         while self.leaving:
             self._settle()
         if number not in self.here:
@@ -155,7 +175,7 @@ class Host:
             below = self.calls[number - 1].leader
             if below in self.leaders and below not in self.coming:
                 self.coming[below] = self._fetch(below)
-        return found
+        return found.view(kept.shape)
 
     def _restore(self, number: int) -> None:
         """Bring back the inputs of a group's layers up to one, whose backward comes first."""
@@ -191,8 +211,11 @@ class Host:
         return copied
 
 
-class _Number(int):
-    """Stands for a layer's input among saved tensors."""
+class _Kept(NamedTuple):
+    """Stands for a layer's input, or a view of it, among saved tensors."""
+
+    number: int  # of the layer
+    shape: torch.Size
 
 
 def _first(result: Any) -> Tensor:

@@ -21,12 +21,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.foreign_kernels import (
-    has_ligers_forward,
-    library_in,
-    replaced_modules,
-    without_kernels,
-)
+from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import DocumentsChoice
 from torch_backend.hf.inputs.context import SHARE
 from torch_backend.hf.patch import context_of, state_of
@@ -47,9 +42,10 @@ from torch_backend.steps.eligibility import (
     why_not_compiled,
     why_not_recomputed,
 )
+from torch_backend.steps.explaining import compiled_layers, loss_without_logits, plain_layers
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_of
-from torch_backend.steps.memory import level_layers, level_of, recomputing_inside
+from torch_backend.steps.memory import level_layers, recomputing_inside
 from torch_backend.steps.memory_fit import group_on_host, tokens_of
 from torch_backend.steps.progress import announced
 from torch_backend.steps.tiled_layers import Parts, tiled, tiled_modules
@@ -215,7 +211,7 @@ class Gradients:
             several = any(isinstance(choice, DocumentsChoice) for choice in state.choices.values())
             refused = state.layers_need_lengths or several or why_mixers_wait(self.model) is not None
             self.of_whole = set() if refused else {replace(each, requires_grad=True) for each in state.requests}
-            self.parts[LAYERS] = self._compiled_how
+            self.parts[LAYERS] = self._compiled_how()
         return bool(self.of_whole)
 
     def _by_form(self, path: LossPath, inputs: StepInputs) -> Tensor:
@@ -242,7 +238,7 @@ class Gradients:
                 raise
             for parameter in self.model.parameters():
                 parameter.grad = None
-            self.parts[LAYERS] = f"not compiled: it failed, {error}".splitlines()[0]
+            self.parts[LAYERS] = plain_layers(self.model, f"it failed, {error}".splitlines()[0])
             log.warning("the training step runs with layers that are not compiled: %s", error)
             self.compile, self.layers, self.graphs = False, {}, None
             if (reason := why_not_recomputed(self.model, compiled=False)) is None:
@@ -260,7 +256,8 @@ class Gradients:
         assert state is not None
         if not self.layers:
             level = level_inside(self.model)
-            self.recomputed = [] if level == "none" else level_layers(self.model)
+            # blocks of a vision tower stay under torch's checkpoint, inside or outside of their graphs
+            self.recomputed = [] if level == "none" else level_layers(state.decoder)
             self.foreign = replaced_modules(layers_of(state.decoder))
             any_length = self.pieces or (self.forests and self.fixed is None)
             compile_layers(self.model, memory=level, dynamic=None if any_length else False)
@@ -317,14 +314,9 @@ class Gradients:
         self.exchange.end_recording()
         return loss
 
-    @property
     def _compiled_how(self) -> str:
-        around = ""
-        if self.pieces:
-            whole = "as on one rank where no document straddles ranks, else " if self.of_whole else ""
-            around = f", {whole}around what exchanges between ranks"
-        lengths = ", for rows of any length" if self.forests and self.fixed is None else ""
-        return f"compiled{lengths}{_memory_of(self.model)}{_in_place_of_kernels(self.model)}{around}"
+        any_length = self.forests and self.fixed is None
+        return compiled_layers(self.model, any_length=any_length, pieces=self.pieces, whole=bool(self.of_whole))
 
     def _prepare(self, batch: Batch) -> LossPath:
         """Choose what is fast, and try the loss on the first batch."""
@@ -351,10 +343,9 @@ class Gradients:
             self.exchange, graph = exchange_of(self.model, graph)
             graph = _refused("capture", self.capture, graph)
             self.shapes.largest = self.exchange.largest
-        fast = f"without logits{_in_place_of_loss(self.model)}"
         self.parts = {
-            LOSS: fast if path.why_logits is None else f"with logits: {path.why_logits}",
-            LAYERS: self._compiled_how if layers is None else f"not compiled: {layers}",
+            LOSS: loss_without_logits(self.model) if path.why_logits is None else f"with logits: {path.why_logits}",
+            LAYERS: self._compiled_how() if layers is None else plain_layers(self.model, layers),
             GRAPH: "CUDA graph" if graph is None else f"no CUDA graph: {graph}",
         }
         self.compile, self.capture = layers is None and self.compile, graph is None and self.capture
@@ -372,24 +363,6 @@ def run_layers(model: nn.Module, batch: Batch) -> None:
     state = None if sharded or holds_images(batch) else state_of(causal_lm(model))
     run = model if state is None else state.decoder  # which makes no logits
     run(**{name: x for name, x in batch.items() if name not in names})
-
-
-def _memory_of(model: nn.Module) -> str:
-    return "" if (level := level_of(model)) == "none" else f', memory="{level}"'
-
-
-def _in_place_of_loss(model: nn.Module) -> str:
-    return ", in place of Liger's forward of the model" if has_ligers_forward(causal_lm(model)) else ""
-
-
-def _in_place_of_kernels(model: nn.Module) -> str:
-    """Names the modules that compiled layers run without the kernels of a library."""
-    state = state_of(causal_lm(model))
-    if state is None or not (found := replaced_modules(layers_of(state.decoder))):
-        return ""
-    names = sorted({name.rpartition(".")[2] for name, module in state.decoder.named_modules() if module in found})
-    library = library_in(next(iter(found)))
-    return f", {', '.join(names)} by plain operations in place of {library}'s kernels, which torch.compile runs wrongly"
 
 
 def _refused(name: str, choice: Choice, reason: str | None) -> str | None:

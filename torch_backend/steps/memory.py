@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from operator import getitem
 from typing import Any, Literal, get_args
 
@@ -37,6 +37,7 @@ AUTO_OVER_RANKS = (
 # Operators that pass over memory once; recomputing them costs less than what they would keep.
 _CHEAP = ("rope", "norm")
 _PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm")
+_ENABLE = "gradient_checkpointing_enable"
 _WIDE = 2.0  # times as many columns out of a product as into it
 
 
@@ -59,11 +60,36 @@ def set_level(model: nn.Module, level: Level) -> None:
         return
     # transformers 5.23 renamed them, and warns under the old names
     name = "disable" if level == "none" else "enable"
-    change = getattr(root, f"activation_checkpointing_{name}", None) or getattr(root, f"gradient_checkpointing_{name}")
-    if level == "none":
-        change()
-    else:
-        change({"use_reentrant": False, "context_fn": _CONTEXTS[level]})
+    # somebody else's, set on the model, would put another choice in place of this one, as TRL's does
+    others = root.__dict__.pop(_ENABLE, None)
+    try:
+        change = getattr(root, f"activation_checkpointing_{name}", None)
+        change = change or getattr(root, f"gradient_checkpointing_{name}")
+        if level == "none":
+            change()
+        else:
+            contexts = {"context_fn": _CONTEXTS[level]} if level in _CONTEXTS else {}
+            change({"use_reentrant": False, **contexts})
+    finally:
+        if others is not None:
+            root.__dict__[_ENABLE] = others
+
+
+def hold_level(model: nn.Module, level: Level) -> None:
+    """Set a level, and let whoever switches checkpointing off and on again get it back.
+
+    TRL's trainers do so around generation and reference models, and would switch on that of their arguments.
+    """
+    set_level(model, level)
+    root = causal_lm(model)
+    root.__dict__.pop(_ENABLE, None)
+    if level != "none":
+        root.__dict__[_ENABLE] = partial(_enable_held, root, level)
+
+
+def _enable_held(root: nn.Module, level: Level, *_: Any, **__: Any) -> None:
+    """In place of ``gradient_checkpointing_enable``."""
+    set_level(root, level)
 
 
 def check_level(model: nn.Module, level: str) -> None:
@@ -87,16 +113,43 @@ def check_level(model: nn.Module, level: str) -> None:
 
 def level_layers(model: nn.Module) -> list[DecoderLayer]:
     """Returns the layers of a model whose activations are recomputed."""
-    return [m for m in model.modules() if isinstance(m, DecoderLayer) and getattr(m, "gradient_checkpointing", False)]
+    return list(_layers_that_recompute(model))
+
+
+def _layers_that_recompute(model: nn.Module) -> Iterator[DecoderLayer]:
+    for module in model.modules():
+        if isinstance(module, DecoderLayer) and getattr(module, "gradient_checkpointing", False):
+            yield module
 
 
 def level_of(model: nn.Module) -> Level:
-    """Returns the level of a model, however it was set."""
-    layers = level_layers(model)
-    if not layers:
+    """Returns the level of a model, however it was set.
+
+    A choice among operations that somebody else made is ``"selective"``, and transformers' own offloading
+    ``"offload"``.
+    """
+    layer = next(_layers_that_recompute(model), None)
+    if layer is None:
         return "none"
-    options = getattr(getattr(layers[0], "_gradient_checkpointing_func", None), "keywords", {})
-    return next((level for level, made in _CONTEXTS.items() if made is options.get("context_fn")), "full")
+    call = getattr(layer, "_gradient_checkpointing_func", None)
+    made = getattr(call, "keywords", {}).get("context_fn", noop_context_fn)
+    for level, contexts in _CONTEXTS.items():
+        if made is contexts:
+            return level
+    if made is not noop_context_fn:
+        return "selective"
+    return "offload" if _moves_inputs(call) else "full"
+
+
+def plain_layers_move_inputs(model: nn.Module) -> bool:
+    """Returns whether layers that are not compiled move their inputs to the host, which transformers alone does."""
+    layer = next(_layers_that_recompute(model), None)
+    return layer is not None and _moves_inputs(getattr(layer, "_gradient_checkpointing_func", None))
+
+
+def _moves_inputs(call: Any) -> bool:
+    """Returns whether ``call`` is what transformers puts around torch's checkpoint for ``offload=True``."""
+    return getattr(getattr(call, "func", None), "__module__", "").startswith("transformers.")
 
 
 def draws_random_numbers(model: nn.Module) -> bool:
@@ -183,8 +236,15 @@ def _selective() -> Any:
 
 
 def _offload() -> Any:
-    """No contexts: outside compiled layers, inputs stay on the device."""
-    return noop_context_fn()
+    """Recomputes everything: outside compiled layers, inputs stay on the device.
+
+    Contexts that do nothing would say the same, but torch.compile takes no others than dispatch modes.
+    """
+    return create_selective_checkpoint_contexts(_recompute_all)
+
+
+def _recompute_all(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -197,5 +257,6 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# By which torch's checkpoint is told the level, and by which it is read back.
-_CONTEXTS: dict[Level, Any] = {"selective": _selective, "full": noop_context_fn, "offload": _offload}
+# By which torch's checkpoint is told the level, and by which it is read back. None for "full": torch.compile traces no
+# checkpoint that is given contexts which do nothing.
+_CONTEXTS: dict[Level, Any] = {"selective": _selective, "offload": _offload}

@@ -23,7 +23,7 @@ from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.patch import context_of
 from torch_backend.steps.boundaries import why_not_shared
 from torch_backend.steps.eligibility import why_not_compiled
-from torch_backend.steps.memory import Level, level_of, set_level
+from torch_backend.steps.memory import Level, draws_random_numbers, level_of, set_level
 from torch_backend.steps.progress import announce
 from torch_backend.steps.tiled_layers import tiled_parts
 
@@ -92,7 +92,7 @@ def choose_level(
         return "none", f"the memory of {device.type} is not asked for"
     if (reason := why_not_compiled(model)) is not None:
         return "full", f"layers are not compiled ({reason}), so what they keep is not known beforehand"
-    memory, host = memory_of(model, optimizer, autocast, accumulates=accumulates), host_bytes()
+    memory, host = memory_of(model, optimizer, autocast, accumulates=accumulates), _host_of(model)
     there -= _others(model, optimizer, device)
     found = memory.fastest(tokens, there, host)
     if found is None:
@@ -128,8 +128,8 @@ def check_fit(
         memory = memory_of(model, optimizer, autocast, accumulates=accumulates)
     except (PackingError, UnsupportedModelError):
         return
-    there, host = there - _others(model, optimizer, device), host_bytes()
-    level = level_of(model)
+    there, host = there - _others(model, optimizer, device), _host_of(model)
+    level = _level_in_force(model)
     need = memory.bytes(level, tokens, group=(memory.group(tokens, host) or 1) if level == "offload" else 1)
     if need <= USABLE * there:
         return
@@ -163,11 +163,13 @@ class FittedLevel:
 
     Attributes:
         chooses: whether the level is chosen (``memory="auto"``), or only checked.
+        level: that of the last microbatch, None before the first one.
         tokens: of the longest microbatch so far; accumulates: whether a step had several; reason: of the level.
     """
 
     def __init__(self, *, chooses: bool = True) -> None:
         self.chooses = chooses
+        self.level: Level | None = None
         self.tokens = 0
         self.accumulates = False
         self.reason = ""
@@ -181,20 +183,19 @@ class FittedLevel:
         *,
         accumulates: bool = False,
     ) -> bool:
-        """Set the level for a microbatch, and return whether it is another one than before."""
-        if tokens <= self.tokens and accumulates <= self.accumulates:
-            return False
-        before = level_of(model)
+        """Set the level for a microbatch, and return whether it is another one than before, whoever changed it."""
         longest, accumulates = max(tokens, self.tokens), accumulates or self.accumulates
-        if not self.chooses:
+        if (longest, accumulates) != (self.tokens, self.accumulates):
+            rule = {"accumulates": accumulates}
+            if self.chooses:
+                level, self.reason = choose_level(model, longest, optimizer, autocast, **rule)
+                set_level(model, level)
+                announce(f'memory="auto" takes "{level}": {self.reason}')
+            else:
+                check_fit(model, longest, optimizer, autocast, **rule)
             self.tokens, self.accumulates = longest, accumulates
-            check_fit(model, longest, optimizer, autocast, accumulates=accumulates)
-            return False
-        level, self.reason = choose_level(model, longest, optimizer, autocast, accumulates=accumulates)
-        self.tokens, self.accumulates = longest, accumulates
-        set_level(model, level)
-        announce(f'memory="auto" takes "{level}": {self.reason}')
-        return level != before
+        before, self.level = self.level, level_of(model)
+        return before not in (None, self.level)
 
 
 def group_on_host(model: nn.Module, tokens: int, held: int = 0) -> int:
@@ -231,7 +232,7 @@ def describe(model: nn.Module, optimizer: Any = None, autocast: torch.dtype | No
         return None
     if memory is None or there is None:
         return None
-    host = host_bytes()
+    host = _host_of(model)
     longest = (f'"{level}" {memory.longest(level, there, host):,}' for level in LEVELS)
     return f"the longest row or document that fits {there / GIB:.1f} GiB compiled, in tokens: {', '.join(longest)}"
 
@@ -257,9 +258,12 @@ def _way_out(model: nn.Module, tokens: int, memory: MemoryModel) -> str | None:
     if there is None:
         return None
     slower = LEVELS[LEVELS.index(now) + 1 :]
-    host = host_bytes()
+    host = _host_of(model)
     fits = next((level for level in slower if memory.longest(level, there, host) >= tokens), None)
     row = f'Crosspack: a row of {tokens:,} tokens ran at memory="{now}"'
+    if (reason := why_not_compiled(model)) is not None:  # the formula is that of compiled layers
+        way = 'memory="full" needs less' if "full" in slower else "a shorter one needs less"
+        return f"{row}, and layers are not compiled ({reason}): {way}"
     if fits is not None:
         return f'{row}, and fits at memory="{fits}"'
     longest = max((memory.longest(level, there, host), level) for level in LEVELS)
@@ -288,6 +292,17 @@ def host_bytes() -> int | None:
         return None
     found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
     return None if found is None else int(USABLE * 1024 * int(found))
+
+
+def _host_of(model: nn.Module) -> int | None:
+    """As :func:`host_bytes`; none where the layers of a model cannot keep their inputs there."""
+    return 0 if draws_random_numbers(model) else host_bytes()
+
+
+def _level_in_force(model: nn.Module) -> Level:
+    """The level of a model, ``"full"`` in place of ``"offload"`` where inputs stay on the device."""
+    level = level_of(model)
+    return "full" if level == "offload" and draws_random_numbers(model) else level
 
 
 def _others(model: nn.Module, optimizer: Any, device: torch.device) -> int:

@@ -26,7 +26,7 @@ from packing_core.training.decoder_sizes import Part
 from packing_core.training.memory_model import TILE, TILED_FROM
 from torch_backend.hf.anatomy.data_flow import only_readers, reads_by
 from torch_backend.hf.anatomy.experts import is_spread
-from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.structure import causal_lm, decoder_of
 from torch_backend.hf.attention import DecoderLayer, uses_interface
 from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.edits.rebinding import names
@@ -73,12 +73,13 @@ def can_be_tiled(model: nn.Module) -> Parts:
 
 
 def tiled_parts(model: nn.Module) -> set[Part]:
-    """Returns the parts that tiles can compute in all layers of a model, as the formula of memory counts them."""
-    found = can_be_tiled(model)
+    """Returns the parts that tiles can compute in all layers of a decoder, as the formula of memory counts them."""
+    layers_of_decoder = [m for m in decoder_of(causal_lm(model)).modules() if isinstance(m, DecoderLayer)]
+    inside = {m for layer in layers_of_decoder for m in layer.modules()}  # in front may be a vision tower
+    found = {m: norm for m, norm in can_be_tiled(model).items() if m in inside}
     attention = [m for m in found if hasattr(m, _OF_ATTENTION[0])]
-    layers = sum(isinstance(m, DecoderLayer) for m in causal_lm(model).modules())
     normed = all(norm is not None for m, norm in found.items() if LAYOUT not in m.__dict__)
-    parts: set[Part] = {"projections"} if normed and len(attention) == layers else set()
+    parts: set[Part] = {"projections"} if normed and len(attention) == len(layers_of_decoder) else set()
     return parts | ({"mlp"} if len(attention) < len(found) else set())
 
 

@@ -24,7 +24,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.explaining import SHARERS
 from torch_backend.hf.inputs.trl_trainers import has_tree_rows, kind_of
 from torch_backend.patching import patch
-from torch_backend.steps.memory import AUTO_OVER_RANKS, Level, Memory, check_level, set_level
+from torch_backend.steps.memory import AUTO_OVER_RANKS, Level, Memory, check_level, hold_level
 from torch_backend.steps.memory_fit import FittedLevel
 from torch_backend.trainers import preference, sft
 from torch_backend.trainers.dataloader import use_rows
@@ -196,7 +196,7 @@ def _use_memory(trainer: Any, memory: Memory) -> None:
     level: Level = "none" if memory == "auto" else memory
     if memory == "auto":
         trainer.packed_step.fitted = FittedLevel()
-    set_level(trainer.model, level)
+    hold_level(trainer.model, level)
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # train() would set its own over it
         if hasattr(trainer.args, name):
             setattr(trainer.args, name, False)
@@ -207,7 +207,7 @@ def _use_memory(trainer: Any, memory: Memory) -> None:
 def _model_init_with(call_model_init: Any, level: Level, trial: Any = None) -> Any:
     """As ``Trainer.call_model_init``; the layers of the model that it makes keep what ``level`` says."""
     model = call_model_init(trial)
-    set_level(model, level)
+    hold_level(model, level)
     return model
 
 

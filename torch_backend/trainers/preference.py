@@ -27,6 +27,7 @@ from torch_backend.hf.inputs.unpadding import IDS, LENGTHS, LengthsCollator, unp
 from torch_backend.hf.patch import refuse_context_of, state_of
 from torch_backend.patching import patch, unpatch
 from torch_backend.steps.dynamic_compile import CompiledCalls
+from torch_backend.steps.explaining import named_level
 from torch_backend.steps.fast_backward import GRAPH, LAYERS, LOSS
 from torch_backend.trainers.row_options import RowOptions
 
@@ -131,7 +132,7 @@ class PreferenceStep:
 
     @property
     def parts(self) -> dict[str, str]:
-        layers = {part: calls.layers for part, calls in self.calls.items()}
+        layers = {part: calls.layers + named_level(calls.model) for part, calls in self.calls.items()}
         parts = {LOSS: "the trainer's own", **layers, GRAPH: "no CUDA graph: rows differ in length"}
         state = state_of(causal_lm(self.model))
         prefixes = None if state is None or state.unpadding is None else state.unpadding.prefixes

@@ -128,6 +128,14 @@ def _shifted(x: Tensor, lengths: tuple[int, ...], last: int) -> Tensor:
     return shifted.index_fill(0, to_device(ends, x.device), last)
 
 
+def with_loss_over_ranks(output: Any, share: RankShare) -> Any:
+    """Returns the output of a model, whose loss is of this rank's documents, with the loss of those of all ranks."""
+    if isinstance(output, tuple):
+        return MeanOverRanks.apply(output[0], share), *output[1:]
+    output.loss = MeanOverRanks.apply(output.loss, share)
+    return output
+
+
 class MeanOverRanks(torch.autograd.Function):
     """Adds the parts of a loss over ranks; the gradients of the ranks are those of the loss after they are averaged."""
 
