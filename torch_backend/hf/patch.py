@@ -263,7 +263,7 @@ class Patched(BatchReader):
         whole = self.context is not None and is_packed(kwargs)
         if whole:
             kwargs = self.with_count(self.cut(kwargs))
-        share = kwargs.get(SHARE)
+        share: Any = kwargs.get(SHARE)
         forward, kwargs = self.forward_of(self.root, self.root_names, kwargs)
         if forward is None:
             return run_inside(self, None, call, *args, **kwargs)
