@@ -60,10 +60,10 @@ class Seal:
         raise SealedBatchError
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Seal) and other.rows == self.rows
+        return isinstance(other, Seal)  # whatever its rows: recorded steps take batches that differ in tensors alone
 
     def __hash__(self) -> int:
-        return hash(self.rows)
+        return hash(Seal)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Seal, (self.rows,)
