@@ -142,7 +142,7 @@ def test_the_same_rule_holds_on_a_device(change: dict[str, Tensor]) -> None:
     model.eval()
     state_of(model).guard = guard = DeviceGuard()
     model(input_ids=ids, **change)
-    guard.copies[-1].arrived = True
+    guard.copies[0].arrived = True
     with pytest.raises(LayoutError, match="^in an earlier batch: (position_ids restart|attention_mask is neither)"):
         model(input_ids=ids)
 
