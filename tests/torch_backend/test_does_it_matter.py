@@ -7,14 +7,16 @@ from argparse import Namespace
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 import crosspack
-from benchmarks import does_it_matter
+from benchmarks import does_it_matter, real_embeddings
 from benchmarks._matter_figures import interval, tokens_to
 from benchmarks._matter_tasks import retrieval
 from benchmarks.does_it_matter import INPUTS, Run
 from docs.site.charts import RESULTS
 from docs.site.study import RUNS
+from tests.torch_backend.models import documents
 
 TINY = Namespace(steps=2, width=16, device="cpu", model="", rows=4, evaluations=2, noise_steps=2)
 
@@ -69,3 +71,16 @@ def test_the_tables_of_the_results_are_those_of_the_runs_that_are_kept(capsys) -
         if line.startswith(("| exact", "| contam", "| wrap", "| pad"))
     ]
     assert len(rows) == 8 and set(rows) <= stated
+
+
+def test_embeddings_of_a_packed_row_are_those_of_padded_texts_and_contaminated_ones_are_not() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = BertModel(BertConfig(vocab_size=96, **sizes)).eval()
+    texts = [document.tolist() for document in documents((5, 19, 1, 7))]
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.mul_(5)  # fresh weights hardly attend
+        found = {way: real_embeddings.embeddings(model, texts, way) for way in ("padded", "contaminated")}
+        found["exact"] = real_embeddings.embeddings(crosspack.patch(model, verify=False), texts, "exact")
+    torch.testing.assert_close(found["exact"], found["padded"], rtol=1e-4, atol=1e-5)
+    assert float((found["contaminated"] - found["padded"]).abs().max()) > 1e-2
