@@ -1,4 +1,4 @@
-"""The embeddings of a trained encoder, and what contamination does to its fine-tuning.
+"""Measures the embeddings of a trained encoder, and what contamination does to its fine-tuning.
 
     python -m benchmarks.real_embeddings FOLDER gsm8k_train.jsonl        # all-MiniLM-L6-v2: some minutes
 
@@ -72,7 +72,7 @@ def found_first(model: Any, pairs: Sequence[tuple[Text, Text]]) -> float:
 
 
 def apart(model: Any, texts: Sequence[Text]) -> list[list[str]]:
-    """How far each way's embeddings are from those of each text alone, as 1 - cosine: the mean and the largest."""
+    """Returns how far each way's embeddings are from those of each text alone: 1 - cosine, mean and largest."""
     rows = []
     with torch.no_grad():
         alone = torch.cat([embeddings(model, [text], "padded") for text in texts])
