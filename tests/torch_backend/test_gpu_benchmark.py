@@ -195,7 +195,7 @@ def test_gradients_of_every_weight_and_adapter_of_experts_are_compared():
 def test_images_train_to_the_loss_of_padded_batches_and_a_difference_shows():
     results = gpu_vision.main(["--case", "OCR", "--images", "32"])
     losses = {r.contender: r.value for r in results if r.unit == "first loss"}
-    assert len(losses) == 4 and max(losses.values()) == pytest.approx(min(losses.values()), rel=1e-5)
+    assert len(losses) == 5 and max(losses.values()) == pytest.approx(min(losses.values()), rel=1e-5)
     assert gpu_vision.verdict("OCR", results)[0].startswith("OCR: losses agree")
     assert any(r.contender == "2 workers" and r.value > 0 for r in results)
     wrong = [dataclasses.replace(r, value=2 * r.value) if r.contender == gpu_vision.PACKED else r for r in results]
