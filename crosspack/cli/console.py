@@ -34,11 +34,14 @@ def shown(text: str) -> str:
 
 
 class _Shown(Console):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(emoji=False, **options)  # a file a:100:b would be a picture
+
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(shown(text), **options)
 
 
-OUT = _Shown(emoji=False)  # or a file a:100:b would be a picture
+OUT = _Shown()
 _LOGGED = ("packing_core", "torch_backend", "jax_backend", "crosspack")
 # Variables that turn off the bars of transformers and huggingface_hub, and of datasets; read when these are imported.
 _OTHERS_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
@@ -65,7 +68,7 @@ def with_output_options(command: Callable[..., Any]) -> Callable[..., Any]:
         if not (sys.stdout.isatty() and sys.stderr.isatty()):
             os.environ.update(dict.fromkeys(_OTHERS_BARS, "1"))
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            vars(OUT).update(vars(Console(quiet=quiet, emoji=False)))  # every module holds this console by its name
+            vars(OUT).update(vars(_Shown(quiet=quiet)))  # every module holds this console by its name
             return command(**options)
 
     signature = inspect.signature(command, eval_str=True)
@@ -97,9 +100,7 @@ def fail(line: str) -> None:
 
 
 def _to_stderr(prefix: str, line: str) -> None:
-    _Shown(stderr=True, soft_wrap=True, emoji=False).print(
-        f"{prefix} {escape(' '.join(line.split()))}", highlight=False
-    )
+    _Shown(stderr=True, soft_wrap=True).print(f"{prefix} {escape(' '.join(line.split()))}", highlight=False)
 
 
 def _log(verbose: bool) -> None:

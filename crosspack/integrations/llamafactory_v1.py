@@ -7,7 +7,6 @@ carries their boundaries -> :class:`PackedSFTTrainer` runs them through the patc
 from __future__ import annotations
 
 import sys
-from inspect import signature
 from typing import Any, ClassVar
 
 from llamafactory.hparams import read_args
@@ -18,7 +17,9 @@ from torch.nn import functional as F
 
 import crosspack
 from crosspack.integrations.batches import FirstBatch
+from crosspack.integrations.options import read_options
 from packing_core.errors import PackingError, UnsupportedError
+from torch_backend import patch
 
 _STRATEGIES = ("padding_free", "dynamic_padding_free")
 
@@ -80,17 +81,7 @@ def main(arguments: list[str]) -> None:
     config = read_args()
     if not isinstance(config, dict):
         raise PackingError("LLaMA-Factory's arguments are read from a file: pass train.yaml, and others as NAME=VALUE")
-    PackedSFTTrainer.options = _read_options(config.pop("crosspack", None))
+    # rows are v1's, so there are no options of rows
+    PackedSFTTrainer.options = read_options(config.pop("crosspack", None), "crosspack under v1", patch)
     sft_trainer.SFTTrainer = PackedSFTTrainer
     sft_trainer.run_sft(config)
-
-
-def _read_options(given: Any) -> dict[str, Any]:
-    """Returns arguments of ``patch``, and ``audit``; rows are v1's, so there are no others."""
-    from torch_backend import patch
-
-    options = {} if given is None or given is True else dict(given)
-    known = [*[*signature(patch).parameters][1:], "audit"]
-    if unknown := sorted(options.keys() - known):
-        raise PackingError(f"crosspack has no option {unknown[0]} under v1: its options are {', '.join(known)}")
-    return options

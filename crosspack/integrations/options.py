@@ -6,7 +6,7 @@ The entry ``crosspack`` of a configuration -> :func:`read_options` -> :func:`pac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
 
@@ -14,19 +14,20 @@ import crosspack
 from packing_core.errors import ContaminationError, PackingError
 
 
-def read_options(given: Any, where: str) -> dict[str, Any]:
+def read_options(given: Any, where: str, of: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Returns the options of a configuration: arguments of ``enable_packing``, and ``audit``.
 
     Args:
         given: the entry of the configuration; None and True stand for no options.
         where: the name of that entry, for messages.
+        of: another function whose arguments they are, all but its first.
 
     Raises:
         PackingError: ``given`` is no mapping, or names something that is no option.
     """
     if given is None or given is True:
         return {}
-    known = [*[*signature(crosspack.enable_packing).parameters][1:], "audit"]
+    known = [*[*signature(of or crosspack.enable_packing).parameters][1:], "audit"]
     if not isinstance(given, Mapping):
         raise PackingError(f"{where} is {given!r}: pass a mapping of options, which are {', '.join(known)}")
     unknown = sorted(str(name) for name in given if name not in known)

@@ -60,5 +60,8 @@ def test_the_launcher_gives_v1_its_trainer(plugin, tmp_path, monkeypatch) -> Non
     with pytest.raises(PackingError, match="v1 trains by `sft FILE.yaml"):
         llamafactory.main(["dpo", str(file)])
     file.write_text(json.dumps({"crosspack": {"capacity": 9}}))
-    with pytest.raises(PackingError, match="crosspack has no option capacity under v1: its options are implementation"):
+    with pytest.raises(PackingError, match="crosspack under v1 has no option capacity: its options are implementation"):
+        llamafactory.main(["sft", str(file)])
+    file.write_text(json.dumps({"crosspack": "audit"}))
+    with pytest.raises(PackingError, match="crosspack under v1 is 'audit': pass a mapping of options"):
         llamafactory.main(["sft", str(file)])
