@@ -48,3 +48,16 @@ def test_images_of_one_size_are_computed_once() -> None:
     grids._of_image.cache_clear()
     assert torch.equal(of_grids(get_vision_position_ids, GRIDS, 2, kwargs={}), GRIDS)
     assert calls == [[[1, 4, 6]], [[1, 2, 2]], [[3, 8, 10]], [[2, 6, 4]]]
+
+
+@pytest.mark.parametrize("name", ["get_vision_position_ids", "get_vision_window_index"])
+def test_a_default_device_moves_no_grid_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(grid: torch.Tensor) -> Any:
+        ends = torch.zeros_like(grid[0, :2], dtype=torch.int32)
+        return (grid[0], ends) if name == "get_vision_window_index" else grid
+
+    monkeypatch.setattr(function, "__name__", name)
+    grids._of_image.cache_clear()
+    with torch.device("meta"):
+        found = of_grids(function, GRIDS, kwargs={})
+    assert all(x.device.type == "cpu" for x in (found if isinstance(found, tuple) else (found,)))

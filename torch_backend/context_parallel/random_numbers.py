@@ -18,7 +18,7 @@ def draws_of_rank(share: RankShare) -> Iterator[None]:
     and these may be tokens of one document. Afterwards the generator of the CPU has advanced by one draw on every rank,
     and that of the device by none, so samplers that draw from them still agree.
     """
-    seed = int(torch.randint(2**62, ())) + share.rank
+    seed = int(torch.randint(2**62, (), device="cpu")) + share.rank
     with torch.random.fork_rng([share.device] if share.device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -139,7 +139,7 @@ class BatchReader:
         if self.experts and shared is None and (mask := kwargs.get("attention_mask")) is not None:
             forward.real = mask.reshape(-1) != 0
         forward.shared_row = shared
-        forward.image_sizes = {name: torch.tensor(of_images) for name, of_images in sizes}
+        forward.image_sizes = {name: torch.tensor(of_images, device="cpu") for name, of_images in sizes}
         return forward, kwargs
 
     def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.steps.eligibility import why_not_compiled
-from torch_backend.steps.tower_blocks import GRAPHS, TowerBlock, whole_layers
+from torch_backend.steps.graph_limits import GRAPHS, whole_layers
+from torch_backend.steps.tower_blocks import TowerBlock
 
 log = logging.getLogger("crosspack")
 

@@ -45,11 +45,11 @@ from torch_backend.steps.eligibility import (
 from torch_backend.steps.explaining import compiled_layers, loss_without_logits, plain_layers
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_of
+from torch_backend.steps.graph_limits import enough_graphs, whole_layers
 from torch_backend.steps.memory import level_layers, recomputing_inside
 from torch_backend.steps.memory_fit import group_on_host, tokens_of
 from torch_backend.steps.progress import announced
 from torch_backend.steps.tiled_layers import Parts, tiled, tiled_modules
-from torch_backend.steps.tower_blocks import enough_graphs, whole_layers
 
 Choice = bool | Literal["auto"]
 log = logging.getLogger("crosspack")

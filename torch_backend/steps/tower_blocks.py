@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -22,35 +21,11 @@ from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, DecoderLayer
 from torch_backend.hf.edits.towers import BOUNDARIES, TowerCall, compiles, tower_layers, tower_of
 from torch_backend.ops.attention import AttentionRequest, needs_host_lengths, prepare, select
 from torch_backend.segments import PackedMetadata
+from torch_backend.steps.graph_limits import GRAPHS, whole_layers
 
 log = logging.getLogger("crosspack")
 
-# Graphs of one layer class where rows differ in length: for each kind of layer with gradients and without, with an
-# adapter on and off, with shared prefixes and without. All classes of layers count together.
-GRAPHS = 64
 IMAGE = 1024  # patches of an image, where the fastest attention is looked for before there are images
-
-
-def whole_layers() -> AbstractContextManager[None]:
-    """Inside, layers of a DDP model are compiled as they are without DDP.
-
-    Otherwise torch splits their graphs wherever a bucket of gradients is full, and any large weight fills one. Nothing
-    is fused across such a cut, and what lies on it is kept for the backward. Gradients are reduced beside the backward
-    all the same, because each layer has a graph of its own.
-    """
-    found: AbstractContextManager[None] = torch._dynamo.config.patch(optimize_ddp=False)
-    return found
-
-
-def enough_graphs() -> AbstractContextManager[None]:
-    """Inside, all kinds of layers of a class get graphs, up to :data:`GRAPHS`, and one more raises.
-
-    Torch would run it uncompiled, and keep all that its backward reads: its checkpointing is off.
-    """
-    found: AbstractContextManager[None] = torch._dynamo.config.patch(
-        recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True
-    )
-    return found
 
 
 class CompiledTower:

@@ -37,7 +37,7 @@ def of_grids(function: Callable[..., Any], grid: Tensor, *args: Any, **named: An
 def _of_image(
     function: Callable[..., Any], size: tuple[int, int, int], args: tuple[Any, ...], named: tuple[tuple[str, Any], ...]
 ) -> Any:
-    return function(torch.tensor([size]), *args, **dict(named))
+    return function(torch.tensor([size], device="cpu"), *args, **dict(named))
 
 
 def _boundaries(grid: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def _behind_each_other(of_images: list[Any]) -> Any:
 
 def _windows(of_images: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Places and boundaries of windows, each counted on from the image before."""
-    places, boundaries, first, begin = [], [torch.zeros(1, dtype=torch.int32)], 0, 0
+    places, boundaries, first, begin = [], [torch.zeros(1, dtype=torch.int32, device="cpu")], 0, 0
     for index, ends in of_images:
         places.append(index + first)
         boundaries.append(ends[1:] + begin)

@@ -1,0 +1,33 @@
+"""Sets how torch.compile treats the layers of a model: how many graphs a class may have, and that DDP splits none."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+# Graphs of one layer class where rows differ in length: for each kind of layer with gradients and without, with an
+# adapter on and off, with shared prefixes and without. All classes of layers count together.
+GRAPHS = 64
+
+
+def whole_layers() -> AbstractContextManager[None]:
+    """Inside, layers of a DDP model are compiled as they are without DDP.
+
+    Otherwise torch splits their graphs wherever a bucket of gradients is full, and any large weight fills one. Nothing
+    is fused across such a cut, and what lies on it is kept for the backward. Gradients are reduced beside the backward
+    all the same, because each layer has a graph of its own.
+    """
+    found: AbstractContextManager[None] = torch._dynamo.config.patch(optimize_ddp=False)
+    return found
+
+
+def enough_graphs() -> AbstractContextManager[None]:
+    """Inside, all kinds of layers of a class get graphs, up to :data:`GRAPHS`, and one more raises.
+
+    Torch would run it uncompiled, and keep all that its backward reads: its checkpointing is off.
+    """
+    found: AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True
+    )
+    return found
