@@ -19,7 +19,6 @@ import crosspack
 from crosspack.integrations.batches import FirstBatch
 from crosspack.integrations.options import read_options
 from packing_core.errors import PackingError, UnsupportedError
-from torch_backend import patch
 
 _STRATEGIES = ("padding_free", "dynamic_padding_free")
 
@@ -81,7 +80,8 @@ def main(arguments: list[str]) -> None:
     config = read_args()
     if not isinstance(config, dict):
         raise PackingError("LLaMA-Factory's arguments are read from a file: pass train.yaml, and others as NAME=VALUE")
-    # rows are v1's, so there are no options of rows
+    from torch_backend import patch  # whose options there are, and none of rows, which are v1's
+
     PackedSFTTrainer.options = read_options(config.pop("crosspack", None), "crosspack under v1", patch)
     sft_trainer.SFTTrainer = PackedSFTTrainer
     sft_trainer.run_sft(config)

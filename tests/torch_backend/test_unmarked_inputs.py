@@ -12,8 +12,8 @@ import torch_backend
 from packing_core.errors import LayoutError
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import documents, patched, tiny
-from torch_backend.hf.inputs.arguments import _restarts, check_unmarked
 from torch_backend.hf.inputs.guard import Guard
+from torch_backend.hf.inputs.unmarked import _restarts, check_unmarked
 from torch_backend.hf.patch import state_of
 
 

@@ -30,6 +30,7 @@ from torch_backend.hf.inputs.context import SHARE, cut_batch
 from torch_backend.hf.inputs.forests import check_forest, check_shared_row, refuse_over_ranks
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.inputs.spans import add_spans
+from torch_backend.hf.inputs.unmarked import check_unmarked, refuse_other_marks
 from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
 from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
@@ -94,14 +95,14 @@ class BatchReader:
             kwargs: all its arguments.
         """
         wait, shared = module.training, kwargs.pop(SHARED_ROW, None)
-        inputs.refuse_other_marks(kwargs, names)
+        refuse_other_marks(kwargs, names)
         if self.context is not None and shared is not None:
             refuse_over_ranks(self.root)
         kwargs = self.cut(kwargs)
         if kwargs.get(SHARE) is not None:
             return self._forward_of_share(names, kwargs)
         if not is_packed(kwargs):
-            inputs.check_unmarked(kwargs, self.guard, wait=wait)
+            check_unmarked(kwargs, self.guard, wait=wait)
             return None, kwargs
         if not (torch.compiler.is_compiling() or self.still_fits()):
             raise UnsupportedModelError(CHANGED)

@@ -1,33 +1,30 @@
-"""Every rule about the arguments of a patched model: modalities, masks, positions, labels, unmarked batches.
+"""The rules about the arguments of a patched model: modalities, masks, positions, labels.
 
 The arguments of one forward -> ``check_*`` -> nothing, or a PackingError before the forward runs. A batch that carries
-its segments must be one that packing keeps exact; a batch that does not must not look packed. Rules about values go
-through a :class:`~.guard.Guard`, so they are the same on every device and no batch waits for them.
+its segments must be one that packing keeps exact; one that does not must not look packed (:mod:`.unmarked`). Rules
+about values go through a :class:`~.guard.Guard`, so they are the same on every device and no batch waits for them.
 What the segments themselves must be is in :mod:`.boundaries`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from packing_core.batches.marks import LENGTHS, NUMBERS, OTHER_NAMES
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, exact_in_encoders
-from torch_backend.hf.inputs.boundaries import METADATA_KEYS, PAGED_CACHE, WAY_OUT, check_no_restart
+from torch_backend.hf.inputs.boundaries import METADATA_KEYS, PAGED_CACHE, check_no_restart
 from torch_backend.hf.inputs.guard import Guard
-from torch_backend.seal import fingerprints, packed_rows
 from torch_backend.segments import PackedMetadata, to_device
 
 # Arguments that have a rule of their own, and those that say nothing about single documents; of every family.
 _RULED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", *METADATA_KEYS)
 HARMLESS = frozenset((*_RULED, "num_items_in_batch", "logits_to_keep", "cache_position"))
-_OTHER_MARKS = {*LENGTHS, *NUMBERS, *OTHER_NAMES} - set(METADATA_KEYS)
 CACHES = (PAGED_CACHE, "past_key_values", "cache_params", "layer_past", "mems", "state")
 
 Labels = Literal["next", "token", "document"]
@@ -170,7 +167,7 @@ def check_mask(mask: Any, packed: PackedMetadata, guard: Guard, *, shape: tuple[
 
     def error(i: int) -> PackingError:
         return LayoutError(
-            f"attention_mask contradicts the boundaries at {_place(i, shape[1])}: beside cu_seq_lens_q it may hold "
+            f"attention_mask contradicts the boundaries at {place_of(i, shape[1])}: beside cu_seq_lens_q it may hold "
             "ones, and zeros on whole segments of padding; packed attention would ignore anything else"
         )
 
@@ -210,7 +207,7 @@ def check_positions(
 
     def error(i: int) -> PackingError:
         return LayoutError(
-            f"position_ids are not those of a document of its own at {_place(i, shape[1])}: this model runs its "
+            f"position_ids are not those of a document of its own at {place_of(i, shape[1])}: this model runs its "
             "documents one by one at positions 0, 1, 2, ...; leave position_ids out"
         )
 
@@ -273,86 +270,6 @@ def check_labels(
     guard.check(name, find, error, wait=wait)
 
 
-def refuse_other_marks(kwargs: Mapping[str, Any], names: Collection[str]) -> None:
-    """Raise for marks of documents that no model reads: under them the row would run as one document.
-
-    Args:
-        kwargs: all arguments of the model.
-        names: of the arguments that the model's own forward has.
-
-    Raises:
-        LayoutError: names the argument and the way out.
-    """
-    for name in kwargs.keys() & (_OTHER_MARKS - set(names)):
-        if kwargs[name] is not None:
-            renamed = f"rename it to {OTHER_NAMES[name]}, and " if name in OTHER_NAMES else ""
-            raise LayoutError(
-                f"the batch marks its documents by {name}, which a model does not read: {renamed}wrap the collator, "
-                "crosspack.with_boundaries(collator), which turns it into the boundaries that a patched model takes"
-            )
-
-
-def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True) -> None:
-    """Raise for a batch that looks packed and does not carry its segments.
-
-    It does if it has a part of the metadata, a mask of segment numbers, positions that restart inside a row, or the
-    tokens of a row that a collator packed. A batch with a cache is not looked at: its positions and masks are those of
-    generation. Neither are positions and tokens beside a mask that already says which token sees which.
-
-    Raises (now or later, see :class:`Guard`):
-        LayoutError: what marks the batch, and the way out.
-    """
-    parts = [key for key in METADATA_KEYS if kwargs.get(key) is not None]
-    if parts and kwargs.get(PAGED_CACHE) is None:
-        raise LayoutError(f"the batch has {parts[0]} but no cu_seq_lens_q: {WAY_OUT}")
-    if any(kwargs.get(key) is not None for key in CACHES):
-        return
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.dtype != torch.bool:
-        width = mask.shape[1]
-
-        def numbered(i: int) -> PackingError:
-            return LayoutError(
-                f"attention_mask is neither 0 nor 1 at {_place(i, width)}, as if it numbered the documents of a row, "
-                f"but the batch carries no segments: {WAY_OUT}"
-            )
-
-        def numbers() -> Tensor:  # floating-point masks may hold weights up to 1, or what is added to scores
-            return mask > 1 if mask.is_floating_point() else (mask != 0) & (mask != 1)
-
-        guard.check("attention_mask", numbers, numbered, wait=wait)
-    if isinstance(positions, Tensor) and positions.ndim in (2, 3) and _says_nothing_of_segments(mask, positions):
-
-        def restarting(i: int) -> PackingError:
-            place = _place(i, positions.shape[-1] - 1, ahead=1)
-            return LayoutError(
-                f"position_ids restart inside a row ({place}) but the batch carries no segments: {WAY_OUT}"
-            )
-
-        guard.check("position_ids", lambda: _restarts(positions, mask), restarting, wait=wait)
-    ids = kwargs.get("input_ids")
-    if isinstance(ids, Tensor) and ids.ndim == 2 and _says_nothing_of_segments(mask, ids):
-        _refuse_packed_rows(ids, guard, wait=wait)
-
-
-def _refuse_packed_rows(ids: Tensor, guard: Guard, *, wait: bool) -> None:
-    """Raise for rows [B, S] that were picked out of a packed batch; those of a compiled model are not looked at."""
-    if torch.compiler.is_compiling() or not (known := packed_rows(ids.shape[1])):
-        return
-
-    def error(row: int) -> PackingError:
-        return LayoutError(
-            f"row {row} of input_ids came packed from a collator, and its boundaries were left out, so that its "
-            "documents would run as one: hand on the whole batch, model(**batch). Where that is meant, call a model "
-            "that is not patched"
-        )
-
-    def find() -> Tensor:
-        return torch.isin(fingerprints(ids), to_device(torch.tensor(known), ids.device))
-
-    guard.check("input_ids", find, error, wait=wait)
-
-
 def refuse_without_carrier(module: Any, kwargs: Mapping[str, Any]) -> None:
     """Raise where segments reach packed attention beside its mask: the model around it is not patched.
 
@@ -378,36 +295,6 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _says_nothing_of_segments(mask: Any, positions: Tensor) -> bool:
-    """Returns whether positions alone divide the row: there is no mask, or one of padding."""
-    return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == positions.shape[-1])
-
-
-def _restarts(positions: Tensor, mask: Tensor | None) -> Tensor:
-    """bool [B, S - 1]: where the token after this one, neither of them padding, starts a document anew."""
-    if positions.ndim == 2 or len(positions) == 4:  # the text's own positions stand before the three axes
-        return _counts_anew(positions if positions.ndim == 2 else positions[0], mask)
-    # inside a document one axis at least stays or grows, at the end of an image or of a video frame too
-    found = (positions[..., 1:] < positions[..., :-1]).all(0)
-    return found if mask is None else found & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
-
-
-def _counts_anew(positions: Tensor, mask: Tensor | None) -> Tensor:
-    """bool [B, S - 1]: where positions [B, S] return to 0, or to the first one of their row, and count on from there.
-
-    Positions that only repeat (0, 0, 1, 1) or fall (3, 2, 1, 0) start no document. One of a single token repeats a
-    position too (0, 0, 1, 2), so a repetition starts one where the whole row consists of documents that count by one.
-    """
-    real = torch.ones_like(positions) if mask is None else mask
-    positions, real = torch.broadcast_tensors(positions, real != 0)
-    before, after, both = positions[:, :-1], positions[:, 1:], real[:, :-1] & real[:, 1:]
-    first = positions.gather(1, real.int().argmax(1, keepdim=True))
-    returns, counts = (after <= before) & ((after == 0) | (after == first)), after == before + 1
-    grows_next = nn.functional.pad((both & (after > before))[:, 1:], (0, 1))
-    only_documents = (returns | counts | ~both).all(1, keepdim=True) & (counts & both).any(1, keepdim=True)
-    return both & returns & (only_documents | ((after < before) & grows_next))
-
-
-def _place(i: int, width: int, ahead: int = 0) -> str:
+def place_of(i: int, width: int, ahead: int = 0) -> str:
     """Describes the position of the i-th element of a batch."""
     return f"row {i // width}, token {i % width + ahead}"
