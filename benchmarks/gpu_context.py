@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_context                               # 2 GPUs, Llama-8B shape, 4 layers, a row of 65,536
     python -m benchmarks.gpu_context --shape hybrid                # Qwen3.5 shape, 8 layers
     python -m benchmarks.gpu_context --row 262144 --mean 262144 --memory full --layers 2 --steps 2    # one document
-    python -m benchmarks.gpu_context --ranks 8 --row 1048576 --mean 65536 --memory full
+    python -m benchmarks.gpu_context --ranks 8 --row 1048576 --mean 65536 --memory full --layers 1 --steps 1 --short
     python -m benchmarks.gpu_context --match auto --budget 120 --output results
     python -m benchmarks.gpu_context --shape hybrid --match 'one rank$|auto$' --profile    # where a step's time goes
     python -m benchmarks.gpu_context --tiny                        # two processes on the CPU by gloo
@@ -12,7 +12,8 @@ Every contender trains random weights on the same row by ``make_train_step``, in
 one rank alone, and all ranks, whose straddling documents exchange keys and values, heads (Ulysses), or what sends less.
 Tokens per second are real ones of all ranks together, by the median time of a step; memory is the largest peak of a
 rank beyond weights and gradients; host waits are those of one step on rank 0, and its time in the call shows whether
-the GPU waits for the host. Lengths of documents are lognormal with sigma 1.55, as those of source files.
+the GPU waits for the host. Lengths of documents are lognormal with sigma 1.55, as those of source files. Where a step
+takes a minute, ``--short`` warms up by one step and leaves host waits out.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Measured:
     ms: float
     host_ms: float
     peak: float
-    waits: int
+    waits: int | None
     loss: float
     layers: str
     crossing: str
@@ -126,7 +127,7 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
         memory=chosen.memory,
     )
     batch = batch_of(model, lengths_of(chosen.row, chosen.mean, chosen.sigma), config.vocab_size)
-    for _ in range(2):  # compile, and DDP makes its buckets anew
+    for _ in range(1 if chosen.short else 2):  # compile, and DDP makes its buckets anew
         step(batch)
     held = 0 if TOY else torch.cuda.memory_allocated()
     if not TOY:
@@ -151,7 +152,7 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
         ms=statistics.median(times) * 1e3,
         host_ms=statistics.median(on_host) * 1e3,
         peak=float(peak) / 2**30,
-        waits=waits(lambda: step(batch)),
+        waits=None if chosen.short else waits(lambda: step(batch)),
         loss=float(loss),
         layers=step.parts["layers"],
         crossing=crossing.rpartition("; ")[2],
@@ -192,7 +193,7 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
     """Starts the processes of a contender; its figures, or why it has none."""
     names = ("shape", "row", "mean", "layers", "steps", "memory", "sigma")
     arguments = [text for name in names for text in (f"--{name}", str(getattr(chosen, name)))]
-    arguments += ["--profile"] * chosen.profile
+    arguments += ["--profile"] * chosen.profile + ["--short"] * chosen.short
     limit = min(chosen.limit, seconds_left())
     section = f"context parallelism, {chosen.shape} shape of {chosen.layers} layers" + " as a toy" * TOY
     lengths = lengths_of(chosen.row, chosen.mean, chosen.sigma)
@@ -212,8 +213,9 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
         "ms per step": measured.ms,
         "ms of the host in the call": measured.host_ms,
         "GiB of activations": measured.peak,
-        "host waits": measured.waits,
     }
+    if measured.waits is not None:
+        figures["host waits"] = measured.waits
     cost = f"slowest rank at {plan.imbalance:.3f} of the mean, by cost"
     note = "; ".join(filter(None, (f"loss {measured.loss:.6f}", cost, f"layers {measured.layers}", measured.crossing)))
     return [Result(section, case, contender.name, value, unit, note) for unit, value in figures.items()]
@@ -232,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument(
         "--steps", type=int, default=2 if TOY else 6, help="timed ones, after two others and before one"
     )
+    options.add_argument("--short", action="store_true", help="one step before the timed ones, and none after them")
     options.add_argument("--limit", type=float, default=150, help="seconds for a contender")
     chosen = parsed(options, arguments)
     chosen.mean = chosen.mean or chosen.row // 16

@@ -4,6 +4,7 @@
     python -m benchmarks.gpu_ranks --ranks 8 --match FSDP2 --output results
     python -m benchmarks.gpu_ranks --documents 1200 --epochs 2 --limit 60 --budget 140   # what fits into three minutes
     python -m benchmarks.gpu_ranks --match 'DDP, balance$' --profile    # where the time of a step goes
+    python -m benchmarks.gpu_ranks --ranks 8 --shape experts --match FSDP2 --memory full    # Qwen3-30B-A3B
     python -m benchmarks.gpu_ranks --tiny               # two processes on the CPU by gloo, where nothing is sharded
 
 Every contender trains random weights on the same documents, one row per rank and step, in processes of its own that
@@ -12,7 +13,8 @@ heavy-tailed: a lognormal with sigma 1.3, at most as long as a row, so rows of f
 much attention as rows of many short ones. ``balance`` puts rows of about equal cost into one step, ``equal cost`` makes
 the rows for their step, as ``enable_packing(equal_cost=True)`` does, and ``as they come`` leaves the plan's random
 order. The first epoch warms up and the next ones are timed as a whole, on rank 0 after all ranks have ended. Tokens per
-second count real tokens of all ranks; the ratio is to one GPU on the rows as they come.
+second count real tokens of all ranks; the ratio is to one GPU on the rows as they come. ``--shape experts`` is that of
+Qwen3-30B-A3B, trained whole by ``make_train_step`` with all its layers sharded, or with ``--layers`` of them.
 """
 
 from __future__ import annotations
@@ -40,13 +42,17 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks._launch import add_options, compared, launch, trained
 from benchmarks.gpu import collected, parsed, parser
 from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize
+from benchmarks.gpu_moe_shapes import qwen3 as qwen3_experts
 from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_workload import DTYPE, qwen2
 from packing_core import Cost, PackedDataset, PackPlan, balance, plan
 from packing_core.planning.epochs import plan_epoch
 from torch_backend import PackedCollator, enable_packing, explain, make_train_step, patch
 
-SECTION = "training on several GPUs, Qwen2-0.5B" if not TOY else "training on several ranks, toy"
+SHAPES = {
+    "qwen2": ("Qwen2-0.5B", lambda layers: qwen2(False)),
+    "experts": ("Qwen3-30B-A3B", lambda layers: qwen3_experts(layers, 8 if TOY else 128)),
+}
 LEARNING_RATE = 1e-5
 PROFILED = 3  # steps after the warm-up
 # What may cost DDP time: a search through the graph of every step, small messages.
@@ -146,7 +152,7 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     """Run by every process of a contender."""
     from transformers import AutoModelForCausalLM
 
-    config = qwen2(False)
+    config = SHAPES[chosen.shape][1](chosen.layers)
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=DTYPE)
@@ -154,8 +160,11 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     rows, imbalance = dealt([len(each) for each in docs], chosen.capacity, contender, Cost.from_config(config))
     steps = rows.n_rows // contender.ranks
     clock = Clock(steps, steps * (1 + chosen.epochs), chosen.profile)
-    run = by_step if contender.by_step else by_trainer
-    losses, note = run(contender, model, PackedDataset(docs, rows), clock)
+    data = PackedDataset(docs, rows)
+    if contender.by_step:
+        losses, note = by_step(contender, model, data, clock, chosen.memory)
+    else:
+        losses, note = by_trainer(contender, model, data, clock)
     if clock.profile is not None:
         print(clock.profile.report(PROFILED), flush=True)
     seconds = clock.ticks[1] - clock.ticks[0]
@@ -201,7 +210,9 @@ def by_trainer(contender: Contender, model: Any, data: PackedDataset, clock: Clo
     return losses, "; ".join(note for note in explain(trainer).notes if "of the step" in note)
 
 
-def by_step(contender: Contender, model: Any, data: PackedDataset, clock: Clock) -> tuple[list[float], str]:
+def by_step(
+    contender: Contender, model: Any, data: PackedDataset, clock: Clock, memory: Any
+) -> tuple[list[float], str]:
     """Trains by ``make_train_step`` with what ``Trainer`` has by default; the last loss, and how the steps ran."""
     patch(model.train(), verify=False)
     collate, wrapped, rank = PackedCollator(model), model, int(os.environ["RANK"])
@@ -215,7 +226,7 @@ def by_step(contender: Contender, model: Any, data: PackedDataset, clock: Clock)
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     fused = not TOY
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0, fused=fused)
-    step = make_train_step(wrapped, optimizer, max_grad_norm=1.0)
+    step = make_train_step(wrapped, optimizer, max_grad_norm=1.0, memory=memory)
     for number in range(clock.last):
         row = number % clock.steps * contender.ranks + rank
         metrics = step(collate([data[row]]))
@@ -227,15 +238,17 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
     """Start the processes of a contender; what rank 0 found, or why it failed."""
     arguments = [
         "--capacity", str(chosen.capacity), "--epochs", str(chosen.epochs), "--documents", str(chosen.documents),
+        "--shape", chosen.shape, "--layers", str(chosen.layers), "--memory", chosen.memory,
         *["--profile"] * chosen.profile,
     ]  # fmt: skip
     limit = min(chosen.limit, seconds_left())
     found, printed = launch("benchmarks.gpu_ranks", contender.ranks, asdict(contender), arguments, limit)
     if chosen.profile:
         print("\n".join(line for line in printed.splitlines() if line.startswith("|")), flush=True)
+    section = f"training on several ranks, {'toy' if TOY else SHAPES[chosen.shape][0]}"
     case = f"rows of {chosen.capacity:,}, heavy-tailed"
     if isinstance(found, str):
-        return [Result(SECTION, case, contender.name, None, "real tokens/s", found)]
+        return [Result(section, case, contender.name, None, "real tokens/s", found)]
     measured = Measured(**found)
     figures = {
         "real tokens/s": measured.tokens_per_second,
@@ -244,11 +257,13 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
         "GiB at most, rank 0": measured.peak,
         "last loss": measured.losses[-1],
     }
-    return [Result(SECTION, case, contender.name, value, unit, measured.note) for unit, value in figures.items()]
+    return [Result(section, case, contender.name, value, unit, measured.note) for unit, value in figures.items()]
 
 
-def contenders(ranks: int) -> list[Contender]:
+def contenders(ranks: int, shape: str) -> list[Contender]:
     """The most important first."""
+    if shape == "experts":  # which one GPU does not hold
+        return [Contender(ranks, True, "balance", gathered, by_step=True) for gathered in (False, True)]
     orders = ("balance", "equal cost", "as they come")
     several = [Contender(ranks, sharded, order) for order in orders for sharded in (False, True)]
     more = [Contender(ranks, sharded, "balance", by_step=True) for sharded in (False, True)]
@@ -260,6 +275,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     add_options(options)
     options.add_argument("--capacity", type=int, default=256 if TOY else 16_384, help="tokens of a row")
+    options.add_argument("--shape", choices=SHAPES, default="qwen2")
+    options.add_argument("--layers", type=int, default=2 if TOY else 48, help="of --shape experts")
+    options.add_argument("--memory", default="none", help="level of make_train_step")
     options.add_argument("--epochs", type=int, default=1 if TOY else 3, help="timed, after the first")
     options.add_argument("--documents", type=int, default=60 if TOY else 2_400)
     options.add_argument("--limit", type=float, default=240, help="seconds for a contender")
@@ -267,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     chosen = parsed(options, arguments)
     if trained(chosen, lambda contender: train(Contender(**contender), chosen)):
         return []
-    found = compared(contenders(chosen.ranks), lambda contender: launched(contender, chosen))
+    found = compared(contenders(chosen.ranks, chosen.shape), lambda contender: launched(contender, chosen))
     return collected(found, chosen.output, "ranks")
 
 

@@ -155,14 +155,14 @@ def train(chosen: argparse.Namespace) -> Iterator[Result]:
     options = ["--capacity", capacity, "--rows-per-step", 1, "--steps", steps, "--epochs", 4, "--overflow", "split"]
     if chosen.data is not None:
         options += ["--data", chosen.data, "--loss", "all"]
-    for name in (["--precision", "bfloat16"], ["--dtype", "bfloat16"], ["--dtype", "bfloat16", "--master-weights"]):
+    for name in commands(chosen.ranks):
         contender, case = f"crosspack train {' '.join(name)}", f"rows of {capacity:,}"
         if not wanted(contender):
             continue
         with TemporaryDirectory() as folder:
             config = Path(folder, "config.json")
             config.write_text(json.dumps(qwen2(False).to_dict() | size))
-            command = ["-m", "crosspack", "train", "--model", config, *name, *options, "--output", f"{folder}/run"]
+            command = ["-m", "crosspack", "train", "--model", config, *options, *name, "--output", f"{folder}/run"]
             log = _run([str(part) for part in command])
             try:
                 found = json.loads(Path(folder, "run", "crosspack.json").read_text())
@@ -180,6 +180,15 @@ def train(chosen: argparse.Namespace) -> Iterator[Result]:
         }
         for unit, value in figures.items():
             yield Result("crosspack train", case, contender, value, unit, found["device"])
+
+
+def commands(ranks: int) -> list[list[str]]:
+    """The options of each ``crosspack train``; on several ranks one row each, beside one rank."""
+    bfloat16 = ["--dtype", "bfloat16"]
+    if ranks == 1:
+        return [["--precision", "bfloat16"], bfloat16, [*bfloat16, "--master-weights"]]
+    several = [*bfloat16, "--nproc", str(ranks), "--rows-per-step", str(ranks)]
+    return [bfloat16, *([*several, "--strategy", strategy] for strategy in ("ddp", "fsdp"))]
 
 
 def slots(chosen: argparse.Namespace) -> Iterator[Result]:
@@ -225,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--epochs", type=int, default=1 if TOY else 4, help="of trainers timed, after the warm-up")
     options.add_argument("--repeat", type=int, default=1, help="of the documents of trainers, for epochs of more steps")
     options.add_argument("--data", type=Path, help="prompts and completions of slots and train, a .jsonl file")
+    options.add_argument("--ranks", type=int, default=1, help="of train, each with a GPU")
     options.add_argument("--profile", action="store_true", help="the kernels of three steps of trainers; no speed then")
     options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
     chosen = parsed(options, arguments)

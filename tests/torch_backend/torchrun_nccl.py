@@ -1,18 +1,21 @@
 """Run by ``torchrun`` in test_ranks_on_gpu: steps of ranks that hold unequal shares, by NCCL, or by gloo on the CPU.
 
-Arguments: the family of the model, and the file to write to. Rank 0 writes metrics and weights by case.
+Arguments: the family of the model, and the file to write to. Rank 0 writes metrics and weights by case. In the cases of
+context parallelism one row of all documents is cut over the ranks.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from packing_core import pack
@@ -24,24 +27,25 @@ from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.job.ranks import Process, Ranks, shard
 
 Model = Any
-# What each of two ranks holds at each step, as lengths: unequal shares, a rank without a target, one without documents.
+# Lengths that each pair of ranks holds, step by step: unequal shares, a rank without a target, one without documents.
 STEPS = 2 * [((5, 19, 33, 7), (40,)), ((9, 30), (1, 1, 1)), ((3, 11, 21), ()), ((25, 2), (8, 14, 4))]
 FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text")
-# How weights are held, and whether layers are compiled and recorded, or neither.
+# How weights or documents are cut, and whether layers are compiled and, but for cut documents, recorded, or neither.
 CASES = {
     f"{strategy}, {'fast' if fast else 'plain'}": (strategy, fast)
-    for strategy in ("ddp", "fsdp")
+    for strategy in ("ddp", "fsdp", "context")
     for fast in (True, False)
 }
 
 
 def held(step: int, rank: int) -> list[Tensor]:
-    return documents(STEPS[step][rank], seed=10 * step + rank)
+    return documents(STEPS[step][rank % 2], seed=10 * step + rank)
 
 
 def batch(docs: list[Tensor], model: Model) -> dict[str, Any]:
     """One row of the documents; a row of padding if there are none."""
-    packed = pack([document.numpy() for document in docs or documents((2,))], 2 * CAPACITY, seed=None)
+    numbers = [document.numpy() for document in docs or documents((2,))]
+    packed = pack(numbers, max(2 * CAPACITY, sum(map(len, numbers))), seed=None)
     return PackedCollator(model)(packed if docs else with_empty_row(packed)[1:])
 
 
@@ -67,14 +71,18 @@ def main(family: str, target: Path) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     found: dict[str, Any] = {}
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
     for name, (strategy, fast) in CASES.items():
-        model = patch(tiny(family).to(device), verify=False)
+        cut = strategy == "context"
+        model = patch(tiny(family).to(device), verify=False, mesh=mesh if cut else None)
         if strategy == "fsdp":
             shard(model, Process(device, ranks, Clock(1)))
         else:
             model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+        every = [[held(step, rank) for rank in range(dist.get_world_size())] for step in range(len(STEPS))]
+        mine = [[list(chain(*shares))] if cut else [shares[ranks.rank]] for shares in every]
         try:
-            found[name] = train(model, [[held(step, ranks.rank)] for step in range(len(STEPS))], fast)
+            found[name] = train(model, mine, fast)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     if ranks.rank == 0:
