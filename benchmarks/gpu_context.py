@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks._launch import add_options, compared, launch, trained
+from benchmarks._memory_history import begin_history, end_history
 from benchmarks.gpu import collected, parsed, parser
 from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize, waits
 from benchmarks.gpu_profile import Profile, beside
@@ -146,6 +147,8 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     if mesh is not None:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
     crossing = next((layer.request for layer in explain(model).layers if "straddl" in layer.request), "")
+    if chosen.history:
+        remembered(lambda: step(batch))
     if chosen.profile:
         profiled(lambda: step(batch), contender.ranks)
     return Measured(
@@ -157,6 +160,14 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
         layers=step.parts["layers"],
         crossing=crossing.rpartition("; ")[2],
     )
+
+
+def remembered(step: Callable[[], object]) -> None:
+    """Prints, of rank 0, what is alive at the peak of a step."""
+    begin_history()
+    step()
+    if os.environ["RANK"] == "0":
+        print(end_history(), flush=True)
 
 
 def profiled(step: Callable[[], object], ranks: int) -> None:
@@ -194,13 +205,14 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
     names = ("shape", "row", "mean", "layers", "steps", "memory", "sigma")
     arguments = [text for name in names for text in (f"--{name}", str(getattr(chosen, name)))]
     arguments += ["--profile"] * chosen.profile + ["--short"] * chosen.short
+    arguments += ["--history"] * chosen.history
     limit = min(chosen.limit, seconds_left())
     section = f"context parallelism, {chosen.shape} shape of {chosen.layers} layers" + " as a toy" * TOY
     lengths = lengths_of(chosen.row, chosen.mean, chosen.sigma)
     documents = f"{len(lengths)} documents" if len(lengths) > 1 else "one document"
     case = f"{chosen.row:,} tokens, {documents}, memory={chosen.memory}"
     found, printed = launch("benchmarks.gpu_context", contender.ranks, asdict(contender), arguments, limit)
-    if chosen.profile:
+    if chosen.profile or chosen.history:
         print("\n".join(line for line in printed.splitlines() if line.startswith("|")), flush=True)
     if isinstance(found, str):
         return [Result(section, case, contender.name, None, "real tokens/s", found)]
@@ -229,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--mean", type=int, help="tokens of a document; a sixteenth of the row if left out")
     options.add_argument("--sigma", type=float, default=SIGMA, help="of the lognormal lengths; 0 for equal ones")
     options.add_argument("--profile", action="store_true", help="print where the time of a step goes, on each rank")
+    options.add_argument("--history", action="store_true", help="print what is alive at the peak of a step of rank 0")
     options.add_argument("--layers", type=int, help="4 of Llama's if left out, 8 of Qwen3.5's")
     options.add_argument("--memory", default="none", help="the level of memory, see make_train_step")
     options.add_argument(

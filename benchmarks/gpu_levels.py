@@ -8,6 +8,7 @@
     python -m benchmarks.gpu_levels --match gpt_oss --document --levels full offload   # experts by tiles
     python -m benchmarks.gpu_levels --match whole --layers 4 --document --levels offload --tokens 1200000 --steps 1
     python -m benchmarks.gpu_levels --match whole --layers 4 --document --levels full --tokens 131072 --tiles mlp
+    python -m benchmarks.gpu_levels --match llama --levels full --tokens 32768 --history   # what is alive at the peak
     python -m benchmarks.gpu_levels --budget 500           # seconds after which nothing new is begun
     python -m benchmarks.gpu_levels --tiny                 # on the CPU, to see that it runs
 
@@ -40,6 +41,7 @@ if "--tiny" in sys.argv:
 
 import torch
 
+from benchmarks._memory_history import begin_history, end_history
 from benchmarks._report import table
 from benchmarks.gpu_clock import DEVICE, TOY
 from benchmarks.gpu_workload import LONGEST, Shape, llama3, make_model, qwen2, with_adapters
@@ -119,10 +121,14 @@ def measure(name: str, level: str, tokens: int, chosen: argparse.Namespace) -> d
     batch = PackedCollator(model, max_seqlen=length)(pack(docs, tokens))
     step = make_train_step(model, optimizer, max_grad_norm=1.0, memory=level)  # type: ignore[arg-type]
     times = []
-    for _ in range(steps):
+    for number in range(steps):
+        if chosen.history and number == steps - 1:
+            begin_history()
         began = time.perf_counter()
         loss = float(step(batch)["loss"])
         times.append(time.perf_counter() - began)
+    if chosen.history:
+        print(end_history(tokens), file=sys.stderr)
     used = level_of(model) if level == "auto" else level
     group = step._gradients.host.group
     return {
@@ -175,6 +181,7 @@ def main() -> None:
         "--tiles", choices=("all", "mlp", "none"), default="all", help="what long rows compute by tiles"
     )
     options.add_argument("--steps", type=int, default=5, help="of each process")
+    options.add_argument("--history", action="store_true", help="print what is alive at the peak of the last step")
     options.add_argument("--budget", type=float, default=float("inf"), help="seconds for all of it")
     options.add_argument("--auto", action="store_true", help='memory="auto", at rows of twice the length each time')
     options.add_argument("--limit", type=float, default=150, help="seconds for a process")
@@ -199,9 +206,12 @@ def main() -> None:
         command += ["--host", str(chosen.host)] * bool(chosen.host)
         command += ["--layers", str(chosen.layers)] * bool(chosen.layers)
         command += ["--tiles", chosen.tiles]
+        command += ["--history"] * chosen.history
         command += ["--tiny"] * TOY
         try:
             done = subprocess.run(command, timeout=limit, capture_output=True, text=True)
+            if chosen.history:
+                print("\n".join(line for line in done.stderr.splitlines() if line.startswith("|")), flush=True)
             said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:]
             found = json.loads(said[0]) if done.returncode == 0 else f"{said[0][:200] if said else 'failed'}"
         except subprocess.TimeoutExpired:

@@ -17,15 +17,11 @@ import argparse
 import statistics
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks._report import table
+from benchmarks._memory_history import begin_history, end_history
 from benchmarks.gpu_clock import TOY
 from benchmarks.gpu_workload import documents, qwen2
 from packing_core import plan
@@ -42,7 +38,6 @@ WEIGHTS = {
     "master": {"precision": "bfloat16", "dtype": "bfloat16", "master_weights": True},
 }
 TRACED, STEPS = 5, 20  # steps: the first ones compile and record, with the allocator's history
-OURS = ("/torch_backend/", "/packing_core/", "torchinductor", "/transformers/", "/torch/optim/", "/torch/nn/")
 GIB = 2**30
 
 
@@ -77,54 +72,13 @@ def measure(weights: str) -> None:
         if steps > TRACED + 3:
             rates.append(record.tokens / record.seconds)
         if steps == TRACED and not TOY:
-            history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-            torch.cuda.memory._record_memory_history(enabled=None)
-            peak, alive = alive_at_peak(history)
-            lines = [[where, f"{size / GIB:.2f}", str(count)] for where, (size, count) in alive.items() if size > 2**25]
-            print(table([f"alive at the peak of {peak / GIB:.2f} GiB", "GiB", "blocks"], lines), flush=True)
+            print(end_history(), flush=True)
 
     if not TOY:
-        torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
+        begin_history()
     result = train(replace(job(weights), on_phase=ended, on_step=on_step))
     speed = f"{statistics.median(rates):,.0f} real tokens/s, " if rates else ""
     print(f"{speed}{result.peak_bytes.get('packed', 0) / GIB:.2f} GiB by the trainer's own count, {result.device}")
-
-
-def alive_at_peak(history: Iterable[Mapping[str, Any]]) -> tuple[int, dict[str, tuple[int, int]]]:
-    """The most that was allocated, and by which line: bytes and blocks that were alive then, the largest first."""
-    events = [event for event in history if event["action"] in ("alloc", "free_requested")]
-    now = most = at = 0
-    sizes: dict[int, int] = {}
-    for number, event in enumerate(events):
-        if event["action"] == "alloc":
-            sizes[event["addr"]] = event["size"]
-            now += event["size"]
-            if now > most:
-                most, at = now, number
-        else:
-            now -= sizes.pop(event["addr"], 0)
-    alive: dict[int, Mapping[str, Any]] = {}
-    for event in events[: at + 1]:
-        if event["action"] == "alloc":
-            alive[event["addr"]] = event
-        else:
-            alive.pop(event["addr"], None)
-    sums: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for event in alive.values():
-        where = line_of(event.get("frames", ()))
-        sums[where] += event["size"]
-        counts[where] += 1
-    return most, {where: (size, counts[where]) for where, size in sums.most_common()}
-
-
-def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
-    """The innermost line of code that says what a block is for."""
-    frames = list(frames)
-    found = next((frame for frame in frames if any(part in frame["filename"] for part in OURS)), None)
-    if found is None:
-        return "no Python line: the backward of torch" if not frames else f"{frames[0]['filename']}:{frames[0]['line']}"
-    return f"{'/'.join(Path(found['filename']).parts[-2:])}:{found['line']} {found['name']}"
 
 
 def main() -> None:
