@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from packing_core.errors import UnsupportedError
+from packing_core.training.memory_model import LEVELS
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.test_captured import interpreted as interpreted
 from tests.torch_backend.test_rank_share import shares
@@ -38,17 +39,22 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def losses(family: str, mesh: Any, compile: Any) -> tuple[list[Tensor], str]:
+def losses(family: str, mesh: Any, compile: Any, memory: Any = None) -> tuple[list[Tensor], str]:
     model = patch(tiny(family), implementation="triton", verify=False, mesh=mesh)
-    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.01), compile=compile)
-    found = [step(collate(documents(row), capacity=None))["loss"] for row in ROWS]
-    return found, str(explain(step))
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.01), compile=compile, memory=memory)
+    batches = [collate(documents(row), capacity=None) for row in ROWS]
+    for batch in batches:
+        batch["loss_weights"] = torch.linspace(0.5, 2, batch["input_ids"].numel()).view_as(batch["input_ids"])
+    return [step(batch)["loss"] for batch in batches], str(explain(step))
 
 
 @pytest.mark.slow  # compiles layers and interprets their kernels
-@pytest.mark.parametrize(("family", "graphs"), [("qwen3", 2), ("qwen3_5_text", 3)])
+@pytest.mark.parametrize(
+    ("family", "graphs", "memory"),
+    [*(("qwen3", 2, level) for level in LEVELS), ("qwen3_5_text", 3, "none"), ("qwen3_5_text", 3, "full")],
+)
 def test_layers_are_compiled_once_for_rows_of_any_length(
-    family: str, graphs: int, mesh: Any, interpreted: None, monkeypatch: pytest.MonkeyPatch
+    family: str, graphs: int, memory: str, mesh: Any, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []  # a graph of each kind of layer, and of the last norm
 
@@ -62,9 +68,11 @@ def test_layers_are_compiled_once_for_rows_of_any_length(
     right, _ = losses(family, mesh, False)
     monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
     monkeypatch.setattr(fast_backward, "compile_layers", compile_for_the_cpu)
-    found, explained = losses(family, mesh, "auto")
+    found, explained = losses(family, mesh, "auto", memory)
     torch.testing.assert_close(found, right, rtol=1e-5, atol=0)
     how = "compiled, as on one rank where no document straddles ranks, else around what exchanges between ranks"
+    if memory != "none":
+        how = f'compiled where no document straddles ranks, memory="{memory}", else not: its layers exchange between'
     assert f"layers of the step: {how}" in explained
     assert "causal; no document straddles ranks" in explained
     assert len(made) == graphs

@@ -92,8 +92,6 @@ def _why_not_pieces(model: nn.Module) -> str | None:
     """Explains why layers cannot be compiled for pieces of documents that are cut over ranks; None if they can."""
     state = state_of(causal_lm(model))
     assert state is not None
-    if (level := level_of(model)) != "none":
-        return f'its layers exchange between graphs, each of which would keep more than memory="{level}" says'
     return _why_not_here(state)
 
 

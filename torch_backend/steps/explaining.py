@@ -31,12 +31,17 @@ def compiled_layers(model: nn.Module, *, any_length: bool = False, pieces: bool 
         whole: whether they run documents that lie on one rank each as on one rank.
     """
     lengths = ", for rows of any length" if any_length else ""
-    level = named_level(model, inside=level_inside(model) != "none")
+    named, kernels = named_level(model, inside=level_inside(model) != "none"), _in_place_of_kernels(model)
+    if pieces and (level := level_of(model)) != "none":
+        reason = f'its layers exchange between graphs, each of which would keep more than memory="{level}" says'
+        if not whole:
+            return plain_layers(model, reason)
+        return f"compiled where no document straddles ranks{named}{kernels}, else not: {reason}"
     around = ""
     if pieces:
         as_one = "as on one rank where no document straddles ranks, else " if whole else ""
         around = f", {as_one}around what exchanges between ranks"
-    return f"compiled{lengths}{level}{_in_place_of_kernels(model)}{around}"
+    return f"compiled{lengths}{named}{kernels}{around}"
 
 
 def plain_layers(model: nn.Module, reason: str) -> str:

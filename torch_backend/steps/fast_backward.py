@@ -25,6 +25,7 @@ from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import DocumentsChoice
 from torch_backend.hf.inputs.context import SHARE
 from torch_backend.hf.patch import context_of, state_of
+from torch_backend.losses.causal_lm import LOSS_WEIGHTS
 from torch_backend.steps.boundaries import Host
 from torch_backend.steps.cuda_graph import (
     CapturedBackward,
@@ -46,7 +47,7 @@ from torch_backend.steps.explaining import compiled_layers, loss_without_logits,
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_of
 from torch_backend.steps.graph_limits import enough_graphs, whole_layers
-from torch_backend.steps.memory import level_layers, recomputing_inside
+from torch_backend.steps.memory import level_layers, level_of, recomputing_inside
 from torch_backend.steps.memory_fit import group_on_host, tokens_of
 from torch_backend.steps.progress import announced
 from torch_backend.steps.tiled_layers import Parts, tiled, tiled_modules
@@ -102,7 +103,8 @@ class Gradients:
     memory than a compiled one. Batches of another size run as usual. Batches with images run no graph: their vision
     tower runs as usual, in front of compiled layers. Layers of documents that are cut over ranks are compiled for any
     number of tokens: as on one rank where each document of a batch lies on one, otherwise around attention,
-    convolutions and scans, which exchange other pieces in every batch. Outside of a call the layers are as they were,
+    convolutions and scans, which exchange other pieces in every batch. Layers that recompute are not compiled then:
+    each graph between two exchanges would keep what it reads. Outside of a call the layers are as they were,
     so evaluation and generation run as usual too.
 
     Args:
@@ -198,6 +200,8 @@ class Gradients:
         """Through compiled layers. What fails on one rank is raised there: trying again, it would exchange alone."""
         share = inputs.batch.get(SHARE)  # straddles on all ranks alike
         whole = share is not None and not share.straddles and self._run_whole(inputs.batch)
+        if not whole and level_of(self.model) != "none":
+            return path.backward(inputs)
         with self._compiled(whole=whole):
             return path.backward(inputs)
 
@@ -358,7 +362,7 @@ def run_layers(model: nn.Module, batch: Batch) -> None:
 
     They cannot be asked inside a compiled layer.
     """
-    names = ("labels", "shift_labels")
+    names = ("labels", "shift_labels", LOSS_WEIGHTS)
     sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     state = None if sharded or holds_images(batch) else state_of(causal_lm(model))
     run = model if state is None else state.decoder  # which makes no logits
