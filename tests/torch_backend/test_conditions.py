@@ -22,7 +22,6 @@ from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import Run, alone, assert_same, collate, documents, error, packed, tiny
 from torch_backend.hf.attention import PREFIX
 from torch_backend.hf.patch import state_of
-from torch_backend.ops import operators
 
 LONGROPE = {
     "rope_parameters": {
@@ -168,13 +167,10 @@ def test_dropout(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled in this process")
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("family", ["lfm2"])  # attention and a convolution
-def test_compiled_once_for_eight_segmentations(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_once_for_eight_segmentations(family: str) -> None:
     """Holds where shapes are fixed and no lengths are needed on the host, unlike batches of documents."""
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(operators, "INTERPRETED", True)
     rows = []
     for seed in range(8):
         cuts = torch.randperm(15, generator=torch.Generator().manual_seed(seed))[:2].sort().values.tolist()
