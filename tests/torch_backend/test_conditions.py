@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
-from tests.torch_backend.models import Run, alone, assert_same, collate, documents, error, packed, tiny
+from tests.torch_backend.models import Run, alone, assert_same, collate, documents, error, packed, tiny, traces
 from torch_backend.hf.attention import PREFIX
 from torch_backend.hf.patch import state_of
 
@@ -233,16 +233,11 @@ def test_an_unpatched_sibling_is_untouched(family: str) -> None:
 @pytest.mark.parametrize("family", ROUTES)
 def test_unpatch_restores_everything(family: str) -> None:
     model = model_of(family)
-
-    def traces() -> list[Any]:
-        modules = [(sorted(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-        return [model.config._attn_implementation, model.config.to_dict(), modules]
-
-    before = copy.deepcopy(traces())
+    before = traces(model)
     torch_backend.patch(model, verify=False)
-    assert traces() != before
+    assert traces(model) != before
     torch_backend.unpatch(model)
-    assert traces() == before
+    assert traces(model) == before
 
 
 @pytest.mark.parametrize("family", ROUTES)
