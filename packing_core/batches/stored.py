@@ -152,7 +152,7 @@ def check_continuation(batch: StoredBatch) -> None:
         s, end = int(children[apart][0]), int(ends[apart][0])
         raise LayoutError(
             f"segment {s} starts at token {batch.starts[s]:,} of its document and its parent ends at {end:,}: a "
-            "segment goes on where its parent ends"
+            f"segment goes on where its parent ends, so pass starts[{s}] = {end}"
         )
 
 
@@ -212,7 +212,10 @@ def check_segments(batch: StoredBatch) -> None:
             raise LayoutError(f"{name}[{lowest.argmin()}] is {lowest.min()}: documents and tokens count from 0")
     _check_context(batch, count)
     if batch.starts.max() > MOST_TOKENS:
-        raise LayoutError(f"starts[{batch.starts.argmax()}] is {batch.starts.max():,}: no document is that long")
+        raise LayoutError(
+            f"starts[{batch.starts.argmax()}] is {batch.starts.max():,}: no document is that long, "
+            "so pass the place of each segment's first token in its document"
+        )
     over = batch.segment_starts + batch.lengths > batch.capacity
     if over.any():
         s = int(np.argmax(over))

@@ -210,7 +210,9 @@ def test_data_parallel_is_refused() -> None:
 
 
 def test_what_is_no_transformers_model_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="no transformers model in Linear"):
+    with pytest.raises(
+        UnsupportedModelError, match="no transformers model in Linear: pass one, or a module that holds one"
+    ):
         torch_backend.patch(nn.Linear(2, 2))
 
 

@@ -346,7 +346,7 @@ def test_documents_that_are_left_over_are_an_error_and_so_is_a_record_of_nothing
         model(**collate(docs[:1], **ROW))
     with pytest.raises(LayoutError, match="no forward of Qwen3MoeForCausalLM ran inside"), record_routing(model):
         pass
-    with pytest.raises(LayoutError, match="document 4 is selected, and the record has 4"):
+    with pytest.raises(LayoutError, match="document 4 is selected, and the record has 4: select 0 to 3"):
         record.select([4])
 
 

@@ -164,8 +164,7 @@ def _check_tensors(
         raise LayoutError(
             f"attention takes q [T, H, D], k [T, K, D], v [T, K, Dv] with H a multiple of K, got {shapes}"
         )
-    if not packed.covers(tokens):
-        raise LayoutError(f"the segments cover {packed.tokens:,} tokens and q holds {tokens:,}")
+    packed.check_covers("q", tokens)
     if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
         raise LayoutError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not (q.device == k.device == v.device == packed.device):
@@ -192,7 +191,8 @@ def _check_options(
             raise LayoutError("spans need causal attention: without it every token sees both ways")
         if packed.keys is not None or packed.parents is not None:
             raise LayoutError(
-                "spans have no place where segments continue others, nor where keys have segments of their own"
+                "spans have no place where segments continue others, nor where keys have segments of their own: "
+                "leave the spans out, packed.without_spans"
             )
     if not 0 <= dropout < 1:
         raise LayoutError(f"dropout is a probability below 1, got {dropout}")

@@ -99,9 +99,9 @@ def request_of(
             operands[f"{name}.b"] = (adapter.b, (count, n, rank))
     _check_operands(x, operands)
     if not 1 <= top_k <= count:
-        raise LayoutError(f"each token chooses {top_k} experts and there are {count}")
+        raise LayoutError(f"each token chooses {top_k} experts and there are {count}: choose from 1 to all of them")
     if indices.dtype not in (torch.int32, torch.int64):
-        raise LayoutError(f"indices are int32 or int64, got {indices.dtype}")
+        raise LayoutError(f"indices are int32 or int64, got {indices.dtype}: cast them, indices.int()")
     if interleaved and not activation.gated:
         raise LayoutError("interleaved gates need an activation with gates: leave interleaved out")
     if not (x.is_floating_point() and weights.is_floating_point()):
