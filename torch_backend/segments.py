@@ -150,7 +150,10 @@ class PackedMetadata:
         packed, keys = (cls.from_lengths(each, device=device) for each in (lengths, key_lengths))
         assert packed.lengths is not None and keys.lengths is not None
         if len(packed.lengths) != len(keys.lengths):
-            raise LayoutError(f"there are {len(packed.lengths)} segments of queries and {len(keys.lengths)} of keys")
+            raise LayoutError(
+                f"there are {len(packed.lengths)} segments of queries and {len(keys.lengths)} of keys: "
+                "give each segment a length of both"
+            )
         for i, (queries, seen) in enumerate(zip(packed.lengths, keys.lengths, strict=True)):
             if seen < queries:
                 raise LayoutError(

@@ -142,7 +142,10 @@ class PackPlan:
         if self.start.min() < 0:
             raise LayoutError(f"piece {_first(self.start < 0)} starts at token {self.start.min()}: starts count from 0")
         if self.start.max() > MOST_TOKENS:
-            raise LayoutError(f"piece {self.start.argmax()} starts at {self.start.max():,}: no document is that long")
+            raise LayoutError(
+                f"piece {self.start.argmax()} starts at {self.start.max():,}: no document is that long, "
+                "so pass the place of its first token in its document"
+            )
         for name, ids in (("dropped", self.dropped), ("truncated", self.truncated)):
             if len(ids) and not 0 <= ids.min() <= ids.max() < self.n_documents:
                 raise LayoutError(f"{name} names a document outside 0..{self.n_documents - 1}")
@@ -309,7 +312,9 @@ class PackPlan:
             values: dict[str, Any] = {entry.name: stored[entry.name] for entry in fields(cls) if entry.name in stored}
             for entry in fields(cls):
                 if entry.name not in values and entry.name not in _LATER:
-                    raise LayoutError(f"{os.fspath(path)!r} is not a saved plan: it has no {entry.name!r}")
+                    raise LayoutError(
+                        f"{os.fspath(path)!r} is not a saved plan, it has no {entry.name!r}: pass one of PackPlan.save"
+                    )
             return cls(**values)
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickling arrays would make them writeable

@@ -139,7 +139,7 @@ BAD = {
     "huge lengths": (lambda: plan([2**70], 4), "lengths must be integers, got object"),
     "far starts": (
         lambda: PackPlan([0, 1], [0], [2**63 - 1], [1], capacity=4, n_documents=1),
-        "piece 0 starts at 9,223,372,036,854,775,807: no document is that long",
+        "piece 0 starts at 9,223,372,036,854,775,807: no document is that long, so pass the place",
     ),
     "lengths that overflow together": (
         lambda: PackPlan([0, 16], range(16), [0] * 16, [2**60] * 16, capacity=2**60, n_documents=16),

@@ -69,5 +69,5 @@ def test_keys_and_segments_must_agree() -> None:
         LayoutError, match=r"segment 1 has 5 queries, which are its last tokens, and 4 keys: count all of its tokens"
     ):
         PackedMetadata.of_last_tokens((1, 5), (3, 4))
-    with pytest.raises(LayoutError, match=r"there are 2 segments of queries and 1 of keys"):
+    with pytest.raises(LayoutError, match=r"there are 2 segments of queries and 1 of keys: give each segment a length"):
         PackedMetadata.of_last_tokens((1, 5), (30,))
