@@ -261,7 +261,7 @@ class Unpadding:
         if labels is not None and state.anatomy.head == "document":
             row["labels"] = labels  # of documents, however many
         elif state.shifted and "labels" in row:
-            row["labels"] = padded.labels(labels)
+            row["labels"] = padded.labels(kwargs["labels"])
         return row
 
     def put_back(self, expected: PaddedOutput, output: Any) -> Any:
