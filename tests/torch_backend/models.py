@@ -109,7 +109,7 @@ def run_of(model: Any, logits: list[Tensor], loss: Tensor) -> Run:
 
 def error(got: Tensor, want: Tensor) -> float:
     """max |got - want| / max |want|."""
-    return float((got - want).abs().max() / want.abs().max().clamp_min(1e-6))
+    return float(((got - want).abs().max() / want.abs().max().clamp_min(1e-6)).detach())
 
 
 def assert_same(got: Run, want: Run, tolerance: float = 1e-5) -> None:
