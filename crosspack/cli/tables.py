@@ -50,7 +50,9 @@ def steps_table(schedule: Schedule) -> Table:
     packed_documents = np.mean([len(step.source) for step in schedule.steps])
     packed_trained = np.mean(schedule.trained_tokens)
     table = _table("", "unpacked", "packed")
-    table.add_row("sequences per optimizer step", f"{rows} documents", f"{rows} rows of {plan.capacity:,}")
+    table.add_row(
+        "sequences per optimizer step", plural(rows, "document"), f"{plural(rows, 'row')} of {plan.capacity:,}"
+    )
     table.add_row("sequences per epoch", f"{len(documents):,}", f"{plan.n_rows:,} (efficiency {plan.efficiency:.1%})")
     table.add_row("optimizer steps per epoch", f"{-(-len(documents) // rows):,}", f"{-(-plan.n_rows // rows):,}")
     table.add_row("documents per step", f"{rows}", f"{packed_documents:,.1f}")

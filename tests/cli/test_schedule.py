@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from crosspack.cli.tables import duration, epoch_line, saved_line, saving_line
+from crosspack.cli.tables import duration, epoch_line, saved_line, saving_line, steps_table
 from crosspack.encoding.text import Document
 from packing_core.errors import PackingError
 from packing_core.planning.plan import plan
@@ -150,6 +150,12 @@ def test_a_report_says_in_a_sentence_what_packing_saves():
         "an epoch takes about 4.0 h (at the speed of runs/mine); in padded batches of 8 it would take about 10.0 h: "
         "packing saves 6.0 h (60%)"
     )
+
+
+def test_a_step_of_one_row_is_named_in_the_singular(many):
+    schedule = Schedule(many, (plan(many.documents.lengths, 64),), rows_per_step=1)
+    _, unpacked, packed = steps_table(schedule).columns
+    assert (next(unpacked.cells), next(packed.cells)) == ("1 document", "1 row of 64")
 
 
 def test_rows_that_are_not_full_are_said_to_take_longer():
