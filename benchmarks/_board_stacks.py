@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks._board_flash import NAME as FLASH
 from benchmarks._board_stubs import load
+from torch_backend.stacks.trainers import placeholder_tokenizer
 
 Documents = list[list[int]]
 Batch = dict[str, Any]
@@ -51,16 +52,6 @@ class Stack:
     cache: bool = False
     own_model: bool = True
     note: str = ""
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(4)}, unk_token="<3>"))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<0>", bos_token="<1>", eos_token="<2>", unk_token="<3>"
-    )
 
 
 # transformers -------------------------------------------------------------------------------------------------------
@@ -99,7 +90,7 @@ def _trl_rows(lengths: Lengths, capacity: int) -> tuple[int, int]:
 # axolotl ------------------------------------------------------------------------------------------------------------
 def _axolotl(documents: Documents, capacity: int, model: Any, *, flash: bool) -> list[Batch]:
     batching = load("axolotl.utils.collators.batching")
-    collator = batching.V2BatchSamplerDataCollatorForSeq2Seq(_tokenizer(), emit_fa_varlen_kwargs=flash)
+    collator = batching.V2BatchSamplerDataCollatorForSeq2Seq(placeholder_tokenizer(), emit_fa_varlen_kwargs=flash)
     features = [  # the attention mask is dropped, as ``sample_packing_drop_attention_mask`` does
         {"input_ids": tokens, "labels": tokens, "position_ids": list(range(len(tokens)))} for tokens in documents
     ]
@@ -137,7 +128,7 @@ def _llamafactory(documents: Documents, capacity: int, model: Any, *, neat: bool
     supervised = load("llamafactory.data.processor.supervised", stubs=["torchaudio"])
     collators = load("llamafactory.data.collator")
     settings = SimpleNamespace(cutoff_len=capacity, neat_packing=neat)
-    tokenizer = _tokenizer()
+    tokenizer = placeholder_tokenizer()
 
     class Processor(supervised.PackedSupervisedDatasetProcessor):  # type: ignore[misc, name-defined]
         def _encode_data_example(self, prompt: Any, **rest: Any) -> tuple[list[int], list[int]]:
@@ -175,7 +166,7 @@ SWIFT_STUBS = ["modelscope", "json_repair", "aiohttp"]
 def _swift(documents: Documents, capacity: int, model: Any) -> list[Batch]:
     template = load("swift.template", stubs=SWIFT_STUBS)
     made = template.Template(None, template.TemplateMeta("board", [], ["{{QUERY}}"], None), max_length=capacity)
-    made.processor = _tokenizer()
+    made.processor = placeholder_tokenizer()
     made.packing = made.padding_free = True
     made.mode = "train"
     encoded = [  # as ``Template.encode`` leaves them: the first label is -100

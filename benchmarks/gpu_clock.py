@@ -220,6 +220,11 @@ def peak_gib(run: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - held) / 2**30
 
 
+def highest_gib() -> float:
+    """GiB allocated at most since the last reset, those held before it included; 0 without a GPU."""
+    return 0.0 if TOY else torch.cuda.max_memory_allocated() / 2**30
+
+
 def waits(run: Callable[[], object]) -> int:
     """Returns how often the host waits for the GPU in one call; 0 without a GPU."""
     if TOY:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import torch_backend
 from benchmarks.gpu import collected, parsed, parser, survived
-from benchmarks.gpu_clock import DEVICE, TOY, Result, free, seconds_left, synchronize, wanted
+from benchmarks.gpu_clock import DEVICE, TOY, Result, free, highest_gib, seconds_left, synchronize, wanted
 from benchmarks.gpu_workload import DTYPE
 
 SECTION = "encoders" if not TOY else "encoders, toy"
@@ -178,7 +178,7 @@ def measure(name: str, task: str) -> Iterator[Result]:
     tokens = sum(len(document["input_ids"]) for documents in given[WARM_UP:] for document in documents)
     loss = first["loss"] if isinstance(first, dict) else first
     yield Result(SECTION, task, name, tokens / seconds, "tokens/s")
-    yield Result(SECTION, task, name, 0.0 if TOY else torch.cuda.max_memory_allocated() / 2**30, "GiB at most")
+    yield Result(SECTION, task, name, highest_gib(), "GiB at most")
     yield Result(SECTION, task, name, float(loss), "loss after the warm-up")
 
 

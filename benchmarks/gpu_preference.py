@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu import collected, parsed, parser, survived
-from benchmarks.gpu_clock import DEVICE, TOY, Result, free, seconds_left, synchronize, wanted
+from benchmarks.gpu_clock import DEVICE, TOY, Result, free, highest_gib, seconds_left, synchronize, wanted
 from benchmarks.gpu_workload import DTYPE, qwen2
 from torch_backend import enable_packing
 
@@ -192,7 +192,7 @@ def measure(
         yield Result(section, shape, contender.name, None, "pairs/s", f"{type(failure).__name__}: {reason}")
         return
     yield Result(section, shape, contender.name, PAIRS_PER_UPDATE * updates / (clock.ended - clock.warm), "pairs/s")
-    yield Result(section, shape, contender.name, _peak(), "GiB at most")
+    yield Result(section, shape, contender.name, highest_gib(), "GiB at most")
     yield Result(section, shape, contender.name, float(loss), "mean loss")
     yield Result(section, shape, contender.name, clock.first - clock.began, "s to the first update")
 
@@ -229,10 +229,6 @@ def _tokenizer() -> Any:
 
     words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(4)}, unk_token="<3>"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<0>", eos_token="<2>", unk_token="<3>")
-
-
-def _peak() -> float:
-    return 0.0 if TOY else torch.cuda.max_memory_allocated() / 2**30
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:

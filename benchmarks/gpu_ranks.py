@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._launch import add_options, compared, launch, trained
 from benchmarks.gpu import collected, parsed, parser
-from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize
+from benchmarks.gpu_clock import DEVICE, TOY, Result, highest_gib, seconds_left, synchronize
 from benchmarks.gpu_moe_shapes import qwen3 as qwen3_experts
 from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_workload import DTYPE, qwen2
@@ -171,7 +171,7 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     return Measured(
         tokens_per_second=rows.n_tokens * chosen.epochs / seconds,
         seconds_per_step=seconds / (steps * chosen.epochs),
-        peak=0.0 if TOY else torch.cuda.max_memory_allocated() / 2**30,
+        peak=highest_gib(),
         imbalance=imbalance,
         losses=losses,
         note=note,

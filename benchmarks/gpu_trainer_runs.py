@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize
+from benchmarks.gpu_clock import DEVICE, TOY, Result, highest_gib, seconds_left, synchronize
 from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_workload import LONGEST, Shape, documents, make_model, tight, with_adapters
 from packing_core import PackedDataset
@@ -74,7 +74,7 @@ class Run:
         if step == 1:
             self.first_step = now - self.began
         if step == warm:
-            self.warm, self.warm_peak = now, _peak()
+            self.warm, self.warm_peak = now, highest_gib()
             if not TOY:
                 torch.cuda.reset_peak_memory_stats()
         if step == self.steps:
@@ -288,8 +288,8 @@ def measure(
     figures = {
         "real tokens/s": tokens / (run.ended - run.warm),
         "ms per step": (run.ended - run.warm) / (run.row_count * epochs) * 1e3,
-        "GiB at most, whole run": max(run.warm_peak, _peak()),
-        "GiB at most, after the warm-up": _peak(),
+        "GiB at most, whole run": max(run.warm_peak, highest_gib()),
+        "GiB at most, after the warm-up": highest_gib(),
         "first step, s": run.first_step,
         "warm-up, s": run.warm - run.began,
         "first loss": run.first_loss,
@@ -297,7 +297,3 @@ def measure(
     }
     for unit, value in figures.items():
         yield Result(section, case, name, value, unit, run.note)
-
-
-def _peak() -> float:
-    return 0.0 if TOY else torch.cuda.max_memory_allocated() / 2**30

@@ -121,26 +121,42 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ours = [item for item in items if "judge" in getattr(item, "fixturenames", ())]
-    asked, thorough = config.getoption("requirement"), config.getoption("thorough")
-    dropped = {item for item in ours if _judged(item) is None or (asked and _id(item) not in asked)}
-    number, of = config.getoption("part")
-    within = [item for item in ours if item not in dropped]
-    for offset, name in enumerate(config.stash[ROSTER].backends):  # backends try different tests: together, all of them
-        mine = [item for item in ours if _judged(item) == name and item not in dropped]
-        dropped |= {item for place, item in enumerate(mine) if (place + offset) % of != number - 1}
-    if not thorough:
-        dropped |= {item for item in ours if item.get_closest_marker("thorough")}
-        for name, backend in config.stash[ROSTER].backends.items():
-            if backend.capabilities.interpreted:
-                mine = [item for item in ours if _judged(item) == name and item not in dropped]
-                heavy = {item for item in mine if item.get_closest_marker("heavy")}
-                if heavy:
-                    config.stash[REDUCED][name] = (len(mine) - len(heavy), len(mine))
-                dropped |= heavy
+    asked = config.getoption("requirement")
+    within = [item for item in ours if _judged(item) is not None and (not asked or _id(item) in asked)]
+    kept = _of_part(within, config)
+    if not config.getoption("thorough"):
+        kept = _quick(kept, config)
+    dropped = set(ours).difference(kept)
     if config.getoption("each"):
         dropped -= _one_of_each(within, dropped, config.stash[ROSTER])
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]
+
+
+def _of_part(items: list[pytest.Item], config: pytest.Config) -> list[pytest.Item]:
+    """Returns the tests of one part; in each part backends try different ones, so that together they try all."""
+    number, of = config.getoption("part")
+    kept: list[pytest.Item] = []
+    for offset, name in enumerate(config.stash[ROSTER].backends):
+        mine = [item for item in items if _judged(item) == name]
+        kept += [item for place, item in enumerate(mine) if (place + offset) % of == number - 1]
+    return kept
+
+
+def _quick(items: list[pytest.Item], config: pytest.Config) -> list[pytest.Item]:
+    """Returns the tests without the thorough ones and, on interpreted backends, without the heavy ones.
+
+    How many of the tests are left of an interpreted backend is recorded for the report.
+    """
+    quick = [item for item in items if not item.get_closest_marker("thorough")]
+    for name, backend in config.stash[ROSTER].backends.items():
+        if backend.capabilities.interpreted:
+            mine = [item for item in quick if _judged(item) == name]
+            heavy = {item for item in mine if item.get_closest_marker("heavy")}
+            if heavy:
+                config.stash[REDUCED][name] = (len(mine) - len(heavy), len(mine))
+                quick = [item for item in quick if item not in heavy]
+    return quick
 
 
 def _one_of_each(within: list[Any], dropped: set[Any], roster: registry.Roster) -> set[Any]:

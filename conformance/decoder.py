@@ -11,7 +11,7 @@ Sources: Llama (Touvron et al. 2023, https://arxiv.org/abs/2302.13971, section 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -102,13 +102,6 @@ def mean(sums: Sums) -> tuple[float, Gradients]:
     loss, weight, total = sums
     share = 1 / weight if weight else 0.0
     return loss * share, {name: gradient * share for name, gradient in total.items()}
-
-
-def mean_gradients(
-    decoder: Decoder, documents: Sequence[Document], *, dtype: WorkingDtype = "float64"
-) -> tuple[float, Gradients]:
-    """The mean loss over all trained labels of the documents, each run alone, and its gradients."""
-    return mean(summed(one_document(decoder, document, dtype=dtype) for document in documents))
 
 
 def inv_freq(config: DecoderConfig, length: int) -> Array:

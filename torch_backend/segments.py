@@ -120,9 +120,11 @@ class PackedMetadata:
             raise LayoutError(f"segment lengths must be positive and there must be one at least, got {lengths[:8]}")
         longest = max(lengths)
         if max_seqlen is not None and max_seqlen < longest:
-            raise LayoutError(f"max_seqlen={max_seqlen:,} is shorter than the longest segment of {longest:,} tokens")
+            raise LayoutError(
+                f"max_seqlen={max_seqlen:,} is shorter than the longest segment of {longest:,} tokens: raise it"
+            )
         if entries is not None and entries < len(lengths):
-            raise LayoutError(f"entries={entries:,} cannot hold {len(lengths):,} segments")
+            raise LayoutError(f"entries={entries:,} cannot hold {len(lengths):,} segments: pass that many at least")
         boundaries = torch.tensor((0, *lengths)).cumsum(0)
         tokens = sum(lengths)
         if entries is not None and entries > len(lengths):
@@ -148,10 +150,16 @@ class PackedMetadata:
         packed, keys = (cls.from_lengths(each, device=device) for each in (lengths, key_lengths))
         assert packed.lengths is not None and keys.lengths is not None
         if len(packed.lengths) != len(keys.lengths):
-            raise LayoutError(f"there are {len(packed.lengths)} segments of queries and {len(keys.lengths)} of keys")
+            raise LayoutError(
+                f"there are {len(packed.lengths)} segments of queries and {len(keys.lengths)} of keys: "
+                "give each segment a length of both"
+            )
         for i, (queries, seen) in enumerate(zip(packed.lengths, keys.lengths, strict=True)):
             if seen < queries:
-                raise LayoutError(f"segment {i} has {queries:,} queries, which are its last tokens, and {seen:,} keys")
+                raise LayoutError(
+                    f"segment {i} has {queries:,} queries, which are its last tokens, and {seen:,} keys: "
+                    "count all of its tokens in key_lengths"
+                )
         packed.keys = keys
         return packed
 
@@ -303,9 +311,19 @@ class PackedMetadata:
                     torch._dynamo.maybe_mark_dynamic(each, 0)
         self.any_length = True
 
-    def covers(self, tokens: int) -> bool:
-        """Returns whether the segments are those of so many tokens; a graph for any number takes it on trust."""
-        return (self.any_length and torch.compiler.is_compiling()) or self.tokens == tokens
+    def check_covers(self, name: str, tokens: int) -> None:
+        """Checks that the segments are those of a tensor of so many tokens; a graph for any number takes it on trust.
+
+        Raises:
+            LayoutError: they cover more tokens or fewer.
+        """
+        if self.any_length and torch.compiler.is_compiling():
+            return
+        if self.tokens != tokens:
+            raise LayoutError(
+                f"the segments cover {self.tokens:,} tokens and {name} holds {tokens:,}: "
+                "pass the segments of the batch that it comes from"
+            )
 
     def forget(self) -> None:
         """Drop what was derived."""

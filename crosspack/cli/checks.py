@@ -37,8 +37,9 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
     if given["reward"]:
         raise PackingError("--reward goes to the trainer of another task: pass --task too")
     ranks = launch.world_size() if launch.world_size() > 1 else given["nproc"]
-    if given["compare"] and ranks > 1:
-        raise PackingError("--compare measures one process: pass it without --nproc and torchrun")
+    mesh = read_mesh(given["mesh"])
+    if given["compare"]:
+        _check_compare(ranks, mesh)
     if given["strategy"] != "ddp" and ranks == 1:
         raise PackingError(
             f"--strategy {given['strategy']} shards weights over processes: pass --nproc, or start it with torchrun"
@@ -47,28 +48,9 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
         _check_zero(given)
     check_order(given)
     _check_context(given, ranks)
-    groups = ranks // given["context_parallel"]
-    if given["rows_per_step"] < groups:
-        who = f"{ranks} processes" if groups == ranks else f"{groups} groups of {given['context_parallel']} processes"
-        raise PackingError(
-            f"--rows-per-step {given['rows_per_step']} leaves some of {who} without a row in every step: "
-            f"pass {groups} or more"
-        )
-    mesh = read_mesh(given["mesh"])
-    if given["compare"] and math.prod(mesh.values()) > 1:
-        raise PackingError("--compare measures one device: pass it without --mesh")
-    apart = math.prod(size for name, size in mesh.items() if name in ROW_AXES)
-    if given["rows_per_step"] < apart:
-        who = f"{apart} devices" if apart == math.prod(mesh.values()) else f"{apart} groups of devices"
-        raise PackingError(
-            f"--rows-per-step {given['rows_per_step']} leaves some of {who} without a row in every step: "
-            f"pass {apart} or more"
-        )
+    _check_rows(given["rows_per_step"], ranks, given["context_parallel"], mesh)
     if given["merge_lora"]:
-        if not given["lora"]:
-            raise PackingError("--merge-lora adds adapters to the weights, and none are trained: pass --lora RANK too")
-        if given["strategy"] != "ddp":
-            raise PackingError(f"--merge-lora needs whole weights, and --strategy {given['strategy']} shards them")
+        _check_merged(given)
     if given["compile"] and (given["compare"] or given["deterministic"]):
         other = "--compare" if given["compare"] else "--deterministic"
         raise PackingError(f"{other} runs no compiled layers: leave --compile out")
@@ -76,6 +58,35 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
         raise PackingError("--eval-every and --eval-split need --eval-data, the documents to evaluate on")
     check_keeping(given)
     _check_optimizer(given)
+
+
+def _check_compare(ranks: int, mesh: Mapping[str, int]) -> None:
+    """Refuse to compare runs on more than one device."""
+    if ranks > 1:
+        raise PackingError("--compare measures one process: pass it without --nproc and torchrun")
+    if math.prod(mesh.values()) > 1:
+        raise PackingError("--compare measures one device: pass it without --mesh")
+
+
+def _check_rows(rows: int, ranks: int, context_parallel: int, mesh: Mapping[str, int]) -> None:
+    """Refuse steps of fewer rows than there are processes, or devices, that each take some of them."""
+    groups = ranks // context_parallel
+    processes = f"{ranks} processes" if groups == ranks else f"{groups} groups of {context_parallel} processes"
+    apart = math.prod(size for name, size in mesh.items() if name in ROW_AXES)
+    devices = f"{apart} devices" if apart == math.prod(mesh.values()) else f"{apart} groups of devices"
+    for needed, who in ((groups, processes), (apart, devices)):
+        if rows < needed:
+            raise PackingError(
+                f"--rows-per-step {rows} leaves some of {who} without a row in every step: pass {needed} or more"
+            )
+
+
+def _check_merged(given: Mapping[str, Any]) -> None:
+    """Refuse to merge adapters that are not trained, or into weights that are not whole."""
+    if not given["lora"]:
+        raise PackingError("--merge-lora adds adapters to the weights, and none are trained: pass --lora RANK too")
+    if given["strategy"] != "ddp":
+        raise PackingError(f"--merge-lora needs whole weights, and --strategy {given['strategy']} shards them")
 
 
 def check_keeping(given: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from crosspack.cli import options
 from crosspack.cli.charts import Segment
-from crosspack.cli.concerns import DocumentFigures, concerns
+from crosspack.cli.concerns import DocumentFigures, Int64, concerns
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import report_figure
 from crosspack.cli.findings import (
@@ -109,15 +109,8 @@ def report(
             figures({"model": model, "gpu_gib": gib, "longest_rows": memory})
             return
     opened = _open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
-    masks: list[NDArray[np.uint8]] = []
-    seen = DocumentFigures()
-    for document in counted(OUT, "documents read", opened.documents(capacity, overflow, seen.leave_out)):
-        seen.add(document)
-        if len(masks) < KEPT:
-            masks.append(np.packbits(document.trained))
+    seen, masks = _read(opened, capacity, overflow)
     documents, trained = seen.lengths, int(seen.trained.sum())
-    if not len(documents):
-        raise PackingError("no document has a token to train on: check --data, its columns and --loss")
     limits: dict[str, Any] = {
         "overflow": overflow,
         "context": context,
@@ -129,22 +122,9 @@ def report(
     random = make_plan(shuffled, capacity, strategy="sequential", seed=None)
     OUT.print(opened.describe(), highlight=False)
     OUT.print(lengths_table(documents, trained=trained))
-    long = int(np.count_nonzero(documents > capacity))
-    shown_again = int(packed.context.sum())
-    lost = int(documents.sum()) - packed.n_tokens + shown_again
+    cut = _cut(documents, packed)
+    _print_cut(cut, documents, packed, overflow)
     composition = packed.composition()
-    if long:
-        OUT.print(
-            f"{plural(long, 'document')} longer than {capacity:,} tokens, under --overflow {overflow}: "
-            f"{lost:,} tokens ({lost / documents.sum():.1%}) are left out of the table below",
-            highlight=False,
-        )
-    if shown_again:
-        OUT.print(
-            f"{shown_again:,} tokens ({shown_again / packed.n_tokens:.1%} of those in the rows) are context, "
-            "trained in an earlier piece",
-            highlight=False,
-        )
     speed = Speed.stated(shape, card) if measured is None else Speed.measured(measured, packed)
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
     if max_segments is not None:
@@ -171,9 +151,7 @@ def report(
         "capacity": capacity,
         "overflow": overflow,
         "packing": packing,
-        "longer_than_capacity": long,
-        "tokens_left_out": lost,
-        "context_tokens": shown_again,
+        **cut,
         "max_segments": max_segments,
         "caps": by_cap(documents, capacity, {**limits, "strategy": packing, "seed": seed}),
         "warnings": [asdict(concern) for concern in warnings],
@@ -203,6 +181,47 @@ def report(
         title = f"Packing {opened.name}"
         report_figure(documents, packed, random, output, batches=BATCHES, seed=seed, title=title)
         OUT.print(f"picture: {output}", highlight=False)
+
+
+def _read(
+    opened: _Tokenised | _Encoded, capacity: int, overflow: str
+) -> tuple[DocumentFigures, list[NDArray[np.uint8]]]:
+    """Reads the documents; the second result has the trained tokens of the first ``KEPT`` of them, as bits."""
+    masks: list[NDArray[np.uint8]] = []
+    seen = DocumentFigures()
+    for document in counted(OUT, "documents read", opened.documents(capacity, overflow, seen.leave_out)):
+        seen.add(document)
+        if len(masks) < KEPT:
+            masks.append(np.packbits(document.trained))
+    if not len(seen.lengths):
+        raise PackingError("no document has a token to train on: check --data, its columns and --loss")
+    return seen, masks
+
+
+def _cut(documents: Int64, packed: PackPlan) -> dict[str, int]:
+    """Counts documents that are longer than a row, and the tokens that this leaves out or repeats as context."""
+    context = int(packed.context.sum())
+    return {
+        "longer_than_capacity": int(np.count_nonzero(documents > packed.capacity)),
+        "tokens_left_out": int(documents.sum()) - packed.n_tokens + context,
+        "context_tokens": context,
+    }
+
+
+def _print_cut(cut: dict[str, int], documents: Int64, packed: PackPlan, overflow: str) -> None:
+    long, lost, context = cut.values()
+    if long:
+        OUT.print(
+            f"{plural(long, 'document')} longer than {packed.capacity:,} tokens, under --overflow {overflow}: "
+            f"{lost:,} tokens ({lost / documents.sum():.1%}) are left out of the table below",
+            highlight=False,
+        )
+    if context:
+        OUT.print(
+            f"{context:,} tokens ({context / packed.n_tokens:.1%} of those in the rows) are context, "
+            "trained in an earlier piece",
+            highlight=False,
+        )
 
 
 def pictured(rows: PackPlan, masks: list[NDArray[np.uint8]]) -> list[list[Segment]]:

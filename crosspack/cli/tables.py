@@ -18,6 +18,7 @@ from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run, Schedule
 
 Int64 = NDArray[np.int64]
+SLOWER = "packing takes longer, because its rows are not full: lower --capacity"
 
 
 def lengths_table(lengths: Int64, *, trained: int | None = None) -> Table:
@@ -49,7 +50,9 @@ def steps_table(schedule: Schedule) -> Table:
     packed_documents = np.mean([len(step.source) for step in schedule.steps])
     packed_trained = np.mean(schedule.trained_tokens)
     table = _table("", "unpacked", "packed")
-    table.add_row("sequences per optimizer step", f"{rows} documents", f"{rows} rows of {plan.capacity:,}")
+    table.add_row(
+        "sequences per optimizer step", plural(rows, "document"), f"{plural(rows, 'row')} of {plan.capacity:,}"
+    )
     table.add_row("sequences per epoch", f"{len(documents):,}", f"{plan.n_rows:,} (efficiency {plan.efficiency:.1%})")
     table.add_row("optimizer steps per epoch", f"{-(-len(documents) // rows):,}", f"{-(-plan.n_rows // rows):,}")
     table.add_row("documents per step", f"{rows}", f"{packed_documents:,.1f}")
@@ -68,7 +71,7 @@ def saving_line(schedule: Schedule) -> str:
     padded = slots[f"batches of {schedule.padded_batch}, random"]
     return (
         f"an epoch computes {packed:,} tokens; padded batches of {schedule.padded_batch} would compute {padded:,}: "
-        f"packing saves about {max(0.0, 1 - packed / padded):.0%} of the time"
+        + (SLOWER if packed > padded else f"packing saves about {1 - packed / padded:.0%} of the time")
     )
 
 
@@ -92,7 +95,7 @@ def saved_line(schedule: Schedule, records: Sequence[StepRecord]) -> str:
     packed_time, padded_time = (tokens / a_second for tokens in (plan.n_rows * plan.capacity, padded))
     return (
         f"an epoch takes about {duration(packed_time)} at this speed; in padded batches of {schedule.padded_batch} it "
-        f"would take about {duration(padded_time)}: packing saves {duration(max(0.0, padded_time - packed_time))}"
+        f"would take about {duration(padded_time)}: {_saving(packed_time, padded_time)}"
     )
 
 
@@ -105,11 +108,15 @@ def epoch_line(hours: Mapping[str, float], speed: str) -> str:
     """
     padded = 3600 * hours["batches of 8, random"]
     packed = 3600 * next(taken for name, taken in hours.items() if name.endswith("packed"))
-    saved = max(0.0, padded - packed)
     return (
         f"an epoch takes about {duration(packed)} ({speed}); in padded batches of 8 it would take about "
-        f"{duration(padded)}: packing saves {duration(saved)} ({saved / padded:.0%})"
+        f"{duration(padded)}: {_saving(packed, padded)}"
     )
+
+
+def _saving(packed: float, padded: float) -> str:
+    """Says what packing saves of the seconds that padded batches take, or why it takes longer."""
+    return SLOWER if packed > padded else f"packing saves {duration(padded - packed)} ({1 - packed / padded:.0%})"
 
 
 def duration(seconds: float) -> str:

@@ -14,7 +14,8 @@ from crosspack.reading.places import BadRecord, FileStretch, Item, Piece, Place,
 from packing_core.errors import PackingError, first_line
 
 _BLOCK = 1 << 16  # characters that are read at once
-_SPACE = re.compile(r"[ \t\r\n]*")
+_SPACES = " \t\r\n"
+_SPACE = re.compile(f"[{_SPACES}]+")
 
 
 class Json(FileStretch):
@@ -33,59 +34,95 @@ def grouped(records: Iterable[tuple[int, Item]], size: int, start: int, step: in
 
 
 def _records(file: TextIO, place: Place, origin: File) -> Iterator[tuple[int, Item]]:
-    decoder, line, text, at, before = json.JSONDecoder(object_pairs_hook=unique), 0, "", 0, 0
-    listed: bool | None = None  # whether the objects stand in a list; None before the first sign
-    ended = False
-    comma: bool | None = None  # whether one came after the last record of a list; None where none may come
-    while True:
-        skipped = _SPACE.match(text, at)
-        assert skipped is not None  # it matches nothing too
-        line += skipped[0].count("\n")
-        at = skipped.end()
-        if at == len(text):
-            before += len(text)
-            text, at = file.read(_BLOCK), 0
-            if text:
-                continue
-            if listed and not ended:
-                raise PackingError(f"{place.where(line)}: the file ends inside the list of records: it is not complete")
-            return
-        if listed is None and text[at] == "[":
-            listed, at = True, at + 1
-        elif listed and not ended and text[at] == "]":
-            ended, at = True, at + 1
-        elif listed and not ended and text[at] == ",":
-            if comma is not False:
-                raise PackingError(f"{place.where(line)}: a comma without a record before it: remove it")
-            comma, at = True, at + 1
+    """Yields the records of a list or of no list, each with the character at which it begins."""
+    text = _Text(file, place, origin)
+    if text.next_sign() == "[":
+        yield from _listed(text)
+    else:
+        while text.next_sign():
+            yield text.record()
+
+
+def _listed(text: _Text) -> Iterator[tuple[int, Item]]:
+    """Yields the records of a list. A comma may follow the last one, as many programs write it."""
+    before = text.take_sign()
+    while (sign := text.next_sign()) != "]":
+        if not sign:
+            raise text.error("the file ends inside the list of records: it is not complete")
+        if sign == ",":
+            if before != "record":
+                raise text.error("a comma without a record before it: remove it")
+            before = text.take_sign()
         else:
-            if comma is False and not ended:
-                raise PackingError(f"{place.where(line)}: a comma is missing before this record")
-            listed = bool(listed)
-            if ended:
-                raise PackingError(f"{place.where(line)}: something follows the list of records: remove it")
+            if before == "record":
+                raise text.error("a comma is missing before this record")
+            yield text.record()
+            before = "record"
+    text.take_sign()
+    if text.next_sign():
+        raise text.error("something follows the list of records: remove it")
+
+
+class _Text:
+    """The text of a file, of which as much is held as the record at hand takes."""
+
+    def __init__(self, file: TextIO, place: Place, origin: File) -> None:
+        self.file, self.place, self.origin = file, place, origin
+        self.decoder = json.JSONDecoder(object_pairs_hook=unique)
+        self.held, self.at = "", 0  # and where the next character stands in it
+        self.line = self.before = 0  # lines that are read, and characters before those that are held
+
+    def next_sign(self) -> str:
+        """Returns the next character that is no space, without taking it; none at the end of the file."""
+        while (sign := self.held[self.at : self.at + 1]) in _SPACES:
+            if sign:
+                spaces = _SPACE.match(self.held, self.at)
+                assert spaces is not None
+                self.line += spaces[0].count("\n")
+                self.at = spaces.end()
+                continue
+            self.before += len(self.held)
+            self.held, self.at = self.file.read(_BLOCK), 0
+            if not self.held:
+                break
+        return sign
+
+    def take_sign(self) -> str:
+        """Takes the character that :meth:`next_sign` returned."""
+        self.at += 1
+        return self.held[self.at - 1]
+
+    def record(self) -> tuple[int, Item]:
+        """Takes the record that begins at the next sign; it comes with the character at which it begins."""
+        while True:
             try:
-                record, end = decoder.raw_decode(text, at)
+                record, end = self.decoder.raw_decode(self.held, self.at)
+                break
             except json.JSONDecodeError as error:
-                unfinished = error.msg.startswith("Unterminated string") or error.pos > len(text) - 16
-                if unfinished and len(text) - at > origin.max_record:
-                    raise PackingError(
-                        f"{place.where(line)}: the record that begins here has no end: {origin.too_long()}"
-                    ) from error
-                more = file.read(max(_BLOCK, len(text) - at)) if unfinished else ""
-                if not more:
-                    reason = error.msg.removesuffix(" starting at")
-                    raise PackingError(
-                        f"{place.where(line)}: the record that begins here is not JSON, {reason}"
-                    ) from error
-                text, at, before = text[at:] + more, 0, before + at
+                self._read_on(error)
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of levels
-                raise PackingError(f"{place.where(line)}: {first_line(error)}") from error
-            else:
-                if end - at > origin.max_record:
-                    yield before + at, BadRecord(place, line, origin.too_long(), text[at : at + _BLOCK])
-                else:
-                    yield before + at, row_or_bad(record, place, line, text[at:end])
-                line += text.count("\n", at, end)
-                at = end
-                comma = False if listed else None
+                raise self.error(first_line(error)) from error
+        written, begins = self.held[self.at : end], self.before + self.at
+        if len(written) > self.origin.max_record:
+            item: Item = BadRecord(self.place, self.line, self.origin.too_long(), written[:_BLOCK])
+        else:
+            item = row_or_bad(record, self.place, self.line, written)
+        self.line += written.count("\n")
+        self.at = end
+        return begins, item
+
+    def _read_on(self, error: json.JSONDecodeError) -> None:
+        """Reads on if an error may be that the record's end is not held yet, and raises otherwise."""
+        length = len(self.held) - self.at
+        unfinished = error.msg.startswith("Unterminated string") or error.pos > len(self.held) - 16
+        if unfinished and length > self.origin.max_record:
+            raise self.error(f"the record that begins here has no end: {self.origin.too_long()}") from error
+        more = self.file.read(max(_BLOCK, length)) if unfinished else ""
+        if not more:
+            reason = error.msg.removesuffix(" starting at")
+            raise self.error(f"the record that begins here is not JSON, {reason}") from error
+        self.before += self.at
+        self.held, self.at = self.held[self.at :] + more, 0
+
+    def error(self, reason: str) -> PackingError:
+        return PackingError(f"{self.place.where(self.line)}: {reason}")

@@ -163,22 +163,7 @@ def segment_attention(
     offset = jnp.asarray(q_offset, jnp.int32)
     sharding = sharding_of(q, k, v) if mesh is None else mesh
     if sharding is None:
-        above = request if levels is None else replace(request, causal=False, own_keys=False)
-        module = choose(above, implementation)
-        name = left_to_compiler(q=q, k=k, v=v)
-        if name is not None and module.__name__ not in map(IMPLEMENTATIONS.get, PARTITIONED):
-            raise UnsupportedError(
-                f"{name} may be sharded over devices, and the compiler would compute the whole batch on every one of "
-                f"them: pass mesh=, give the mesh explicit axes, call segment_attention inside shard_map, or pass "
-                f"implementation={PARTITIONED[0]!r}"
-            )
-        if module.__name__ != IMPLEMENTATIONS["xla"]:
-            name = module.__name__.rpartition(".")[2]
-            refuse_varying(f"segment_attention(implementation={name!r})", q, k, v)
-        given = {} if seen is None else {"seen": seen}
-        attend: Callable[..., Any] = partial(module.attend, request=request, **given)
-        if levels is not None:
-            attend = over_levels(attend, partial(module.attend, request=above), levels, merge_attention)
+        attend = _on_one_device(request, implementation, seen, levels, q, k, v)
     else:
         attend = spread(sharding, request, run=lambda local: choose(local, implementation).attend)
     if implementation != "xla":
@@ -193,6 +178,32 @@ def segment_attention(
         out = out * poison[..., None].astype(out.dtype)
         lse = None if lse is None else lse * poison
     return (out, lse) if return_lse else out
+
+
+def _on_one_device(
+    request: Request, implementation: str | None, seen: Any, levels: Any, q: jax.Array, k: jax.Array, v: jax.Array
+) -> Callable[..., Any]:
+    """The attention of inputs that no mesh divides, by the implementation that is chosen for them.
+
+    Raises:
+        UnsupportedError: none can serve, or it is a kernel that the compiler would run whole on every device.
+    """
+    above = request if levels is None else replace(request, causal=False, own_keys=False)
+    module = choose(above, implementation)
+    name = left_to_compiler(q=q, k=k, v=v)
+    if name is not None and module.__name__ not in map(IMPLEMENTATIONS.get, PARTITIONED):
+        raise UnsupportedError(
+            f"{name} may be sharded over devices, and the compiler would compute the whole batch on every one of "
+            f"them: pass mesh=, give the mesh explicit axes, call segment_attention inside shard_map, or pass "
+            f"implementation={PARTITIONED[0]!r}"
+        )
+    if module.__name__ != IMPLEMENTATIONS["xla"]:
+        name = module.__name__.rpartition(".")[2]
+        refuse_varying(f"segment_attention(implementation={name!r})", q, k, v)
+    attend = partial(module.attend, request=request, **({} if seen is None else {"seen": seen}))
+    if levels is None:
+        return attend
+    return over_levels(attend, partial(module.attend, request=above), levels, merge_attention)
 
 
 _PARENTS = "segment_attention with parents (shared prefixes)"

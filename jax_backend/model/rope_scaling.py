@@ -39,11 +39,6 @@ class RopeParameters:
     options: tuple[tuple[str, Any], ...]
     longest: int
 
-    @property
-    def by_length(self) -> bool:
-        """Returns whether the frequencies depend on the length of a document."""
-        return dict(self.options)["rope_type"] in ("longrope", "dynamic")
-
     def frequencies(self, lengths: jax.Array) -> jax.Array:
         """Radians per position, float32: [R/2], or [B, S, R/2] if they depend on the documents' lengths.
 

@@ -158,7 +158,9 @@ def _check_sizes(columns: Mapping[str, Ragged]) -> None:
     sizes = columns["input_ids"].lengths
     for name, column in columns.items():
         if len(column) != len(sizes):
-            raise LayoutError(f"there are {len(column):,} {name} and {len(sizes):,} input_ids")
+            raise LayoutError(
+                f"there are {len(column):,} {name} and {len(sizes):,} input_ids: give one for each example"
+            )
         if (example := first_true(column.lengths != sizes)) is not None:
             raise LayoutError(
                 f"example {example} has {column.lengths[example]:,} {name} and {sizes[example]:,} input_ids: "

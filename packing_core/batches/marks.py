@@ -219,17 +219,21 @@ class _Rows:
         if len(listed) == len(self.sizes):  # one list per row
             return listed.values.astype(np.int64), listed.offsets.astype(np.int64)
         if len(listed) > 1:
-            raise LayoutError(f"{name} has lengths of {len(listed)} rows and input_ids has {len(self.sizes)}")
+            raise LayoutError(
+                f"{name} has lengths of {len(listed)} rows and input_ids has {len(self.sizes)}: give each row a list"
+            )
         lengths = listed.values.astype(np.int64)
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         if len(lengths) == len(self.sizes) and ends[-1] != self.tokens and name in LENGTHS:  # one document per row
             return lengths, np.arange(len(lengths) + 1)
         if ends[-1] > self.tokens:
-            raise LayoutError(f"{name} {_verb(name)} {ends[-1]:,} and input_ids has {self.tokens:,} tokens")
+            raise LayoutError(
+                f"{name} {_verb(name)} {ends[-1]:,} and input_ids has {self.tokens:,} tokens: mark no more than these"
+            )
         reached = np.minimum(self.offsets, ends[-1])
         pieces = np.searchsorted(ends, reached)
         if (row := first_true(ends[pieces] != reached)) is not None:
-            raise LayoutError(f"a segment of {name} crosses from row {row - 1} into the next")
+            raise LayoutError(f"a segment of {name} crosses from row {row - 1} into the next: end it with the row")
         return lengths, pieces
 
     def _misfit(self, name: str, held: Any, row: Any, why: str) -> LayoutError:
@@ -256,7 +260,10 @@ class _Rows:
         differs = (starts != other) & ~padding
         differs[1:] &= ~padding[:-1]
         if (token := first_true(differs)) is not None:
-            raise LayoutError(f"{name} and {other_name} disagree at {self.at(token)}: only one begins a document there")
+            raise LayoutError(
+                f"{name} and {other_name} disagree at {self.at(token)}: only one begins a document there, so leave out "
+                "the wrong one"
+            )
 
 
 class _Positions:
@@ -304,7 +311,10 @@ class _Positions:
     def check(self, name: str, starts: Bool) -> None:
         """Raise LayoutError where positions restart inside a segment."""
         if (pair := first_true(self.restarts & ~starts[self.here])) is not None:
-            raise LayoutError(f"position_ids restart at {self.rows.at(self.here[pair])}, inside a document of {name}")
+            where = self.rows.at(self.here[pair])
+            raise LayoutError(
+                f"position_ids restart at {where}, inside a document of {name}: leave out the one that is wrong"
+            )
 
 
 def _lists(name: str, given: Any) -> Ragged:
@@ -320,7 +330,7 @@ def _lists(name: str, given: Any) -> Ragged:
         given = Ragged.of([np.asarray(x) for x in (given if np.ndim(given[0]) else [given])], name=name)
     lists: Ragged = given.flat()
     if lists.values.size and lists.values.min() < 0:
-        raise LayoutError(f"{name} holds {lists.values.min()}: lengths count tokens")
+        raise LayoutError(f"{name} holds {lists.values.min()}: lengths count tokens, from 0 on")
     return lists
 
 

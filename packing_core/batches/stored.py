@@ -152,7 +152,7 @@ def check_continuation(batch: StoredBatch) -> None:
         s, end = int(children[apart][0]), int(ends[apart][0])
         raise LayoutError(
             f"segment {s} starts at token {batch.starts[s]:,} of its document and its parent ends at {end:,}: a "
-            "segment goes on where its parent ends"
+            f"segment goes on where its parent ends, so pass starts[{s}] = {end}"
         )
 
 
@@ -193,17 +193,7 @@ def check_segments(batch: StoredBatch) -> None:
         CapacityError: the segments of a row do not fit into it.
     """
     count = len(batch.cu_seqlens) - 1
-    for name in ("rows", "sources", "starts"):
-        if len(getattr(batch, name)) != count:
-            raise LayoutError(
-                f"{name} has {len(getattr(batch, name))} entries and cu_seqlens marks {count} segments: they must agree"
-            )
-    for name, values in batch.per_document.items():
-        if values.ndim < 1 or len(values) != count:
-            raise LayoutError(
-                f"per_document[{name!r}] has shape {list(values.shape)} and cu_seqlens marks {count} segments: "
-                "give one entry per segment, that of its document"
-            )
+    _check_entries(batch, count)
     if count < 0 or batch.cu_seqlens[0] != 0 or (batch.cu_seqlens[1:] <= batch.cu_seqlens[:-1]).any():
         raise LayoutError("cu_seqlens must start at 0 and strictly increase: padding is no segment, leave it out")
     if count == 0:
@@ -220,16 +210,12 @@ def check_segments(batch: StoredBatch) -> None:
     for name in ("sources", "starts"):
         if (lowest := getattr(batch, name)).min() < 0:
             raise LayoutError(f"{name}[{lowest.argmin()}] is {lowest.min()}: documents and tokens count from 0")
-    if batch.context is not None:
-        if batch.parents is not None:
-            raise LayoutError("segments have parents and context: pass one of them, a parent is seen without context")
-        lengths = np.diff(batch.cu_seqlens)
-        if len(batch.context) != count or batch.context.min() < 0 or (batch.context >= lengths).any():
-            raise LayoutError(
-                "context must say, for each segment, how many of its tokens are context: 0 to its length - 1"
-            )
+    _check_context(batch, count)
     if batch.starts.max() > MOST_TOKENS:
-        raise LayoutError(f"starts[{batch.starts.argmax()}] is {batch.starts.max():,}: no document is that long")
+        raise LayoutError(
+            f"starts[{batch.starts.argmax()}] is {batch.starts.max():,}: no document is that long, "
+            "so pass the place of each segment's first token in its document"
+        )
     over = batch.segment_starts + batch.lengths > batch.capacity
     if over.any():
         s = int(np.argmax(over))
@@ -237,3 +223,29 @@ def check_segments(batch: StoredBatch) -> None:
             f"segment {s} (document {batch.sources[s]}) ends at token {batch.segment_starts[s] + batch.lengths[s]:,} "
             f"of row {batch.rows[s]} and capacity is {batch.capacity:,}: move it to another row"
         )
+
+
+def _check_entries(batch: StoredBatch, count: int) -> None:
+    """Raises if something that has an entry per segment has more or fewer of them."""
+    for name in ("rows", "sources", "starts"):
+        if len(getattr(batch, name)) != count:
+            raise LayoutError(
+                f"{name} has {len(getattr(batch, name))} entries and cu_seqlens marks {count} segments: they must agree"
+            )
+    for name, values in batch.per_document.items():
+        if values.ndim < 1 or len(values) != count:
+            raise LayoutError(
+                f"per_document[{name!r}] has shape {list(values.shape)} and cu_seqlens marks {count} segments: "
+                "give one entry per segment, that of its document"
+            )
+
+
+def _check_context(batch: StoredBatch, count: int) -> None:
+    """Raises if segments have more context than tokens, or parents beside it."""
+    if batch.context is None:
+        return
+    if batch.parents is not None:
+        raise LayoutError("segments have parents and context: pass one of them, a parent is seen without context")
+    lengths = np.diff(batch.cu_seqlens)
+    if len(batch.context) != count or batch.context.min() < 0 or (batch.context >= lengths).any():
+        raise LayoutError("context must say, for each segment, how many of its tokens are context: 0 to its length - 1")

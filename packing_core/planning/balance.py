@@ -72,7 +72,7 @@ class ShardedPlan(Generic[Rows]):
             )
         times = np.bincount(steps.reshape(-1), minlength=count + 1)[:-1]
         if times.max() > 1:
-            raise LayoutError(f"steps names row {times.argmax()} twice: every row is trained once")
+            raise LayoutError(f"steps names row {times.argmax()} twice: every row is trained once, so name it once")
         object.__setattr__(self, "steps", read_only(steps))
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickling arrays would make them writeable

@@ -131,18 +131,21 @@ class PackPlan:
         if (piece := _first((self.context < 0) | (self.context >= self.length[: len(self.context)]))) is not None:
             raise LayoutError(
                 f"piece {piece} has {self.context[piece]} tokens of context and length {self.length[piece]}: a piece "
-                "has a token of its own after its context"
+                "has a token of its own after its context, so give it less context"
             )
         if self.source.min() < 0 or self.source.max() >= self.n_documents:
             piece = _first((self.source < 0) | (self.source >= self.n_documents))
             raise LayoutError(
-                f"piece {piece} is of document {self.source[piece]}, and the plan has {self.n_documents:,} documents, "
-                "counted from 0"
+                f"piece {piece} is of document {self.source[piece]}, and the plan has {self.n_documents:,} documents: "
+                f"name 0 to {self.n_documents - 1}"
             )
         if self.start.min() < 0:
             raise LayoutError(f"piece {_first(self.start < 0)} starts at token {self.start.min()}: starts count from 0")
         if self.start.max() > MOST_TOKENS:
-            raise LayoutError(f"piece {self.start.argmax()} starts at {self.start.max():,}: no document is that long")
+            raise LayoutError(
+                f"piece {self.start.argmax()} starts at {self.start.max():,}: no document is that long, "
+                "so pass the place of its first token in its document"
+            )
         for name, ids in (("dropped", self.dropped), ("truncated", self.truncated)):
             if len(ids) and not 0 <= ids.min() <= ids.max() < self.n_documents:
                 raise LayoutError(f"{name} names a document outside 0..{self.n_documents - 1}")
@@ -258,7 +261,9 @@ class PackPlan:
             raise LayoutError(f"no row of the {self.n_rows:,} is selected: a plan has at least one row")
         if chosen.min() < 0 or chosen.max() >= self.n_rows:
             wrong = chosen[(chosen < 0) | (chosen >= self.n_rows)][0]
-            raise LayoutError(f"there is no row {wrong}: the plan has {self.n_rows:,} rows, counted from 0")
+            raise LayoutError(
+                f"there is no row {wrong}: the plan has {self.n_rows:,} rows, so choose below that, from 0"
+            )
         times = np.bincount(chosen)
         if times.max() > 1:
             raise LayoutError(f"row {times.argmax()} is selected twice: a plan holds every token at most once")
@@ -301,13 +306,15 @@ class PackPlan:
         """
         with reading(path, "is not a saved plan", "pass what PackPlan.save wrote"), open(path, "rb") as file:
             if not zipfile.is_zipfile(file):
-                raise LayoutError(f"{os.fspath(path)!r} is not a saved plan: PackPlan.save writes .npz archives")
+                raise LayoutError(f"{os.fspath(path)!r} is not a saved plan: pass an .npz archive of PackPlan.save")
             file.seek(0)
             stored = np.load(file, allow_pickle=False)
             values: dict[str, Any] = {entry.name: stored[entry.name] for entry in fields(cls) if entry.name in stored}
             for entry in fields(cls):
                 if entry.name not in values and entry.name not in _LATER:
-                    raise LayoutError(f"{os.fspath(path)!r} is not a saved plan: it has no {entry.name!r}")
+                    raise LayoutError(
+                        f"{os.fspath(path)!r} is not a saved plan, it has no {entry.name!r}: pass one of PackPlan.save"
+                    )
             return cls(**values)
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickling arrays would make them writeable

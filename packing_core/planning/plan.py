@@ -117,7 +117,9 @@ def plan(
         strategy = "best_fit" if effort == "max" else "mixed"
     choice("strategy", strategy, _STRATEGIES)
     if effort == "max" and strategy != "best_fit":
-        raise PackingError(f'effort="max" improves on strategy="best_fit" and cannot be combined with {strategy!r}')
+        raise PackingError(
+            f'effort="max" improves on strategy="best_fit" and cannot be combined with {strategy!r}: leave strategy out'
+        )
     limit = None if max_segments is None else positive("max_segments", max_segments)
     shuffle = None if (seed := check_seed(seed)) is None else np.random.PCG64(seed)
     rule = OverflowRule.checked(capacity, overflow, context, min_piece)

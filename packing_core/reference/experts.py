@@ -169,7 +169,8 @@ class _Layer:
         self.up_bias = None if up_bias is None else operands(dtype, up_bias)[0]
         self.down_bias = None if down_bias is None else operands(dtype, down_bias)[0]
         if self.x.ndim != 2 or self.up.ndim != 3 or self.down.ndim != 3 or self.indices.ndim != 2:
-            raise LayoutError("experts takes x [T, D], indices [T, K], up [E, O, D] and down [E, D, I]")
+            given = ", ".join(str(list(each.shape)) for each in (self.x, self.indices, self.up, self.down))
+            raise LayoutError(f"experts takes x [T, D], indices [T, K], up [E, O, D] and down [E, D, I], got {given}")
         (tokens, width), (count, _, inner) = self.x.shape, self.down.shape
         outer = 2 * inner if activation.gated else inner
         shapes = {

@@ -35,7 +35,7 @@ def segment_slices(cu_seqlens: Boundaries, tokens: int) -> Iterator[slice]:
         where = int(falls[0])
         raise LayoutError(
             f"cu_seqlens falls from {bounds[where]} to {bounds[where + 1]} at index {where + 1}: "
-            "boundaries are cumulative"
+            "boundaries are cumulative, so pass np.cumsum([0, *lengths])"
         )
     if bounds[0] != 0 or bounds[-1] > tokens:
         raise LayoutError(

@@ -97,7 +97,9 @@ def _turn(
     check_shape("inv_freq", inv_freq, (None,), "[R/2]")
     turned = 2 * inv_freq.size
     if turned > width:
-        raise LayoutError(f"inv_freq has {inv_freq.size} entries, which turn {turned} channels; x has {width}")
+        raise LayoutError(
+            f"inv_freq has {inv_freq.size} entries, which turn {turned} channels, and x has {width}: pass fewer"
+        )
 
     angle = direction * positions[:, None, None] * inv_freq  # [T, 1, R/2]
     cos, sin = operands(dtype, scale * np.cos(angle), scale * np.sin(angle))

@@ -40,7 +40,9 @@ def as_array(given: Any, what: str, kinds: str = NUMBERS, wanted: str | None = N
     try:
         array = np.asarray(given)
     except Exception as error:  # what reads it is another library's __array__, which may raise anything
-        raise LayoutError(f"{what} is not one flat sequence of numbers: {first_line(error)}") from None
+        raise LayoutError(
+            f"{what} is not one flat sequence of numbers: {first_line(error)}; pass {wanted} in one array"
+        ) from None
     if array.dtype.kind not in kinds:
         raise LayoutError(_why_not(array, what, wanted))
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

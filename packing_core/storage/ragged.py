@@ -97,7 +97,7 @@ class Ragged:
             try:
                 sequences = sequences.to_arrow()
             except Exception as error:  # another library's
-                raise LayoutError(f"{name}.to_arrow() raises: {first_line(error)}") from None
+                raise LayoutError(f"{name}.to_arrow() raises ({first_line(error)}): pass lists or arrays") from None
         if is_arrow(sequences):
             return _joined([Ragged(*lists, name=name) for lists in lists_of(sequences, name)], name)
         if isinstance(sequences, np.ndarray) and sequences.ndim == 2 and len(sequences):

@@ -59,7 +59,7 @@ def sliced(part: slice, count: int) -> Int64:
     try:
         picked = range(count)[part]
     except (TypeError, ValueError):
-        raise RowIndexError(f"rows are chosen by slices of integers; got {part}") from None
+        raise RowIndexError(f"rows are chosen by slices of integers, got {part}: pass one such as batch[2:5]") from None
     return np.arange(len(picked)) * (picked.step if len(picked) > 1 else 1) + picked.start
 
 

@@ -84,7 +84,9 @@ def join_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         if not isinstance(state, Mapping) or "documents" not in state or "fingerprint" not in state:
             raise PackingError("a state is none of a stream: pass what state_dict() returned in each worker")
         if sealed(state, state["documents"])["fingerprint"] != state["fingerprint"]:
-            raise PackingError("the fingerprint of a state does not match: it was changed")
+            raise PackingError(
+                "the fingerprint of a state does not match, because it was changed: pass it as state_dict() returned it"
+            )
     if len(states) == 1 and "part" not in states[0]:
         return dict(states[0])
     moving = ("part", "documents", "fingerprint", "round", "rows_before", "cursor", "pending")

@@ -426,5 +426,5 @@ class PackStream:
             PackingError: the source gave nothing at all.
         """
         if self._no_rows is None:
-            raise PackingError("the source has no document to pack")
+            raise PackingError("the source has no document to pack: give it one at least")
         self._pads = self._deal.base < self._rows_before and self._deal.pads(self._rows_before)

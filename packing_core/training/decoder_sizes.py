@@ -149,7 +149,9 @@ class DecoderSizes:
         layers = read("num_hidden_layers", "n_layer", "n_layers") or len(named or ())
         heads = read("num_attention_heads", "n_head", "n_heads")
         if not (width and layers and (heads or family == "mamba2")):
-            raise PackingError("the config names no hidden_size, num_hidden_layers and num_attention_heads")
+            raise PackingError(
+                "the config names no hidden_size, num_hidden_layers and num_attention_heads: pass that of a decoder"
+            )
         kinds = _kinds(family, layers, named or (), find("attn_layer_indices"))
         latent = find("kv_lora_rank") is not None
         strange = find("ssm_cfg", "moe_latent_size") or (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from crosspack.cli.tables import duration, epoch_line, saved_line
+from crosspack.cli.tables import duration, epoch_line, saved_line, saving_line, steps_table
 from crosspack.encoding.text import Document
 from packing_core.errors import PackingError
 from packing_core.planning.plan import plan
@@ -139,7 +139,7 @@ def test_the_end_of_a_run_says_what_an_epoch_takes_packed_and_padded():
     records = [StepRecord("packed", step, 1.0, 4, 4, seconds) for step, seconds in enumerate((60.0, 2.0))]
     assert saved_line(schedule, records) == (  # at 2 tokens a second, because the first step warms up
         "an epoch takes about 4.0 s at this speed; in padded batches of 4 it would take about 6.0 s: "
-        "packing saves 2.0 s"
+        "packing saves 2.0 s (33%)"
     )
     assert (duration(7200), duration(90)) == ("2.0 h", "1.5 min")
 
@@ -150,3 +150,20 @@ def test_a_report_says_in_a_sentence_what_packing_saves():
         "an epoch takes about 4.0 h (at the speed of runs/mine); in padded batches of 8 it would take about 10.0 h: "
         "packing saves 6.0 h (60%)"
     )
+
+
+def test_a_step_of_one_row_is_named_in_the_singular(many):
+    schedule = Schedule(many, (plan(many.documents.lengths, 64),), rows_per_step=1)
+    _, unpacked, packed = steps_table(schedule).columns
+    assert (next(unpacked.cells), next(packed.cells)) == ("1 document", "1 row of 64")
+
+
+def test_rows_that_are_not_full_are_said_to_take_longer():
+    longer = "packing takes longer, because its rows are not full: lower --capacity"
+    hours = {"batches of 8, random": 1.0, "rows of 2048, packed": 4.0}
+    assert epoch_line(hours, "estimated").endswith(f"it would take about 1.0 h: {longer}")
+    few = corpus(*[([1, 2, 3], [0, 1, 1])] * 2)
+    schedule = Schedule(few, (plan([3, 3], 64),), padded_batch=2)
+    assert saving_line(schedule) == f"an epoch computes 64 tokens; padded batches of 2 would compute 6: {longer}"
+    record = StepRecord("packed", 0, 1.0, 64, 64, 32.0)
+    assert saved_line(schedule, [record]).endswith(longer)

@@ -60,9 +60,14 @@ def test_frequencies_change_only_beyond_the_original_context():
     assert (numpy_decoder.inv_freq(config, 17)[1:] < numpy_decoder.inv_freq(config, 16)[1:]).all()
 
 
+def mean_gradients(decoder, documents):
+    """Mean loss over all trained labels, and its gradients."""
+    return numpy_decoder.mean(numpy_decoder.summed(numpy_decoder.one_document(decoder, each) for each in documents))
+
+
 def test_adamw_takes_the_first_step_along_the_sign_of_large_gradients():
     decoder = DecoderCase().decoder()
-    _, gradients = numpy_decoder.mean_gradients(decoder, documents(9))
+    _, gradients = mean_gradients(decoder, documents(9))
     after = numpy_decoder.updated(decoder, gradients, {}, step=1, learning_rate=0.01, optimizer="adamw")
     name = "model.layers.0.mlp.up_proj.weight"
     moved = after.weights[name] - decoder.weights[name]
@@ -70,6 +75,6 @@ def test_adamw_takes_the_first_step_along_the_sign_of_large_gradients():
 
 
 def test_documents_without_targets_have_no_loss_and_no_gradient():
-    mean, gradients = numpy_decoder.mean_gradients(DecoderCase().decoder(), documents(9, prompt=1.0))
+    mean, gradients = mean_gradients(DecoderCase().decoder(), documents(9, prompt=1.0))
     assert mean == 0.0
     assert not any(gradient.any() for gradient in gradients.values())

@@ -63,10 +63,8 @@ def test_grains_pipeline_shuffles_shards_and_batches_the_rows(hosts) -> None:
     assert batch["inputs"].shape == batch["targets_segmentation"].shape == (4, 24)
 
 
-def test_a_grain_iterator_over_rows_resumes_where_it_stopped() -> None:
-    def iterator():
-        return iter(grain.MapDataset.source(GrainSource(dataset())).shuffle(seed=4).batch(2).to_iter_dataset())
-
+def assert_resumes(iterator) -> None:
+    """An iterator that takes the state of one that stopped after a batch goes on with the batches of that one."""
     stopped = iterator()
     next(stopped)
     state = stopped.get_state()
@@ -74,6 +72,13 @@ def test_a_grain_iterator_over_rows_resumes_where_it_stopped() -> None:
     continued = iterator()
     continued.set_state(state)
     assert [batch["inputs"].tolist() for batch in continued] == wanted and wanted
+
+
+def test_a_grain_iterator_over_rows_resumes_where_it_stopped() -> None:
+    def iterator():
+        return iter(grain.MapDataset.source(GrainSource(dataset())).shuffle(seed=4).batch(2).to_iter_dataset())
+
+    assert_resumes(iterator)
 
 
 def test_grains_loader_checkpoints_belong_to_their_source() -> None:
@@ -105,13 +110,7 @@ def test_a_stream_behind_grains_batching_resumes_where_it_stopped() -> None:
     def iterator():
         return iter(GrainStream(opened(0, 2), "maxtext").batch(2))
 
-    stopped = iterator()
-    next(stopped)
-    state = stopped.get_state()
-    wanted = [batch["inputs"].tolist() for batch in stopped]
-    continued = iterator()
-    continued.set_state(state)
-    assert [batch["inputs"].tolist() for batch in continued] == wanted and wanted
+    assert_resumes(iterator)
 
 
 def test_grains_workers_share_the_rows_of_a_host() -> None:

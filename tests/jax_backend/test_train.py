@@ -21,7 +21,7 @@ from jax_backend.job import train
 from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
 from packing_core.training.job import TrainJob
 from tests import training_jobs
-from tests.training_jobs import losses, small_job
+from tests.training_jobs import begun_and_resumed, losses, small_job
 
 LLAMA = {**training_jobs.LLAMA, "num_hidden_layers": 1}
 
@@ -50,18 +50,8 @@ def test_each_run_has_the_losses_of_torchs_packed_run(job, tmp_path) -> None:
 def test_a_resumed_run_repeats_to_the_bit(job, tmp_path) -> None:
     job = dataclasses.replace(job, attention="xla")  # the quickest to compile
     expected = train(dataclasses.replace(job, output=tmp_path / "whole"))
-
-    class Stop(Exception):
-        pass
-
-    def stop(record) -> None:
-        if record.step == 4:
-            raise Stop
-
-    parts = dataclasses.replace(job, output=tmp_path / "parts", save_every=2, on_step=stop)
-    with pytest.raises(Stop):
-        train(parts)
-    resumed = train(dataclasses.replace(parts, resume=True, on_step=lambda record: None))
+    parts = dataclasses.replace(job, output=tmp_path / "parts", save_every=2)
+    resumed = begun_and_resumed(train, parts, step=4)
     assert losses(resumed) == losses(expected)
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
     assert first == second

@@ -22,8 +22,8 @@ from jax_backend.job import _begin, train
 from packing_core.errors import PackingError
 from packing_core.training.job import TrainJob
 from tests import training_jobs
-from tests.torch_backend.test_train_options import loss_of_documents, norm_of_gradients, with_evaluation, with_options
-from tests.training_jobs import losses, small_job
+from tests.torch_backend.test_train_options import loss_of_documents, norm_of_gradients, with_evaluation
+from tests.training_jobs import begun_and_resumed, losses, small_job, with_options
 
 LLAMA = {**training_jobs.LLAMA, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 HALF = {"precision": "bfloat16", "dtype": "bfloat16"}
@@ -96,18 +96,8 @@ def test_devices_share_the_rows_of_a_step_and_its_evaluation(job, mesh, tmp_path
 def test_a_run_goes_on_over_other_devices(job, tmp_path) -> None:
     job = dataclasses.replace(job, model=LLAMA)
     wanted = losses(train(job))
-
-    class Stop(Exception):
-        pass
-
-    def stop(record) -> None:
-        if record.step == 2:
-            raise Stop
-
-    parts = dataclasses.replace(job, output=tmp_path / "out", save_every=1, on_step=stop, mesh={"fsdp": 2})
-    with pytest.raises(Stop):
-        train(parts)
-    resumed = train(dataclasses.replace(parts, resume=True, on_step=lambda record: None, mesh={"data": 2}))
+    parts = dataclasses.replace(job, output=tmp_path / "out", save_every=1, mesh={"fsdp": 2})
+    resumed = begun_and_resumed(train, parts, step=2, mesh={"data": 2})
     np.testing.assert_allclose(losses(resumed), wanted, rtol=1e-5)
 
 

@@ -246,7 +246,7 @@ def test_the_loss_holds_a_seventh_of_the_logits_within_bounds() -> None:
 @pytest.mark.parametrize(
     ("config", "error", "reason"),
     [
-        ({}, PackingError, "names no hidden_size, num_hidden_layers and num_attention_heads"),
+        ({}, PackingError, "no hidden_size, num_hidden_layers and num_attention_heads: pass that of a decoder"),
         (QWEN2 | {"hidden_size": 8.5}, PackingError, "hidden_size"),
         (QWEN2 | {"layer_types": ["linear_attention"]}, UnsupportedModelError, "layers of the kind linear_attention"),
         (QWEN2 | {"model_type": "jamba", "mamba_d_state": 16}, UnsupportedModelError, "recurrent layers of its own"),

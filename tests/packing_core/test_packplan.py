@@ -78,10 +78,10 @@ def test_a_plan_survives_a_file_and_a_pickle(tmp_path):
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path):
     np.savez(tmp_path / "other.npz", lengths=[1, 2])
-    with pytest.raises(LayoutError, match=r"other.npz' is not a saved plan: it has no 'row_offsets'"):
+    with pytest.raises(LayoutError, match=r"other.npz' is not a saved plan, it has no 'row_offsets': pass one of"):
         PackPlan.load(tmp_path / "other.npz")
     np.save(tmp_path / "array.npy", [1, 2])
-    with pytest.raises(LayoutError, match=r"array.npy' is not a saved plan: PackPlan.save writes .npz archives"):
+    with pytest.raises(LayoutError, match=r"array.npy' is not a saved plan: pass an .npz archive of PackPlan.save"):
         PackPlan.load(tmp_path / "array.npy")
 
 
@@ -110,7 +110,7 @@ CONTRADICTIONS = {
     "too many tokens": ({"length": [5, 4, 4]}, "row 0 takes 9 tokens (alignment 1) and capacity is 8"),
     "too many when aligned": ({"alignment": 4}, "row 0 takes 12 tokens (alignment 4) and capacity is 8"),
     "alignment": ({"alignment": 3}, "capacity 8 is not a multiple of alignment 3: pass capacity 6 or 9"),
-    "no such document": ({"source": [0, 3, 1]}, "piece 1 is of document 3, and the plan has 3 documents"),
+    "no such document": ({"source": [0, 3, 1]}, "piece 1 is of document 3, and the plan has 3 documents: name 0 to 2"),
     "before the document": ({"start": [0, -1, 0]}, "piece 1 starts at token -1: starts count from 0"),
     "tokens twice": ({"source": [0, 0, 1], "start": [0, 4, 0]}, "token 4 of document 0 stands in two pieces, 0 and 1"),
     "dropped and kept": ({"dropped": [2]}, "document 2 is listed as dropped and stands in a row"),
@@ -132,7 +132,7 @@ def test_contradictions_are_refused(changes, message):
     ("rows", "message"),
     [
         ([], "no row of the 2 is selected"),
-        ([2], "there is no row 2: the plan has 2 rows, counted from 0"),
+        ([2], "there is no row 2: the plan has 2 rows, so choose below that"),
         ([-1], "there is no row -1"),
         ([1, 1], "row 1 is selected twice"),
         ([0.5], "rows is float64 [1]: pass integers in one dimension"),

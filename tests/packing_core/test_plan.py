@@ -311,12 +311,12 @@ REFUSED = {
     "effort of another": (
         ([3], 8),
         {"effort": "max", "strategy": "sequential"},
-        'effort="max" improves on strategy="best_fit" and cannot be combined with \'sequential\'',
+        'effort="max" improves on strategy="best_fit" and cannot be combined with \'sequential\': leave strategy out',
     ),
     "effort of mixed rows": (
         ([3], 8),
         {"effort": "max", "strategy": "mixed"},
-        'effort="max" improves on strategy="best_fit" and cannot be combined with \'mixed\'',
+        'effort="max" improves on strategy="best_fit" and cannot be combined with \'mixed\': leave strategy out',
     ),
     "overflow": (
         ([3], 8),

@@ -57,7 +57,7 @@ def test_scores_depend_on_the_distance_of_two_tokens_alone(interleaved):
     [
         ({"x": np.zeros((TOKENS, 8))}, r"x must have shape \[T, H, D\]"),
         ({"positions": np.zeros(4)}, r"positions must have shape \[T\] = \(5\)"),
-        ({"inv_freq": np.zeros(5)}, "inv_freq has 5 entries, which turn 10 channels; x has 8"),
+        ({"inv_freq": np.zeros(5)}, "inv_freq has 5 entries, which turn 10 channels, and x has 8: pass fewer"),
         ({"inv_freq": np.zeros((TOKENS, 4))}, "inv_freq must have shape"),
     ],
 )

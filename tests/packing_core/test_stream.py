@@ -319,7 +319,7 @@ def test_a_stop_between_the_pieces_of_a_split_document_resumes_exactly() -> None
             CapacityError,
             'document 1 has 9 tokens and capacity is 4: pass overflow="split"',
         ),
-        (lambda: list(stream([], 4)), PackingError, "the source has no document to pack"),
+        (lambda: list(stream([], 4)), PackingError, "the source has no document to pack: give it one at least"),
         (lambda: stream(3, 4), PackingError, r"pass a sequence of documents, a function open\(start\)"),
         (
             lambda: stream(iter([[1]]), 4).state_dict(),

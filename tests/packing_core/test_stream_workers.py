@@ -91,7 +91,7 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
         join_states(states[:2])
     with pytest.raises(PackingError, match="the state is of worker 0 of 3 with batches of 2 on 1 shards: join the st"):
         stream(SOURCE, 20, **OPTIONS).load_state_dict(states[0])
-    with pytest.raises(PackingError, match="it was changed"):
+    with pytest.raises(PackingError, match="it was changed: pass it as state_dict"):
         join_states([{**states[0], "epoch": 1}, *states[1:]])
     other = stream(SOURCE, 20, worker=(0, 3), rows_per_batch=2, buffer=12, max_age=24, seed=4)
     with pytest.raises(PackingError, match="of different runs, they differ in seed"):

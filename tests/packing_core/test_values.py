@@ -103,7 +103,7 @@ BAD = {
         lambda: PackedBatch(**fields(cu_seqlens=[0, 2**63 - 1])),
         "cu_seqlens marks 9,223,372,036,854,775,807",
     ),
-    "late start": (lambda: PackedBatch(**fields(starts=[2**63 - 1])), "no document is that long"),
+    "late start": (lambda: PackedBatch(**fields(starts=[2**63 - 1])), "that long, so pass the place of each segment"),
     "wide alignment": (
         lambda: PackedBatch(**fields(alignment=2**60)),
         "alignment is 1,152,921,504,606,846,976 and capac",
@@ -139,7 +139,7 @@ BAD = {
     "huge lengths": (lambda: plan([2**70], 4), "lengths must be integers, got object"),
     "far starts": (
         lambda: PackPlan([0, 1], [0], [2**63 - 1], [1], capacity=4, n_documents=1),
-        "piece 0 starts at 9,223,372,036,854,775,807: no document is that long",
+        "piece 0 starts at 9,223,372,036,854,775,807: no document is that long, so pass the place",
     ),
     "lengths that overflow together": (
         lambda: PackPlan([0, 16], range(16), [0] * 16, [2**60] * 16, capacity=2**60, n_documents=16),
@@ -158,7 +158,10 @@ BAD = {
     "a row by name": (lambda: PackedDataset(DOCUMENTS, MADE)["a"], "rows are chosen by integers"),
     "ragged rows": (lambda: PackedDataset(DOCUMENTS, MADE)[[[0], [0, 1]]], "rows are chosen by integers"),
     "a slice by name": (lambda: PackedDataset(DOCUMENTS, MADE)["a":], "rows are chosen by slices of integers"),
-    "rows by halves": (lambda: MADE.select(slice(0.5)), "rows are chosen by slices of integers"),
+    "rows by halves": (
+        lambda: MADE.select(slice(0.5)),
+        r"slices of integers, got slice.*: pass one such as batch\[2:5\]",
+    ),
     "rows of no plan": (lambda: balance([1], 1), "plan is a list: pass what crosspack.plan, pack or pack_tree returns"),
     "a cost by name": (
         lambda: balance(MADE, 1, cost="tokens"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, UnsupportedError
-from tests.torch_backend.test_captured import interpreted as interpreted
+from tests.torch_backend.kernels import interpreted as interpreted
 
 WORDS, WIDTH, HEADS, KEYS, CAPACITY = 20, 8, 4, 2, 12
 DOCUMENTS = [[(3 * i + j) % WORDS for j in range(n)] for i, n in enumerate((5, 3, 9, 2, 7, 4, 8, 6))]

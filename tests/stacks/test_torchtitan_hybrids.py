@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError, UnsupportedError
-from tests.torch_backend.test_captured import interpreted as interpreted
+from tests.torch_backend.kernels import interpreted as interpreted
 
 LENGTHS = (5, 1, 6, 3, 9)  # | 5 1 6 | 3 9: two rows of 12
 

@@ -1,3 +1,3 @@
 """Fixtures of the torch backend's tests."""
 
-from tests.torch_backend.kernels import where  # noqa: F401
+from tests.torch_backend.kernels import interpreted, where  # noqa: F401

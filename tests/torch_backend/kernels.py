@@ -41,6 +41,24 @@ FLOAT32 = [_on("cpu", "float32"), _on("cuda", "float32")]
 ONE_DTYPE = [_on("cpu", "float32"), _on("cuda", "bfloat16")]
 
 
+def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets Triton kernels run on the CPU for the rest of a test, which is skipped where they are compiled."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the kernels are compiled in this process: a test marked gpu runs them")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(operators, "INTERPRETED", True)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton kernels run on the CPU, in layers that no other test compiled."""
+    interpret(monkeypatch)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(params=EVERYWHERE)
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Where]:
     """A device and dtype on which the kernels run; memory that nobody has written yet is NaN."""
@@ -48,11 +66,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     if device == "cpu":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("the kernels are compiled in this process: the same test runs on the GPU")
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        monkeypatch.setattr(operators, "INTERPRETED", True)
+        interpret(monkeypatch)
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     yield Where(torch.device(device), getattr(torch, dtype))

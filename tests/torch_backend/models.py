@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -54,6 +55,12 @@ def patched(family: str = "llama", **changes: Any) -> Any:
     return patch(tiny(family, **changes), verify=False)
 
 
+def traces(model: Any) -> Any:
+    """Copies what a patch changes: attributes and hooks of modules, and the config."""
+    modules = [(sorted(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    return copy.deepcopy([model.config._attn_implementation, model.config.to_dict(), modules])
+
+
 def documents(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(4, 90, (length,), generator=generator) for length in lengths]
@@ -63,6 +70,11 @@ def collate(docs: list[Tensor], **options: Any) -> dict[str, Any]:
     """Two rows of 64 by default; capacity=None for one row without padding."""
     options = {"capacity": CAPACITY, "strategy": "sequential", **options}
     return PackedCollator(**options)([{"input_ids": document} for document in docs])
+
+
+def with_mask(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with its padding marked, which is token 0 and in no document."""
+    return {**batch, "attention_mask": (batch["input_ids"] != 0).long()}
 
 
 @dataclass
@@ -88,18 +100,16 @@ def packed(model: Any, docs: list[Tensor], batch: dict[str, Any] | None = None, 
 
 
 def run_of(model: Any, logits: list[Tensor], loss: Tensor) -> Run:
-    gradients = {}
+    found = {}
     if loss.requires_grad:
+        found = gradients(model, loss)
         model.zero_grad()
-        loss.backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-    return Run([x.detach() for x in logits], loss.detach(), gradients)
+    return Run([x.detach() for x in logits], loss.detach(), found)
 
 
 def error(got: Tensor, want: Tensor) -> float:
     """max |got - want| / max |want|."""
-    return float((got - want).abs().max() / want.abs().max().clamp_min(1e-6))
+    return float(((got - want).abs().max() / want.abs().max().clamp_min(1e-6)).detach())
 
 
 def assert_same(got: Run, want: Run, tolerance: float = 1e-5) -> None:
@@ -111,6 +121,21 @@ def assert_same(got: Run, want: Run, tolerance: float = 1e-5) -> None:
     assert got.gradients.keys() == want.gradients.keys()
     for name in want.gradients:
         assert error(got.gradients[name], want.gradients[name]) <= tolerance, f"gradient of {name}"
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    """Returns the gradients of a loss by the names of the parameters that have one."""
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """Every gradient agrees within 1e-5 of the largest of all."""
+    scale = max(float(gradient.abs().max()) for gradient in want.values())
+    assert found.keys() == want.keys()
+    for name, gradient in want.items():
+        assert float((found[name] - gradient).abs().max()) <= 1e-5 * scale, name
 
 
 def leaves(docs: list[Tensor], run: Run) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +18,15 @@ NAMES = ("q", "k", "v", "g", "beta")
 
 def packed_on(where: Where, lengths=LENGTHS) -> PackedMetadata:
     return PackedMetadata.from_lengths(lengths, device=where.device, entries=len(lengths) + 1)
+
+
+def assert_moved_alone(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], start, stop) -> None:
+    """Results, [T, ...] each, changed at the tokens of one document and at no other, to the bit."""
+    for name, x in before.items():
+        own = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        own[start:stop] = True
+        assert torch.equal(x[~own], after[name][~own]), name
+        assert not torch.equal(x[own], after[name][own]), name
 
 
 def working(where: Where) -> str:

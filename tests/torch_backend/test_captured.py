@@ -20,7 +20,6 @@ from torch_backend import patch
 from torch_backend.hf.inputs import guard
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.ops import operators
 from torch_backend.ops import scan as scans
 from torch_backend.ops.scan import order
 from torch_backend.steps import cuda_graph as captured
@@ -92,18 +91,6 @@ def test_a_batch_of_another_form_is_refused_by_what_changed(stand_in, other, cha
 def test_disabled_it_hands_the_batch_through():
     batch = row(1)
     assert CapturedStep(lambda given: given, enabled=False)(batch) is batch
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("the kernels are compiled in this process")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(operators, "INTERPRETED", True)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def fixed(lengths: tuple[int, ...]) -> dict:

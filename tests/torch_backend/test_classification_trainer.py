@@ -12,10 +12,9 @@ import transformers
 
 import torch_backend
 from packing_core.errors import PackingError, UnsupportedError
-from tests.torch_backend.models import error
+from tests.torch_backend.models import assert_same_gradients, error
 from tests.torch_backend.preference import GRADIENT, trained
 from tests.torch_backend.test_document_heads import ROUTES, classifier
-from tests.torch_backend.test_heads import assert_same_gradients
 from tests.torch_backend.test_trainer import arguments, datasets
 from torch_backend.trainers import inspection
 from torch_backend.trainers.enable_packing import enable_packing

@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_backend
 from tests.torch_backend.models import error
-from tests.torch_backend.test_captured import interpreted as interpreted
 from tests.torch_backend.test_vision_step import batches_of
 from torch_backend.hf.edits import patches
 from torch_backend.hf.patch import state_of

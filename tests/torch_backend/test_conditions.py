@@ -19,10 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
-from tests.torch_backend.models import Run, alone, assert_same, collate, documents, error, packed, tiny
+from tests.torch_backend.models import Run, alone, assert_same, collate, documents, error, packed, tiny, traces
 from torch_backend.hf.attention import PREFIX
 from torch_backend.hf.patch import state_of
-from torch_backend.ops import operators
 
 LONGROPE = {
     "rope_parameters": {
@@ -168,13 +167,10 @@ def test_dropout(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled in this process")
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("family", ["lfm2"])  # attention and a convolution
-def test_compiled_once_for_eight_segmentations(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_once_for_eight_segmentations(family: str) -> None:
     """Holds where shapes are fixed and no lengths are needed on the host, unlike batches of documents."""
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(operators, "INTERPRETED", True)
     rows = []
     for seed in range(8):
         cuts = torch.randperm(15, generator=torch.Generator().manual_seed(seed))[:2].sort().values.tolist()
@@ -237,16 +233,11 @@ def test_an_unpatched_sibling_is_untouched(family: str) -> None:
 @pytest.mark.parametrize("family", ROUTES)
 def test_unpatch_restores_everything(family: str) -> None:
     model = model_of(family)
-
-    def traces() -> list[Any]:
-        modules = [(sorted(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-        return [model.config._attn_implementation, model.config.to_dict(), modules]
-
-    before = copy.deepcopy(traces())
+    before = traces(model)
     torch_backend.patch(model, verify=False)
-    assert traces() != before
+    assert traces(model) != before
     torch_backend.unpatch(model)
-    assert traces() == before
+    assert traces(model) == before
 
 
 @pytest.mark.parametrize("family", ROUTES)

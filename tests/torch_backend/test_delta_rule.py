@@ -9,7 +9,7 @@ import torch
 from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget, numpy
-from tests.torch_backend.scans import LENGTHS, NAMES, continued, packed_on, working
+from tests.torch_backend.scans import LENGTHS, NAMES, assert_moved_alone, continued, packed_on, working
 from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule, gated_delta_rule_with_states
 from torch_backend.ops.scan.gated_delta.operators import chunk_length
 from torch_backend.segments import PackedMetadata
@@ -116,11 +116,7 @@ def test_no_document_moves_another_by_a_bit(where):
     for x in changed:
         x[start:stop] = -0.5 * x[start:stop] - 0.05
     after, _ = run(where, [x.requires_grad_() for x in changed[:5]], packed_on(where, lengths), dout=changed[5])
-    for name, x in before.items():
-        own = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-        own[start:stop] = True
-        assert torch.equal(x[~own], after[name][~own]), name
-        assert not torch.equal(x[own], after[name][own]), name
+    assert_moved_alone(before, after, start, stop)
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)

@@ -346,7 +346,9 @@ def test_what_has_no_meaning_is_refused() -> None:
     pair = logprobs(2, 3)
     with pytest.raises(PackingError, match="kind must be one of 'sigmoid', 'hinge', 'ipo', 'robust'; got 'cubic'"):
         dpo_loss(*pair, kind="cubic")  # type: ignore[arg-type]
-    with pytest.raises(PackingError, match="label_smoothing is defined for 'sigmoid' and 'robust', not for 'ipo'"):
+    with pytest.raises(
+        PackingError, match="label_smoothing is defined for 'sigmoid' and 'robust', not for 'ipo': leave it out"
+    ):
         dpo_loss(*pair, kind="ipo", label_smoothing=0.1)
     with pytest.raises(PackingError, match="at least 0 and below 0.5, got 0.5"):
         dpo_loss(*pair, kind="robust", label_smoothing=0.5)

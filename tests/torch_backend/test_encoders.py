@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torch_backend
 from packing_core.errors import CapacityError, LayoutError, UnsupportedModelError
-from tests.torch_backend.models import documents, error
+from tests.torch_backend.models import assert_same_gradients, documents, error, gradients
 from torch_backend import PackedCollator
 from torch_backend.auditing.families import HEAD_DIM
 from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
@@ -33,19 +33,6 @@ def encoder(family: str, auto: Any, **changes: Any) -> Any:
 def examples(docs: list[Tensor], labels: list[Any] | None = None) -> list[dict[str, Any]]:
     given = [None] * len(docs) if labels is None else labels
     return [{"input_ids": d, "labels": y} for d, y in zip(docs, given, strict=True)]
-
-
-def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_gradients(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    scale = max(float(gradient.abs().max()) for gradient in want.values())
-    assert found.keys() == want.keys()
-    for name in want:
-        assert float((found[name] - want[name]).abs().max()) <= 1e-5 * scale, name
 
 
 @pytest.mark.parametrize("head", ["MaskedLM", "TokenClassification"])

@@ -401,7 +401,11 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             LayoutError,
             "each token chooses 3 experts and there are 2",
         ),
-        ({"indices": zeros(3, 1)}, LayoutError, "indices are int32 or int64, got torch.float32"),
+        (
+            {"indices": zeros(3, 1)},
+            LayoutError,
+            r"indices are int32 or int64, got torch.float32: cast them, indices.int\(\)",
+        ),
         ({"indices": torch.tensor([[0], [3], [1]])}, LayoutError, "an index names expert 3 and there are 2"),
         ({"indices": torch.tensor([[0], [-2], [1]])}, LayoutError, "an index names expert -2 and there are 2"),
         (
@@ -427,7 +431,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             LayoutError,
             "need an activation with gates",
         ),
-        ({"x": zeros(3, 4).to("meta")}, LayoutError, "is on cpu and x on meta"),
+        ({"x": zeros(3, 4).to("meta")}, LayoutError, "is on cpu and x on meta: move both to one device"),
         (
             {"up_adapter": Adapter(zeros(2, 1, 4), zeros(2, 6, 2), 1.0)},
             LayoutError,

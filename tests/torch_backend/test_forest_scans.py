@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import torch_backend
-from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
+from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, interpret, numpy
 from tests.torch_backend.models import error, patched, tiny
 from tests.torch_backend.test_shared_prefixes import answers, loss_and_gradients
 from torch_backend import PackedCollator
 from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.ops import operators
 from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule
 from torch_backend.ops.scan.kimi_delta.operators import kimi_delta_rule
@@ -181,17 +180,13 @@ SLOW = ("recurrent_gemma", "falcon_mamba")  # interpreted
 )
 def test_layers_hand_their_states_on_and_train_alike(family, monkeypatch):
     """The truth is float64 on whole documents; unshared rows say how much the kernels round in float32."""
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("the kernels are compiled in this process: test_patch_on_gpu runs them")
     double = tiny(family, **FAMILIES[family]).double()
     double.set_experts_implementation("eager")
     torch_backend.patch(double, verify=False)
     rows = {share: PackedCollator(double, share_prefix=share)(answers((17, 3), 2)) for share in (True, False)}
     _, _, truth = loss_and_gradients(double, rows[False])
 
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(operators, "INTERPRETED", True)
+    interpret(monkeypatch)
     model = torch_backend.patch(tiny(family, **FAMILIES[family]), implementation="sdpa", verify=False)
     _, _, rounded = loss_and_gradients(model, rows[False])
     _, _, found = loss_and_gradients(model, rows[True])

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
-from tests.torch_backend.models import LENGTHS, collate, documents, error, tiny
+from tests.torch_backend.models import LENGTHS, assert_same_gradients, collate, documents, error, gradients, tiny
 from torch_backend.auditing.tiny import tiny_config, tiny_model
 from torch_backend.hf.anatomy.heads import trains_first_token
 from torch_backend.hf.anatomy.model import anatomy_of
@@ -27,19 +27,6 @@ def with_head(family: str, auto: Any, **changes: Any) -> Any:
     """A fresh tiny model of the family that ``auto`` builds."""
     config = tiny(family, **changes).config
     return tiny_model(config, auto._model_mapping[type(config)]).train()
-
-
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_gradients(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    scale = max(float(g.abs().max()) for g in want.values())
-    assert got.keys() == want.keys()
-    for name, gradient in want.items():
-        assert float((got[name] - gradient).abs().max()) <= 1e-5 * scale, name
 
 
 @pytest.mark.parametrize("family", ROUTES)

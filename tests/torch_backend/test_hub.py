@@ -233,7 +233,7 @@ def test_what_would_be_ignored_is_refused() -> None:
         functions.flash_attn_varlen_func(x, x, x, bounds, bounds, 4, 4, dropout_p=0.1)
     with pytest.raises(UnsupportedError, match="without causal both sides must be the same"):
         functions.flash_attn_varlen_func(x, x, x, bounds, bounds, 4, 4, window_size=(2, 3))
-    with pytest.raises(UnsupportedError, match="no activation 'gelu', only silu"):
+    with pytest.raises(UnsupportedError, match="no activation 'gelu': pass silu or None"):
         functions.causal_conv1d_fn(torch.zeros(1, 2, 4), torch.zeros(2, 3), activation="gelu")
     for name, call in {
         "head_first": lambda: functions.chunk_gated_delta_rule(x, x, x, x[..., 0], x[..., 0], head_first=True),

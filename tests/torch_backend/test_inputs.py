@@ -177,7 +177,7 @@ def test_embeddings_in_the_place_of_ids_are_exact(family: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input_ids": None}, "the batch has neither input_ids nor inputs_embeds"),
+        ({"input_ids": None}, "the batch has neither input_ids nor inputs_embeds: pass one of them"),
         ({"input_ids": torch.zeros(128, dtype=torch.long)}, r"input_ids must be \[B, S\], got \[128\]"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(128, 64)}, r"inputs_embeds must be \[B, S, D\], got \[128,"),
     ],

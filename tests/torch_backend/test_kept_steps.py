@@ -16,7 +16,7 @@ from packing_core.training.checkpoints import remove_older
 from packing_core.training.job import TrainJob
 from packing_core.training.records import StepRecord, best_record, without_progress
 from packing_core.training.schedule import Schedule
-from tests.training_jobs import LLAMA, losses, small_job
+from tests.training_jobs import LLAMA, losses, small_job, with_options
 from torch_backend.job.train import train
 
 LAYER = {**LLAMA, "num_hidden_layers": 1}
@@ -27,10 +27,6 @@ def job(tmp_path) -> TrainJob:
     job = small_job(LAYER, output=tmp_path / "run", eval_every=1)
     corpus = job.schedule.corpus
     return dataclasses.replace(job, evaluation=Schedule(corpus, (plan(corpus.documents.lengths, 48, seed=9),)))
-
-
-def with_options(job: TrainJob, **options) -> TrainJob:
-    return dataclasses.replace(job, options=dataclasses.replace(job.options, **options))
 
 
 def records(*losses: float | None) -> list[StepRecord]:

@@ -65,7 +65,9 @@ def test_keys_and_segments_must_agree() -> None:
     q, k, v = drawn(4, 2, 16, 16)
     with pytest.raises(LayoutError, match=r"attention takes q \[T, H, D\]"):
         attention(q, k[1:], v[1:], PackedMetadata.of_last_tokens(QUERIES, KEYS))
-    with pytest.raises(LayoutError, match=r"segment 1 has 5 queries, which are its last tokens, and 4 keys"):
+    with pytest.raises(
+        LayoutError, match=r"segment 1 has 5 queries, which are its last tokens, and 4 keys: count all of its tokens"
+    ):
         PackedMetadata.of_last_tokens((1, 5), (3, 4))
-    with pytest.raises(LayoutError, match=r"there are 2 segments of queries and 1 of keys"):
+    with pytest.raises(LayoutError, match=r"there are 2 segments of queries and 1 of keys: give each segment a length"):
         PackedMetadata.of_last_tokens((1, 5), (30,))

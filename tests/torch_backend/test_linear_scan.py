@@ -8,7 +8,7 @@ import torch
 
 from packing_core.errors import LayoutError
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
-from tests.torch_backend.scans import LENGTHS, NAMES, packed_on
+from tests.torch_backend.scans import LENGTHS, NAMES, assert_moved_alone, packed_on
 from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule
 from torch_backend.ops.scan.linear_attention import wide as linear
 from torch_backend.segments import PackedMetadata
@@ -91,11 +91,7 @@ def test_no_document_moves_another_by_a_bit(where, short_spans):
         x[start:stop] = -0.5 * x[start:stop] - 0.05
     after = run(where, [x.requires_grad_() for x in changed[:6]], packed_on(where), changed[6])
     del before["skip"]  # of all documents
-    for name, x in before.items():
-        own = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-        own[start:stop] = True
-        assert torch.equal(x[~own], after[name][~own]), name
-        assert not torch.equal(x[own], after[name][own]), name
+    assert_moved_alone(before, after, start, stop)
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)

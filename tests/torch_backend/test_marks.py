@@ -120,7 +120,10 @@ def test_a_batch_without_marks_is_refused() -> None:
         ({"cu_seq_lens_q": torch.tensor([[0, 3, 6]])}, r"cu_seq_lens_q has shape \[1, 3\]: pass one dimension"),
         ({"seq_lengths": [[3, 4]]}, "seq_lengths add up to 7 and input_ids has 6 tokens in row 0"),
         ({"seq_lengths": [[3, -1]]}, "seq_lengths holds -1"),
-        ({"seq_lengths": [[3], [3]]}, "seq_lengths has lengths of 2 rows and input_ids has 1"),
+        (
+            {"seq_lengths": [[3], [3]]},
+            "seq_lengths has lengths of 2 rows and input_ids has 1: give each row a list",
+        ),
         ({"segment_ids": torch.ones(1, 5)}, r"segment_ids has shape \[1, 5\] and input_ids \[1, 6\]"),
         ({"position_ids": torch.zeros(2, 1, 6)}, r"position_ids has shape \[2, 1, 6\]"),
     ],
@@ -133,7 +136,9 @@ def test_marks_that_do_not_fit_the_rows_are_refused(marks: dict[str, Any], messa
 def test_a_segment_that_crosses_into_the_next_row_is_refused() -> None:
     ids = torch.arange(6).view(2, 3)
     for marks in ({"cu_seq_lens_q": torch.tensor([0, 4, 6])}, {"seq_lengths": [4, 2]}):
-        with pytest.raises(LayoutError, match=r"a segment of \w+ crosses from row 0 into the next"):
+        with pytest.raises(
+            LayoutError, match=r"a segment of \w+ crosses from row 0 into the next: end it with the row"
+        ):
             collate(input_ids=ids, **marks)
 
 
@@ -246,7 +251,10 @@ def test_positions_that_count_through_the_row_restart() -> None:
 
 
 def test_positions_that_restart_inside_a_segment_are_refused() -> None:
-    with pytest.raises(LayoutError, match="position_ids restart at token 1 of row 0, inside a document of segment_ids"):
+    with pytest.raises(
+        LayoutError,
+        match="position_ids restart at token 1 of row 0, inside a document of segment_ids: leave out the one that",
+    ):
         collate(position_ids=torch.tensor([[0, 0, 1, 0, 1, 0]]), **MARKS["segment_ids"])
 
 

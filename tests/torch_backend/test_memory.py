@@ -25,7 +25,6 @@ from torch_backend import enable_packing, make_train_step, patch
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.ops import operators
 from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.steps.explaining import plain_layers
 from torch_backend.steps.memory import LEVELS, hold_level, keeps, level_layers, level_of, recomputing_inside, set_level
@@ -75,18 +74,6 @@ def test_plain_layers_give_the_same_gradients_and_recompute_more(family: str) ->
         work[level] = counted.get_total_flops()
     assert sizes["none"] > sizes["full"]
     assert work["none"] < work["selective"] < work["full"]
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("the kernels are compiled in this process")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(operators, "INTERPRETED", True)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
+from tests.torch_backend.kernels import interpret
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
 from torch_backend.hf.anatomy.families import CONVOLUTION, SCANS
 from torch_backend.hf.edits import mixers, row_layers, stand_ins
 from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.edits.rebinding import as_function
 from torch_backend.hf.edits.stand_ins import LayerSegments
-from torch_backend.ops import conv, norm, operators
+from torch_backend.ops import conv, norm
 from torch_backend.ops.scan import request
 from torch_backend.ops.scan.libraries import fla
 from torch_backend.ops.scan.selective import operators as selective
@@ -53,11 +54,7 @@ SMALL = {  # interpreted scans take long
 @pytest.fixture
 def convolved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Triton kernels run on the CPU; the tokens that the convolution's forward kernel was given are listed."""
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("the kernels are compiled in this process: test_patch_on_gpu runs them")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(operators, "INTERPRETED", True)
+    interpret(monkeypatch)
     monkeypatch.setattr(selective, "_L", 8)
     return counted(monkeypatch, conv)
 

@@ -17,7 +17,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.torch_backend.models import documents, error, tiny
 from tests.torch_backend.preference import assert_same_training, trained
-from tests.torch_backend.test_captured import interpreted as interpreted
 from tests.torch_backend.test_classification_trainer import trainer as classifying
 from tests.torch_backend.test_document_heads import classifier, features
 from tests.torch_backend.test_encoders import encoder

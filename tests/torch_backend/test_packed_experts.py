@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
-from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
+from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny, with_mask
 from torch_backend.auditing.tiny import all_families
 from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, layout_of, weights_of
 from torch_backend.hf.edits.experts import reasons_against
@@ -30,10 +30,6 @@ from torch_backend.steps.eligibility import why_not_compiled
 # every layout and gate, mixers beside experts, and decoder layers that pass a mask on
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h", "granitemoehybrid", "qwen3_next", "mixtral")
 LENGTHS = (7, 3, 5)
-
-
-def with_mask(batch: dict[str, Any]) -> dict[str, Any]:
-    return {**batch, "attention_mask": (batch["input_ids"] != 0).long()}
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f in all_families()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import re
 import threading
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import torch_backend
 from packing_core.errors import ContaminationError, LayoutError, UnsupportedError, UnsupportedModelError
-from tests.torch_backend.models import Run, alone, assert_same, collate, documents, error, packed, tiny
+from tests.torch_backend.models import Run, alone, assert_same, collate, documents, error, packed, tiny, traces
 from torch_backend.hf.patch import state_of
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
@@ -126,18 +125,13 @@ def test_one_document_changes_nothing_of_the_others_to_the_bit() -> None:
 
 def test_unpatch_restores_everything() -> None:
     model = tiny("llama").eval()
-
-    def traces() -> list[Any]:
-        modules = [(sorted(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-        return [model.config._attn_implementation, model.config.to_dict(), modules]
-
-    before = copy.deepcopy(traces())
+    before = traces(model)
     torch_backend.patch(model, verify=False)
-    assert traces() != before
+    assert traces(model) != before
     torch_backend.unpatch(model)
-    assert traces() == before
+    assert traces(model) == before
     torch_backend.unpatch(model)
-    assert traces() == before
+    assert traces(model) == before
 
 
 def test_patching_twice_is_patching_once() -> None:
@@ -216,7 +210,9 @@ def test_data_parallel_is_refused() -> None:
 
 
 def test_what_is_no_transformers_model_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="no transformers model in Linear"):
+    with pytest.raises(
+        UnsupportedModelError, match="no transformers model in Linear: pass one, or a module that holds one"
+    ):
         torch_backend.patch(nn.Linear(2, 2))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import torch_backend
 from packing_core.errors import LayoutError, UnsupportedModelError
 from tests.torch_backend.graphs import stand_in
-from tests.torch_backend.models import collate, documents, tiny
+from tests.torch_backend.models import collate, documents, tiny, with_mask
 from torch_backend.auditing.tiny import all_families
 from torch_backend.hf.patch import Patched
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -32,11 +32,6 @@ WITH_ROUTERS = (
 )
 # Their routers run inside layers or decoders that run per document.
 PER_DOCUMENT = ("deepseek_v4", "minimax_m3_vl_text", "qwen4_exp", "qwen4_exp_text")
-
-
-def with_mask(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with its padding marked, which is token 0 and in no document."""
-    return {**batch, "attention_mask": (batch["input_ids"] != 0).long()}
 
 
 def load_balance(router_logits: list[Tensor], top_k: int) -> float:

@@ -18,6 +18,7 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 import torch_backend
+from tests.torch_backend.kernels import interpret
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
 from torch_backend.hf.anatomy.families import SCANS
 from torch_backend.hf.edits.stand_ins import LayerSegments, scan
@@ -33,13 +34,9 @@ SHORT = (39, 25, 31)  # a row has to have a chunk of tokens at least
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def faster_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton kernels run on the CPU, and libraries are recorded as faster."""
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("the kernels are compiled in this process")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(operators, "INTERPRETED", True)
+    interpret(monkeypatch)
     recorded(monkeypatch, flash_qla=1.0, mamba_ssm=1.0, triton=2.0)
 
 
@@ -156,7 +153,7 @@ def install_mamba_ssm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # -- what they give ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("faster_libraries")
 @pytest.mark.parametrize(("family", "library", "layers"), [("qwen3_next", "flash_qla", 1), ("mamba2", "mamba_ssm", 2)])
 def test_a_library_that_is_faster_and_passes_its_trial_scans_the_row(
     family: str, library: str, layers: int, monkeypatch: pytest.MonkeyPatch
@@ -170,7 +167,7 @@ def test_a_library_that_is_faster_and_passes_its_trial_scans_the_row(
     assert f"scan by {library} (measured on documents of 1,024 tokens: " in str(torch_backend.explain(model))
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("faster_libraries")
 def test_ours_runs_where_a_faster_library_does_not_and_explain_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -217,7 +214,7 @@ def test_the_nearest_measured_length_decides(monkeypatch: pytest.MonkeyPatch) ->
     assert tried(SSD, [1_000]) == ("triton", "fast", "other")  # of which nothing was measured
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("faster_libraries")
 def test_where_only_the_device_knows_the_documents_the_first_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     install_flash_qla(monkeypatch)
     inputs = drawn_delta()
@@ -236,7 +233,7 @@ def test_where_only_the_device_knows_the_documents_the_first_choice_stays(monkey
 
 
 def test_what_a_model_on_another_device_chose_is_not_asked_in_a_compiled_layer(
-    monkeypatch: pytest.MonkeyPatch, interpreted: None
+    monkeypatch: pytest.MonkeyPatch, faster_libraries: None
 ) -> None:
     """A model that was audited on the CPU scanned document by document in compiled layers on a GPU."""
     q, k, v, g, beta = drawn_delta()
@@ -288,7 +285,7 @@ def on_device_alone(lengths: tuple[int, ...], device: str, entries: int) -> Pack
     return packed
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("faster_libraries")
 @pytest.mark.parametrize(("name", "library"), [(DELTA, "flash_qla"), (SSD, "mamba_ssm")])
 def test_a_compiled_layer_holds_the_library_in_one_graph(
     name: str, library: str, monkeypatch: pytest.MonkeyPatch

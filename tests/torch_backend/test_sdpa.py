@@ -167,7 +167,10 @@ def test_a_window_that_a_document_does_not_exceed_is_none(causal: bool, implemen
 
 def test_metadata_of_another_device_or_size_raises() -> None:
     q, k, v = inputs()
-    with pytest.raises(LayoutError, match=f"the segments cover 5 tokens and q holds {T}"):
+    with pytest.raises(
+        LayoutError,
+        match=f"the segments cover 5 tokens and q holds {T}: pass the segments of the batch that it comes from",
+    ):
         attention(q, k, v, PackedMetadata.from_lengths([5]))
 
 
@@ -285,9 +288,9 @@ def test_metadata_is_checked() -> None:
     for lengths in ([], [3, 0]):
         with pytest.raises(LayoutError, match="segment lengths must be positive and there must be one at least"):
             PackedMetadata.from_lengths(lengths)
-    with pytest.raises(LayoutError, match="max_seqlen=2 is shorter than the longest segment of 3 tokens"):
+    with pytest.raises(LayoutError, match="max_seqlen=2 is shorter than the longest segment of 3 tokens: raise it"):
         PackedMetadata.from_lengths([3], max_seqlen=2)
-    with pytest.raises(LayoutError, match="entries=1 cannot hold 2 segments"):
+    with pytest.raises(LayoutError, match="entries=1 cannot hold 2 segments: pass that many at least"):
         PackedMetadata.from_lengths([3, 2], entries=1)
 
 

@@ -9,7 +9,6 @@ import torch
 
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import collate, documents, tiny
-from tests.torch_backend.test_memory import interpreted as interpreted
 from torch_backend import patch, unpatch
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from packing_core.errors import UnsupportedError
 from tests.torch_backend.models import documents, error, patched, tiny
-from tests.torch_backend.test_captured import interpreted as interpreted
 from tests.torch_backend.test_train_step import graphs as graphs
 from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.losses.next_tokens import NextTokens

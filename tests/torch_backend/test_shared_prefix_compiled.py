@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import documents, error, tiny
-from tests.torch_backend.test_captured import interpreted as interpreted
 from tests.torch_backend.test_packed_calls import possible as possible
 from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.hf.inputs.unpadding import unpad_calls

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import collate, documents, in_float64, tiny
-from tests.torch_backend.test_memory import interpreted as interpreted
 from tests.torch_backend.test_memory import recording
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama, peft

@@ -15,7 +15,7 @@ from packing_core.planning.plan import plan
 from packing_core.training.job import TrainJob, TrainResult
 from packing_core.training.schedule import Corpus, Document, Schedule
 from tests.torch_backend.test_train_step import graphs as graphs
-from tests.training_jobs import LLAMA, losses, small_job
+from tests.training_jobs import LLAMA, begun_and_resumed, losses, small_job
 from torch_backend.job import train as training_job
 from torch_backend.job.models import build_model
 from torch_backend.job.train import train
@@ -85,18 +85,8 @@ def test_a_resumed_run_repeats_to_the_bit(job, config, tmp_path):
     job = dataclasses.replace(job, model=config)
     whole = dataclasses.replace(job, output=tmp_path / "whole")
     expected = train(whole)
-
-    class Stop(Exception):
-        pass
-
-    def stop(record):
-        if record.step == 4:
-            raise Stop
-
-    parts = dataclasses.replace(job, output=tmp_path / "parts", save_every=2, on_step=stop)
-    with pytest.raises(Stop):
-        train(parts)
-    resumed = train(dataclasses.replace(parts, resume=True, on_step=lambda record: None))
+    parts = dataclasses.replace(job, output=tmp_path / "parts", save_every=2)
+    resumed = begun_and_resumed(train, parts, step=4)
     assert losses(resumed) == losses(expected)
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
     assert first == second

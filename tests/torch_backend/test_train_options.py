@@ -16,7 +16,7 @@ from packing_core.planning.plan import plan
 from packing_core.training.job import TrainJob
 from packing_core.training.options import Options
 from packing_core.training.schedule import Schedule
-from tests.training_jobs import LLAMA, losses, small_job
+from tests.training_jobs import LLAMA, begun_and_resumed, losses, small_job, with_options
 from torch_backend.job.memory import memory_line, states_bytes
 from torch_backend.job.models import build_model, with_adapters
 from torch_backend.job.ranks import Ranks
@@ -44,10 +44,6 @@ def job(folder) -> TrainJob:
 def plain(folder) -> list[float]:
     """The losses of the job as it is."""
     return losses(train(small_job(str(folder))))
-
-
-def with_options(job: TrainJob, **options) -> TrainJob:
-    return dataclasses.replace(job, options=dataclasses.replace(job.options, **options))
 
 
 def with_evaluation(job: TrainJob) -> TrainJob:
@@ -120,18 +116,8 @@ def test_updates_that_bfloat16_rounds_away_add_up_in_float32_copies_alone(master
 def test_a_resumed_run_repeats_to_the_bit(job, options, tmp_path):
     job = with_evaluation(with_options(job, **options))
     expected = train(dataclasses.replace(job, output=tmp_path / "whole"))
-
-    class Stop(Exception):
-        pass
-
-    def stop(record):
-        if record.step == 4:
-            raise Stop
-
-    parts = dataclasses.replace(job, output=tmp_path / "parts", save_every=2, on_step=stop)
-    with pytest.raises(Stop):
-        train(parts)
-    resumed = train(dataclasses.replace(parts, resume=True, on_step=lambda record: None))
+    parts = dataclasses.replace(job, output=tmp_path / "parts", save_every=2)
+    resumed = begun_and_resumed(train, parts, step=4)
     assert losses(resumed) == losses(expected)
     assert [r.eval_loss for r in resumed.records["packed"]] == [r.eval_loss for r in expected.records["packed"]]
     name = "adapter_model.safetensors" if "lora" in options else "model.safetensors"

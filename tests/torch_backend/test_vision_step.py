@@ -10,7 +10,6 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.torch_backend.models import error
-from tests.torch_backend.test_captured import interpreted as interpreted
 from tests.torch_backend.vision_models import image_documents, kinds_of, vision_model
 from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.collate.vision import VisionReader

@@ -19,7 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from packing_core.errors import UnsupportedError
 from packing_core.training.memory_model import LEVELS
 from tests.torch_backend.models import collate, documents, tiny
-from tests.torch_backend.test_captured import interpreted as interpreted
 from tests.torch_backend.test_rank_share import shares
 from torch_backend import explain, make_train_step, patch
 from torch_backend.hf.edits import stand_ins

@@ -55,7 +55,7 @@ class ScoredStep:
         if not any(bool(g.any()) for g in truth.values()):
             raise PackingError(
                 f"{type(self.trainer).__name__}: nothing is trained in the first batch, because every gradient of its "
-                "documents is 0; answers with equal rewards have no advantage"
+                "documents is 0: give it answers with unequal rewards, because equal ones have no advantage"
             )
         with self._recorded():
             loss, found = self._run()

@@ -179,7 +179,10 @@ class _Step:
         self.alone = [self._alone(*each) for each in zip(self.places, self.images, strict=True)]
         self.targets = [_targets(inputs) for inputs in self.alone]
         if sum(self.targets) == 0:
-            raise PackingError("nothing is trained in the trainer's first batch: all labels are -100")
+            raise PackingError(
+                "nothing is trained in the trainer's first batch, where all labels are -100: "
+                "audit it with documents that have labels"
+            )
         _, counted = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
         self.counted = None if counted is None else int(counted)
 
@@ -398,7 +401,9 @@ def _pieces(feature: Any) -> list[NDArray[np.int64]]:
         flat, starts = feature.input_ids.reshape(-1), feature.flat_starts
         return [np.asarray(flat[a : a + n], np.int64) for a, n in zip(starts, feature.lengths, strict=True)]
     if not isinstance(feature, Mapping) or "input_ids" not in feature:
-        raise LayoutError("the trainer's collator is given features without input_ids, which cannot be audited")
+        raise LayoutError(
+            "the trainer's collator is given features without input_ids, which cannot be audited: tokenise the data set"
+        )
     read = {name: feature[name] for name in ("input_ids", *READ) if name in feature}  # others may be one number each
     return [np.asarray(document["input_ids"], np.int64) for document in documents_of(read)]
 

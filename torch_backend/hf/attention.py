@@ -158,10 +158,13 @@ def _packed(
     unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in harmless)
     if unknown:
         raise UnsupportedModelError(
-            f"{_where(module)} passes {', '.join(unknown)} to attention, which packing cannot honour"
+            f"{_where(module)} passes {', '.join(unknown)} to attention, which packing cannot honour: "
+            "train the model unpacked"
         )
     if others.get("output_attentions"):
-        raise UnsupportedModelError(f"{_where(module)}: packed attention has no attention weights to return")
+        raise UnsupportedModelError(
+            f"{_where(module)}: packed attention has no attention weights to return: leave output_attentions out"
+        )
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError(
             f"{_where(module)} has {key.shape[2]} keys for {query.shape[2]} queries: "
@@ -249,7 +252,9 @@ def _refuse_across_ranks(module: nn.Module, *, causal: bool, dropout: float) -> 
         )
     if not causal or _chunk(module) is not None:
         kind = "sees chunks of a document" if causal else "is not causal"
-        raise UnsupportedModelError(f"{_where(module)} {kind}: its documents cannot be cut over ranks")
+        raise UnsupportedModelError(
+            f"{_where(module)} {kind}: its documents cannot be cut over ranks, patch it without mesh"
+        )
 
 
 def _where(module: nn.Module) -> str:

@@ -51,7 +51,11 @@ class DocumentRows:
             )
         order = np.array([segment for (segment,) in documents], np.int64)
         if len(order) and not 0 <= order.min() <= order.max() < len(lengths):
-            raise LayoutError(f"packed_documents names segment {order.max()} and the batch has {len(lengths)}")
+            wrong = order[(order < 0) | (order >= len(lengths))][0]
+            raise LayoutError(
+                f"packed_documents names segment {wrong} and the batch has {len(lengths)}: pass the whole batch of a "
+                "collator"
+            )
         starts, kept = (np.cumsum(lengths) - lengths)[order], lengths[order]
         places = np.arange(kept.max(initial=1))
         index = starts[:, None] + np.minimum(places, kept[:, None] - 1)

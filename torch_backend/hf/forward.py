@@ -165,7 +165,8 @@ class PackedForward(BlockMask):
             )
             if self.over_ranks:
                 raise UnsupportedModelError(
-                    "context parallelism takes a model on one device, and this one is on several"
+                    "context parallelism takes a model on one device, and this one is on several: "
+                    "load it without device_map"
                 )
             copy.choices, copy.reached, copy._copies = self.choices, self.reached, self._copies
             copy.layers_of_spans = self.layers_of_spans

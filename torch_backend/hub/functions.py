@@ -189,7 +189,7 @@ def causal_conv1d_fn(
     """
     _refuse(kwargs, "initial_states", "final_states_out", "return_final_states", "initial_state", "output_final_state")
     if activation not in (None, "silu", "swish"):
-        raise UnsupportedError(f"the convolution has no activation {activation!r}, only silu")
+        raise UnsupportedError(f"the convolution has no activation {activation!r}: pass silu or None")
     rows, _, length = hidden_states.shape
     seq_idx, bounds = kwargs.get("seq_idx"), kwargs.get("cu_seqlens", kwargs.get("cu_seq_lens_q"))
     if seq_idx is not None:

@@ -130,7 +130,7 @@ def output_layer_logprobs(
 
 
 @torch.no_grad()
-def most_likely(head: nn.Module, hidden: Tensor, k: int, *, tail: Tail, entries: int) -> Tensor:
+def most_likely(head: nn.Module, hidden: Tensor, k: int, *, entries: int) -> Tensor:
     """int64 [B, S, k]: the ids of the largest logits, largest first; a scale above 0 and a softcap keep their order."""
     _refuse_scattered(head)
     rows = max(1, CHUNK_BYTES // (8 * entries))

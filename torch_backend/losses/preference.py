@@ -59,7 +59,7 @@ def dpo_loss(
     if kind not in get_args(DPOKind):
         raise PackingError(f"kind must be one of {', '.join(map(repr, get_args(DPOKind)))}; got {kind!r}")
     if label_smoothing and kind not in ("sigmoid", "robust"):
-        raise PackingError(f"label_smoothing is defined for 'sigmoid' and 'robust', not for {kind!r}")
+        raise PackingError(f"label_smoothing is defined for 'sigmoid' and 'robust', not for {kind!r}: leave it out")
     _check_smoothing(label_smoothing)
     _check_positive("beta", beta)
     if (reference_chosen is None) != (reference_rejected is None):

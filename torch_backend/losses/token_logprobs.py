@@ -145,7 +145,7 @@ class _Logprobs(Shortcut):
         targets = self.pairs.targets(labels).to(hidden.device)[..., None]
         self.ids = targets
         if self.top_k is not None:
-            more = most_likely(self.head, hidden, self.top_k, tail=tail, entries=self.entries).to(hidden.device)
+            more = most_likely(self.head, hidden, self.top_k, entries=self.entries).to(hidden.device)
             self.ids = torch.cat([targets, more], -1)
         elif self.wanted is not None:
             more = self.pairs.candidates(self.wanted.to(hidden.device))

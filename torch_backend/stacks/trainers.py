@@ -34,7 +34,9 @@ def _sft_trainer(config: Any, documents: list[list[int]], folder: str) -> Any:
         disable_tqdm=True,
     )
     data = datasets.Dataset.from_dict({"input_ids": documents})
-    return trl.SFTTrainer(tiny_model(tiny_config(config)), arguments, train_dataset=data, processing_class=_tokenizer())
+    return trl.SFTTrainer(
+        tiny_model(tiny_config(config)), arguments, train_dataset=data, processing_class=placeholder_tokenizer()
+    )
 
 
 # name -> what builds it, and how its two rows of the table are called
@@ -67,7 +69,7 @@ def audits(name: str, config: Any, documents: list[list[int]]) -> Iterator[tuple
     yield enabled, lambda: audit(packed=True)
 
 
-def _tokenizer() -> Any:
+def placeholder_tokenizer() -> Any:
     """Makes the tokenizer that a trainer needs to be built; the documents are tokens already."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

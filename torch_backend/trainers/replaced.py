@@ -139,36 +139,38 @@ class Replaced:
             owner, count = (per_document, len(batch.sources)) if name in self.numbers else (columns, len(ids))
             owner[name] = np.zeros(count, dtype)
         context = np.zeros(len(batch.sources), np.int64) if batch.context is None else batch.context
-        starts = zip(batch.sources.tolist(), batch.starts.tolist(), batch.flat_starts.tolist(), strict=True)
-        for segment, (document, start, at) in enumerate(starts):
-            length = int(batch.lengths[segment])
+        segments = (batch.sources, batch.starts, batch.flat_starts, batch.lengths, context)
+        for segment, (document, start, at, length, skipped) in enumerate(zip(*(x.tolist() for x in segments))):
             ours = slice(at, at + length)
             # the documents of one example stand in a row as they do in the example
             number = 0 if self._rows_of_documents else document
             piece: slice | Array = ours if self._rows_of_documents else slice(start, start + length)
-            skipped = int(context[segment])
-            if batch.restarts and skipped:  # the document's beginning stands before the piece's own tokens
+            restarted = bool(batch.restarts and skipped)  # the document's beginning is before the piece's own tokens
+            if restarted:
                 piece = np.append(np.arange(skipped), np.arange(start + skipped, start + length))
-            untrained = skipped + bool(batch.restarts and skipped)
             found, place = theirs[number], where(number)
             self._check_tokens(found, piece, ids[ours], place)
             if self.packs.labels_documents:
                 label = batch.per_document[LABELS][segment] if LABELS in batch.per_document else None
                 self._check_label(found.get(LABELS), label, place)
             elif labels is not None and LABELS in found:
-                self._check_labels(found[LABELS], piece, labels[ours], place, untrained, whole=whole)
+                self._check_labels(found[LABELS], piece, labels[ours], place, skipped + restarted, whole=whole)
             for name in found.keys() & (self.columns | self.added.keys()):
-                single = name in self.numbers
-                packed, at_packed = (per_document[name], segment) if single else (columns[name], ours)
-                value = found[name] if single else found[name][piece]
-                if name in self.added:
-                    packed[at_packed] = value
-                elif not np.array_equal(packed[at_packed], value):
-                    raise PackingError(
-                        f"{self.name} changes {name} of {place}, and packing would not: change that column instead"
-                    )
+                if name in self.numbers:
+                    self._carry_value(name, found[name], per_document[name], segment, place)
+                else:
+                    self._carry_value(name, found[name][piece], columns[name], ours, place)
         rows = {name: column.reshape(batch.input_ids.shape) for name, column in columns.items()}
         return replace(batch, columns=rows, per_document=per_document) if self.added else batch
+
+    def _carry_value(self, name: str, value: Any, packed: Array, at: int | slice, place: str) -> None:
+        """Writes what the collator adds into its place in the batch; what the data have must be there already."""
+        if name in self.added:
+            packed[at] = value
+        elif not np.array_equal(packed[at], value):
+            raise PackingError(
+                f"{self.name} changes {name} of {place}, and packing would not: change that column instead"
+            )
 
     def _labels(self, batch: PackedBatch) -> Array | None:
         """The labels that are trained, -100 at all others; None if tokens have classes and the data no labels."""

@@ -31,7 +31,9 @@ def causal_lm(model: nn.Module) -> Any:
             raise UnsupportedModelError(DATA_PARALLEL)
         if isinstance(module, PreTrainedModel):
             return module
-    raise UnsupportedModelError(f"there is no transformers model in {type(model).__name__}")
+    raise UnsupportedModelError(
+        f"there is no transformers model in {type(model).__name__}: pass one, or a module that holds one"
+    )
 
 
 def _named(other: Any) -> str:

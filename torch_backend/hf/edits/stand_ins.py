@@ -56,7 +56,9 @@ def _segments_of(function: str, arguments: dict[str, Any]) -> LayerSegments:
             f"a layer called {function} without its segments: its documents would see each other"
         )
     if any(arguments.get(name) is not None and arguments[name] is not False for name in STATE_ARGUMENTS):
-        raise UnsupportedModelError(f"a layer called {function} with a state, but packed documents start from none")
+        raise UnsupportedModelError(
+            f"a layer called {function} with a state, but packed documents start from none: call it without a cache"
+        )
     return found
 
 

@@ -60,7 +60,7 @@ def tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
             if value.ndim != shape.count(",") + 1:
                 raise LayoutError(f"{name} must be {shape}, got {list(value.shape)}")
             return value
-    raise LayoutError("the batch has neither input_ids nor inputs_embeds")
+    raise LayoutError("the batch has neither input_ids nor inputs_embeds: pass one of them")
 
 
 def check_arguments(model: nn.Module, kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True) -> None:

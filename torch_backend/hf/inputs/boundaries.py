@@ -145,7 +145,7 @@ def _parents(found: Mapping[str, Any], row_length: int) -> tuple[int, ...] | Non
         s = int(apart[0])
         raise LayoutError(
             f"segment {s} stands in row {row[s]} and its parent {parents[s]} in row {row[parents[s]]}: a tree stands "
-            "in one row"
+            "in one row, so repeat the parent's tokens there"
         )
     return tuple(parents.tolist()) if len(children) else None
 
@@ -276,7 +276,10 @@ def check_agreement(found: Mapping[str, Any], lengths: tuple[int, ...], guard: G
     marks = {key: known[key].tolist() for key in ("cu_seq_lens_q", "cu_seq_lens_k") if key in known}
     if len(marks) == 2 and marks["cu_seq_lens_q"] != marks["cu_seq_lens_k"]:
         where = _difference(*marks.values())
-        raise LayoutError(f"cu_seq_lens_q and cu_seq_lens_k differ {where}: in self-attention they are the same")
+        raise LayoutError(
+            f"cu_seq_lens_q and cu_seq_lens_k differ {where}: in self-attention they are the same, "
+            "so leave the second one out"
+        )
     for key, given in marks.items():
         filled = [end for i, end in enumerate(given) if i == 0 or end != given[i - 1]]
         if "packed_lengths" in known and filled != ends:
@@ -287,7 +290,8 @@ def check_agreement(found: Mapping[str, Any], lengths: tuple[int, ...], guard: G
     for name in ("max_length_q", "max_length_k"):
         if int(known.get(name, longest)) < longest:
             raise LayoutError(
-                f"{name} is {int(known[name]):,} and segment {lengths.index(longest)} has {longest:,} tokens"
+                f"{name} is {int(known[name]):,} and segment {lengths.index(longest)} has {longest:,} tokens: "
+                "pass that many at least"
             )
     return int(known.get("max_length_q", longest))
 

@@ -223,28 +223,20 @@ class Unpadding:
         lengths, ids_on_host = kwargs.pop(LENGTHS, None), kwargs.pop(IDS, None)
         for name in [name for name in kwargs if name.endswith(LENGTHS)]:
             del kwargs[name]  # of another input of the same batch
-        mask, ids, state = kwargs.get("attention_mask"), kwargs.get("input_ids"), state_of(root)
         by_trainer = lengths is not None or bool(kwargs.get(SCORED))
-        asked = (self.always or by_trainer) and root not in _thread.padded
-        if not asked or state is None or is_packed(kwargs) or ids is None or mask is None:
+        state = state_of(root)
+        if state is None or not self._asks(state, kwargs, by_trainer):
             return None, kwargs
-        if not by_trainer and _needs_padding(state, kwargs):
-            return None, kwargs
+        mask, ids = kwargs["attention_mask"], kwargs["input_ids"]
         if mask.shape != ids.shape:
             raise LayoutError(f"attention_mask must be {list(ids.shape)} as input_ids, got {list(mask.shape)}")
         state.guard.check("attention_mask of a padded call", lambda: _interrupted(mask), _hole, wait=root.training)
         padded = Padded.of(mask, lengths or lengths_of(mask))
         for name in _NOT_OF_THE_MODEL:
             kwargs.pop(name, None)
-        labels = kwargs.pop("labels", None) if state.anatomy.head == "document" else None  # of documents, however many
         if (positions := self.positions.of_rows(kwargs)) is not None:
             kwargs["position_ids"] = positions
-        images = image_keys(root)
-        row = {name: padded.row(x) for name, x in kwargs.items() if name not in images and padded.per_token(x)}
-        if state.shifted and "labels" in row:
-            row["labels"] = padded.labels(kwargs["labels"])
-        if labels is not None:
-            row["labels"] = labels
+        row = self._row_of(state, padded, kwargs)
         kept, as_tuple = kwargs.pop("logits_to_keep", None), not _option(root, kwargs, "return_dict", True)
         if as_tuple:
             kwargs["return_dict"] = True  # by whose names the outputs are put back
@@ -252,6 +244,25 @@ class Unpadding:
         kwargs = {**kwargs, **row, "packed_lengths": padded.lengths}
         shared = None if self.prefixes is None else self.prefixes.of(kwargs, ids_on_host)
         return expected, kwargs if shared is None else {**kwargs, SHARED_ROW: shared}
+
+    def _asks(self, state: Patched, kwargs: Mapping[str, Any], by_trainer: bool) -> bool:
+        """Returns whether a call of the model is to run packed."""
+        if not (self.always or by_trainer) or self.root in _thread.padded or is_packed(kwargs):
+            return False
+        if kwargs.get("input_ids") is None or kwargs.get("attention_mask") is None:
+            return False
+        return by_trainer or not _needs_padding(state, kwargs)
+
+    def _row_of(self, state: Patched, padded: Padded, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments that hold a value per token, as those of one row, and the labels."""
+        images = image_keys(self.root)
+        row = {name: padded.row(x) for name, x in kwargs.items() if name not in images and padded.per_token(x)}
+        labels = kwargs.get("labels")
+        if labels is not None and state.anatomy.head == "document":
+            row["labels"] = labels  # of documents, however many
+        elif state.shifted and "labels" in row:
+            row["labels"] = padded.labels(kwargs["labels"])
+        return row
 
     def put_back(self, expected: PaddedOutput, output: Any) -> Any:
         """The output of a packed call as the caller of the padded one expects it."""

@@ -98,7 +98,9 @@ class RoutedCall:
         if _thread.again:
             return choose(run, session.choices[name], self.places, self.indices[name])
         if name in self.indices:
-            raise UnsupportedModelError(f"{name} of {session.name} routes several times in one forward")
+            raise UnsupportedModelError(
+                f"{name} of {session.name} routes several times in one forward: train it without routing replay"
+            )
         if session.replays:
             return self._replay(name, router, run)
         output, session.choices[name], indices = self._observe(name, run)
@@ -137,7 +139,8 @@ class RoutedCall:
         output, choice, indices = observe(run)
         if choice is None or indices is None:
             raise UnsupportedModelError(
-                f"{name} of {self.session.name} does not choose its experts by topk, so its choice cannot be replayed"
+                f"{name} of {self.session.name} does not choose its experts by topk, so its choice cannot be replayed: "
+                "train it without routing replay"
             )
         if not self.lengths:
             self._find_tokens(indices.device)
@@ -174,7 +177,9 @@ class RoutedCall:
         """Check that all routers ran; add the documents to the record."""
         session = self.session
         if missing := [name for name in session.routers if name not in self.indices]:
-            raise UnsupportedModelError(f"{missing[0]} of {session.name} did not run in a forward")
+            raise UnsupportedModelError(
+                f"{missing[0]} of {session.name} did not run in a forward: train it without routing replay"
+            )
         if session.replays:
             return
         top_k = max(chosen.shape[1] for chosen in self.indices.values())

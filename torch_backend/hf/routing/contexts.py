@@ -95,7 +95,9 @@ class _Session:
         self.decoder = decoder_of(self.root)
         self.routers = _routers(self.decoder)
         if not self.routers:
-            raise UnsupportedModelError(f"{self.name} has no routers whose choice could be recorded")
+            raise UnsupportedModelError(
+                f"{self.name} has no routers whose choice could be recorded: leave record_routing out"
+            )
         if has_compiled_layers(self.decoder):
             raise UnsupportedModelError(
                 f"the layers of {self.name} are compiled, and routing is recorded and replayed in eager layers alone: "
@@ -114,7 +116,8 @@ class _Session:
         found, own = self.record.routers, tuple(self.routers)
         if found != own:
             raise LayoutError(
-                f"the record is of another model: its routers are {_listed(found)}, those of {self.name} {_listed(own)}"
+                f"the record is of another model: its routers are {_listed(found)}, those of {self.name} "
+                f"{_listed(own)}; record this one"
             )
         documents = self.record.documents
         if not documents:
@@ -136,11 +139,12 @@ class _Session:
         if filled < choice.top_k:
             raise LayoutError(
                 f"the record has {filled} experts of each token for {name}, which takes {choice.top_k}: it is of "
-                "another model"
+                "another model, so record this one"
             )
         if highest >= choice.experts:
             raise LayoutError(
-                f"the record has expert {highest} for {name}, which has {choice.experts}: it is of another model"
+                f"the record has expert {highest} for {name}, which has {choice.experts}: it is of another model, "
+                "so record this one"
             )
 
     @contextmanager

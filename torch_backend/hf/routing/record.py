@@ -40,7 +40,9 @@ class RoutingRecord:
         """
         wrong = [number for number in order if not 0 <= number < len(self)]
         if wrong:
-            raise LayoutError(f"document {wrong[0]} is selected, and the record has {len(self)}")
+            raise LayoutError(
+                f"document {wrong[0]} is selected, and the record has {len(self)}: select 0 to {len(self) - 1}"
+            )
         return RoutingRecord(self.routers, [self.documents[number] for number in order], self.choices)
 
     def to(self, device: torch.device | str) -> RoutingRecord:

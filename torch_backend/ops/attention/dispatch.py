@@ -7,16 +7,15 @@ implementation is one object in a file of its own: a new one is a new file and a
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from packing_core.errors import UnsupportedError
+from torch_backend.ops import tables
 from torch_backend.ops.attention.order import CPU, CUDA, last_resort, order
 from torch_backend.ops.attention.request import AttentionRequest, Implementation, describe
 from torch_backend.segments import PackedMetadata, host_lengths
@@ -182,16 +181,9 @@ def _names(request: AttentionRequest, implementation: str | Sequence[str]) -> tu
 
 
 def load(name: str) -> Implementation:
-    """The implementation of that name, its module imported on first use."""
-    module, _, attribute = IMPLEMENTATIONS[name].partition(":")
-    _import(module)
-    found: Implementation = getattr(sys.modules[module], attribute)
+    """Returns the implementation of that name; its module is imported on first use."""
+    found: Implementation = tables.load(IMPLEMENTATIONS, name)
     return found
-
-
-@torch.compiler.assume_constant_result  # torch.compile runs it while tracing, or the first call would break the graph
-def _import(module: str) -> None:
-    import_module(module)
 
 
 @cache

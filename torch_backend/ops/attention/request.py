@@ -112,44 +112,10 @@ def request_of(
     Raises:
         LayoutError: shapes, dtypes or devices contradict each other, or an option is out of its range.
     """
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if not (q.ndim == k.ndim == v.ndim == 3):
-        raise LayoutError(
-            f"attention takes q [T, H, D], k [T, K, D], v [T, K, Dv] without a batch dimension, got {shapes}"
-        )
+    _check_tensors(q, k, v, packed, sinks=sinks, alibi_slopes=alibi_slopes)
+    _check_options(packed, causal=causal, window=window, softcap=softcap, dropout=dropout)
     tokens, heads, head_dim = q.shape
-    kv_heads, value_dim = v.shape[1:]
-    keys = tokens if packed.keys is None else packed.keys.tokens
-    if k.shape != (keys, kv_heads, head_dim) or v.shape[0] != keys or heads % kv_heads:
-        raise LayoutError(
-            f"attention takes q [T, H, D], k [T, K, D], v [T, K, Dv] with H a multiple of K, got {shapes}"
-        )
-    if not packed.covers(tokens):
-        raise LayoutError(f"the segments cover {packed.tokens:,} tokens and q holds {tokens:,}")
-    if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
-        raise LayoutError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not (q.device == k.device == v.device == packed.device):
-        raise LayoutError(
-            f"q, k, v and the segments must be on one device, got {q.device}, {k.device}, {v.device}, {packed.device}"
-        )
-    for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if per_head is not None and per_head.shape != (heads,):
-            raise LayoutError(f"{name} must be [{heads}], one per head, got {list(per_head.shape)}")
-    if window is not None and window < 1:
-        raise LayoutError(f"window counts visible keys, the query's own included, so it is at least 1, got {window}")
-    if softcap is not None and softcap <= 0:
-        raise LayoutError(f"softcap must be positive (None for none), got {softcap}")
-    if packed.parents is not None and not causal:
-        raise LayoutError("segments that continue others need causal attention: what they continue must not see them")
-    if packed.spans is not None:
-        if not causal:
-            raise LayoutError("spans need causal attention: without it every token sees both ways")
-        if packed.keys is not None or packed.parents is not None:
-            raise LayoutError(
-                "spans have no place where segments continue others, nor where keys have segments of their own"
-            )
-    if not 0 <= dropout < 1:
-        raise LayoutError(f"dropout is a probability below 1, got {dropout}")
+    _, kv_heads, value_dim = v.shape
     tensors = [x for x in (q, k, v, sinks, alibi_slopes) if x is not None]
     return AttentionRequest(
         tokens=tokens,
@@ -171,10 +137,65 @@ def request_of(
         dropout=dropout,
         scale=head_dim**-0.5 if scale is None else float(scale),
         compiling=torch.compiler.is_compiling(),
-        key_tokens=None if packed.keys is None else keys,
+        key_tokens=None if packed.keys is None else packed.keys.tokens,
         parents=packed.parents is not None,
         both_ways=packed.spans is not None,
     )
+
+
+def _check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedMetadata,
+    *,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> None:
+    """Raises if tensors do not agree with each other or with the segments."""
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not (q.ndim == k.ndim == v.ndim == 3):
+        raise LayoutError(
+            f"attention takes q [T, H, D], k [T, K, D], v [T, K, Dv] without a batch dimension, got {shapes}"
+        )
+    (tokens, heads, head_dim), kv_heads = q.shape, v.shape[1]
+    keys = tokens if packed.keys is None else packed.keys.tokens
+    if k.shape != (keys, kv_heads, head_dim) or v.shape[0] != keys or heads % kv_heads:
+        raise LayoutError(
+            f"attention takes q [T, H, D], k [T, K, D], v [T, K, Dv] with H a multiple of K, got {shapes}"
+        )
+    packed.check_covers("q", tokens)
+    if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
+        raise LayoutError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not (q.device == k.device == v.device == packed.device):
+        raise LayoutError(
+            f"q, k, v and the segments must be on one device, got {q.device}, {k.device}, {v.device}, {packed.device}"
+        )
+    for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if per_head is not None and per_head.shape != (heads,):
+            raise LayoutError(f"{name} must be [{heads}], one per head, got {list(per_head.shape)}")
+
+
+def _check_options(
+    packed: PackedMetadata, *, causal: bool, window: int | None, softcap: float | None, dropout: float
+) -> None:
+    """Raises if an option is out of its range, or does not go with the segments."""
+    if window is not None and window < 1:
+        raise LayoutError(f"window counts visible keys, the query's own included, so it is at least 1, got {window}")
+    if softcap is not None and softcap <= 0:
+        raise LayoutError(f"softcap must be positive (None for none), got {softcap}")
+    if packed.parents is not None and not causal:
+        raise LayoutError("segments that continue others need causal attention: what they continue must not see them")
+    if packed.spans is not None:
+        if not causal:
+            raise LayoutError("spans need causal attention: without it every token sees both ways")
+        if packed.keys is not None or packed.parents is not None:
+            raise LayoutError(
+                "spans have no place where segments continue others, nor where keys have segments of their own: "
+                "leave the spans out, packed.without_spans"
+            )
+    if not 0 <= dropout < 1:
+        raise LayoutError(f"dropout is a probability below 1, got {dropout}")
 
 
 def describe(request: AttentionRequest) -> str:

@@ -52,8 +52,7 @@ def short_convolution(
         raise LayoutError(f"short_convolution takes x [T, C] and weight [C, W] or [C, 1, W], got {given}")
     if bias is not None and bias.shape != x.shape[1:]:
         raise LayoutError(f"short_convolution takes bias [C], got {given}")
-    if not packed.covers(x.shape[0]):
-        raise LayoutError(f"the segments cover {packed.tokens:,} tokens and x holds {x.shape[0]:,}")
+    packed.check_covers("x", x.shape[0])
     if packed.parents is not None:
         unfolded = tails(packed, weight.shape[1])
         return unfolded.run(lambda row: short_convolution(row, weight, unfolded.packed, bias=bias, silu=silu), x)

@@ -107,7 +107,7 @@ def activation_backward(
 
 @triton.jit
 def activate(
-    z, bias, h, offsets, tiles, alpha, limit, offset,
+    z, bias, h, offsets, alpha, limit, offset,
     INNER: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr,
     NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from importlib import import_module
-
-import torch
 
 from packing_core.errors import UnsupportedError
+from torch_backend.ops import tables
 from torch_backend.ops.experts.products import Products
 from torch_backend.ops.experts.request import ExpertsRequest
 
@@ -65,16 +62,9 @@ def rejections(request: ExpertsRequest, implementation: str | Sequence[str] = "a
 
 
 def load(name: str) -> Products:
-    """The implementation of that name, its module imported on first use."""
-    module, _, attribute = IMPLEMENTATIONS[name].partition(":")
-    _import(module)
-    found: Products = getattr(sys.modules[module], attribute)
+    """Returns the implementation of that name; its module is imported on first use."""
+    found: Products = tables.load(IMPLEMENTATIONS, name)
     return found
-
-
-@torch.compiler.assume_constant_result  # torch.compile runs it while tracing, or the first call would break the graph
-def _import(module: str) -> None:
-    import_module(module)
 
 
 def describe(request: ExpertsRequest) -> str:

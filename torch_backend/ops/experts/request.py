@@ -56,6 +56,9 @@ class ExpertsRequest:
         return self.tokens * self.top_k / self.experts
 
 
+_Operands = dict[str, tuple[Tensor | None, tuple[int, ...]]]  # each with the shape that it must have
+
+
 def request_of(
     x: Tensor,
     indices: Tensor,
@@ -81,7 +84,7 @@ def request_of(
         raise LayoutError(f"experts takes x [T, D], indices [T, K], up [E, O, D] and down [E, D, I], got {given}")
     (tokens, width), (count, _, inner), top_k = x.shape, down.shape, indices.shape[1]
     outer = 2 * inner if activation.gated else inner
-    shapes = {
+    operands: _Operands = {
         "indices": (indices, (tokens, top_k)),
         "weights": (weights, (tokens, top_k)),
         "up": (up, (count, outer, width)),
@@ -92,24 +95,15 @@ def request_of(
     for name, adapter, n, k in (("up_adapter", up_adapter, outer, width), ("down_adapter", down_adapter, width, inner)):
         if adapter is not None:
             rank = adapter.a.shape[1] if adapter.a.ndim == 3 else 0
-            shapes[f"{name}.a"] = (adapter.a, (count, rank, k))
-            shapes[f"{name}.b"] = (adapter.b, (count, n, rank))
-    for name, (tensor, shape) in shapes.items():
-        if tensor is not None and tensor.shape != shape:
-            raise LayoutError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+            operands[f"{name}.a"] = (adapter.a, (count, rank, k))
+            operands[f"{name}.b"] = (adapter.b, (count, n, rank))
+    _check_operands(x, operands)
     if not 1 <= top_k <= count:
-        raise LayoutError(f"each token chooses {top_k} experts and there are {count}")
+        raise LayoutError(f"each token chooses {top_k} experts and there are {count}: choose from 1 to all of them")
     if indices.dtype not in (torch.int32, torch.int64):
-        raise LayoutError(f"indices are int32 or int64, got {indices.dtype}")
+        raise LayoutError(f"indices are int32 or int64, got {indices.dtype}: cast them, indices.int()")
     if interleaved and not activation.gated:
         raise LayoutError("interleaved gates need an activation with gates: leave interleaved out")
-    tensors = {name: tensor for name, (tensor, _) in shapes.items() if tensor is not None}
-    named = {"x": x} | tensors
-    for name, tensor in named.items():
-        if tensor.device != x.device:
-            raise LayoutError(f"{name} is on {tensor.device} and x on {x.device}")
-        if name not in ("indices", "weights") and tensor.dtype != x.dtype:
-            raise LayoutError(f"{name} is {tensor.dtype} and x {x.dtype}: give both one dtype")
     if not (x.is_floating_point() and weights.is_floating_point()):
         raise LayoutError(f"x and weights must be floating-point, got {x.dtype} and {weights.dtype}")
     if indices.device.type == "cpu" and indices.numel() and not torch.compiler.is_compiling():
@@ -130,6 +124,19 @@ def request_of(
         ranks=(ranks[0], ranks[1]),
         aligned=not (width % unit or inner % unit) and all(_strided(w, unit) for w in (up, down)),
     )
+
+
+def _check_operands(x: Tensor, operands: _Operands) -> None:
+    """Raises if an operand has another shape than it must have, or another device or dtype than x."""
+    given = {name: (tensor, shape) for name, (tensor, shape) in operands.items() if tensor is not None}
+    for name, (tensor, shape) in given.items():
+        if tensor.shape != shape:
+            raise LayoutError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+    for name, (tensor, _) in given.items():
+        if tensor.device != x.device:
+            raise LayoutError(f"{name} is on {tensor.device} and x on {x.device}: move both to one device")
+        if name not in ("indices", "weights") and tensor.dtype != x.dtype:
+            raise LayoutError(f"{name} is {tensor.dtype} and x {x.dtype}: give both one dtype")
 
 
 def _strided(weight: Tensor, unit: int) -> bool:

@@ -239,9 +239,8 @@ def activate(z: Tensor, bias: Tensor | None, routing: Places, between: Between) 
     inner = z.shape[1] // 2 if between.activation.gated else z.shape[1]
     h = z.new_empty(z.shape[0], inner)
     block = min(128, max(16, _power(inner)))
-    tiles = _tiles(routing, 32)
-    kernels.activate[tiles, -(-inner // block)](
-        z, bias, h, routing.offsets, tiles, *_numbers(between), INNER=inner, **_sizes(routing),
+    kernels.activate[_tiles(routing, 32), -(-inner // block)](
+        z, bias, h, routing.offsets, *_numbers(between), INNER=inner, **_sizes(routing),
         BIAS=bias is not None, **_kind(between), BLOCK_M=32, BLOCK_N=block, num_warps=4,
     )  # fmt: skip
     return h

@@ -91,14 +91,9 @@ def choose(
         if found == "flash_qla" and ours is not None and ours[0].shape[0] * ours[0].shape[1] < fla.CHUNK:
             found = TRITON
         return ScanChoice(DOCUMENTS if found == TRITON and triton.refused(name, args, kwargs) else found)
-    found, rejected = DOCUMENTS, dict[str, str]()
-    names = (TRITON, *libraries)
-    if packed.parents is None:
-        names = by_time(name, names, packed)
     before = _chosen.get(key) if key is not None and packed.lengths is None else None
-    if before is not None:
-        names = tuple(sorted(names, key=lambda each: each != before))
-    for each in names:
+    found, rejected = DOCUMENTS, dict[str, str]()
+    for each in _order(name, libraries, packed, before):
         if each == TRITON:
             reason = triton.refused(name, args, kwargs)
         else:
@@ -120,6 +115,14 @@ def choose(
     else:
         words += ", which hands states on" if found == TRITON else ", on whole documents"
     return ScanChoice(found, words, tuple(rejected.items()))
+
+
+def _order(name: str, libraries: Sequence[str], packed: PackedMetadata, before: str | None) -> Sequence[str]:
+    """Returns the implementations in the order in which they are tried, the choice of an earlier call first."""
+    names: Sequence[str] = (TRITON, *libraries)
+    if packed.parents is None:
+        names = by_time(name, names, packed)
+    return names if before is None else sorted(names, key=lambda each: each != before)
 
 
 def run(

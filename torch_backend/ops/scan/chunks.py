@@ -67,7 +67,7 @@ LINEAR_FEW = {"carry": ChunkTile(16, 2, 2)}
 # program has 99 KB.
 LINEAR_SMALL = {"output": ChunkTile(32, 4), "carry_backward": ChunkTile(32, 4)}
 _HELD = 128 * 128  # numbers of a state in a program, at most: 32 KiB, as float32 takes half of the channels
-_GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
+MOST_SHARING = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 
 
 def unsupported(v: Tensor, width: int, value_width: int) -> str | None:
@@ -200,6 +200,25 @@ def like(x: Tensor | None, v: Tensor) -> Tensor:
     return v.new_empty(0) if x is None else torch.empty_like(x)
 
 
+def group_of(heads: int, shared: int, most: int) -> int:
+    """Returns how many heads of v that share a head of k one program takes: at most ``most``, and a divisor of all."""
+    each = heads // shared
+    return max(n for n in range(1, min(each, most) + 1) if each % n == 0)
+
+
+def gradient_parts(q: Tensor, groups: int) -> Tensor:
+    """Unwritten memory [T, groups, K] for a gradient of q [T, Q, K] or k, in float32 where programs share a head."""
+    dtype = q.dtype if groups == q.shape[1] else torch.float32
+    return q.new_empty(q.shape[0], groups, q.shape[2], dtype=dtype)
+
+
+def summed_parts(parts: Tensor, q: Tensor) -> Tensor:
+    """Adds up what :func:`gradient_parts` holds, [T, groups, K], to [T, Q, K] in the dtype of q [T, Q, K]."""
+    if parts.shape[1] == q.shape[1]:
+        return parts
+    return parts.unflatten(1, (q.shape[1], -1)).sum(2).to(q.dtype)
+
+
 class ChunkLaunch:
     """One call: its sizes, and how each kernel is launched."""
 
@@ -230,8 +249,7 @@ class ChunkLaunch:
     @property
     def group(self) -> int:
         """Heads of v in a program of ``chunk_backward``."""
-        each = self.heads // self.shared
-        return max(n for n in range(1, min(each, _GROUP) + 1) if each % n == 0)
+        return group_of(self.heads, self.shared, MOST_SHARING)
 
     def states(self, like: Tensor) -> Tensor:
         """[chunks, H, V, K], unwritten where no document reaches from one chunk into the next."""

@@ -114,8 +114,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, pack
     for name, x in (("g", g), ("beta", beta)):
         if x is not None and x.shape != v.shape[:2]:
             raise LayoutError(f"{name} must be {list(v.shape[:2])} as v's first axes, got {list(x.shape)}")
-    if not packed.covers(q.shape[0]):
-        raise LayoutError(f"the segments cover {packed.tokens:,} tokens and q holds {q.shape[0]:,}")
+    packed.check_covers("q", q.shape[0])
     reason = unsupported(v, q.shape[-1], v.shape[-1])
     if reason is not None:
         raise UnsupportedError(f"the gated delta rule {reason}")

@@ -15,7 +15,16 @@ from torch import Tensor
 from torch_backend.ops import operators
 from torch_backend.ops.operators import operator
 from torch_backend.ops.scan import chunks
-from torch_backend.ops.scan.chunks import CHUNK, ChunkTile, differentiable, like
+from torch_backend.ops.scan.chunks import (
+    CHUNK,
+    MOST_SHARING,
+    ChunkTile,
+    differentiable,
+    gradient_parts,
+    group_of,
+    like,
+    summed_parts,
+)
 
 # In float16 and bfloat16; float32 takes half of the channels, without stages, for its elements are twice as large.
 # Measured on an H200 by benchmarks/gpu_scan_tiles.py.
@@ -37,7 +46,6 @@ _FEW_WALKS = 128  # documents times heads
 _WALKS = ("carry", "restore", "carry_backward")
 _SPLIT = ("query_backward", "key_backward")
 _GROUPED = (*_SPLIT, "scores_backward", "solve_backward")
-_GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 _BLOCK_K = 64  # channels of q and k in a program; products of half as many read wrong memory by wgmma (Triton 3.6)
 _WIDEST = 128  # channels of q, k and v of heads in long chunks
 
@@ -68,8 +76,7 @@ class _Launch:
         self.chunks = -(-self.tokens // chunk)
         few = chunk == CHUNK or self.segments * self.heads < _FEW_WALKS
         self.tiles = TILES | FEW if few else TILES
-        each = self.heads // self.shared
-        self.group = max(n for n in range(1, min(each, _GROUP) + 1) if each % n == 0)
+        self.group = group_of(self.heads, self.shared, MOST_SHARING)
         self.groups = self.heads // self.group
         self.parts = -(-self.width // _BLOCK_K)
         precision = "ieee" if self.dtype == torch.float32 else "tf32x3"
@@ -138,11 +145,8 @@ def _launch_backward(
     states, dstates = launch.states(v), launch.states(v)
     dinitial = like(initial, v)
     launch(forward.restore, k, c, boundaries, initial, new, states, launch.tokens)
-    # Where several programs share a head of k, each leaves its sum in float32.
-    groups = launch.groups
-    parts = q.dtype if groups == launch.shared else torch.float32
-    dq, dk = (q.new_empty(launch.tokens, groups, launch.width, dtype=parts) for _ in range(2))
-    dscores, da = (q.new_empty(launch.tokens, groups, inverses.shape[2]) for _ in range(2))
+    dq, dk = (gradient_parts(q, launch.groups) for _ in range(2))
+    dscores, da = (q.new_empty(launch.tokens, launch.groups, inverses.shape[2]) for _ in range(2))
     dc, dstrength = (c.new_empty(1 + launch.parts, *c.shape) for _ in range(2))
     dright, dv, dg, dbeta = torch.empty_like(v), torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
     launch(backward.scores_backward, q, k, c, inverses, segments, new, dout, dright, dscores, dc, scale, launch.tokens)
@@ -157,9 +161,7 @@ def _launch_backward(
         dk, dc, dstrength, launch.tokens,
     )  # fmt: skip
     launch(backward.gates_backward, segments, dc, dstrength, dg, dbeta, launch.tokens)
-    if groups != launch.shared:
-        dq, dk = (x.unflatten(1, (launch.shared, -1)).sum(2).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dv, dg, dbeta, dinitial
+    return summed_parts(dq, q), summed_parts(dk, q), dv, dg, dbeta, dinitial
 
 
 _forward = operator(

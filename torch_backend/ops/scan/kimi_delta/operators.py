@@ -82,8 +82,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: Pac
     fits = q.ndim == 3 and k.shape == g.shape == q.shape and v.ndim == 3 and v.shape[:2] == q.shape[:2] == beta.shape
     if not fits:
         raise LayoutError(f"kimi_delta_rule takes q, k, g [T, H, K], v [T, H, V] and beta [T, H], got {shapes}")
-    if not packed.covers(q.shape[0]):
-        raise LayoutError(f"the segments cover {packed.tokens:,} tokens and q holds {q.shape[0]:,}")
+    packed.check_covers("q", q.shape[0])
     reason = unsupported(v, q.shape[-1], v.shape[-1])
     if reason is not None:
         raise UnsupportedError(f"Kimi's delta rule {reason}")

@@ -19,7 +19,9 @@ from torch_backend.ops.scan.chunks import (
     ChunkLaunch,
     chunk_length,
     differentiable,
+    gradient_parts,
     like,
+    summed_parts,
 )
 
 _WIDE, _LARGE = 256, 128 * 1024  # channels of heads, and bytes of shared memory that their tiles may need
@@ -70,19 +72,14 @@ def _launch_backward(
     row.launch(forward.carry, k, v, c, strength, boundaries, initial, states, dinitial, row.tokens)
     row.launch(backward.values_backward, q, k, c, segments, dout, dnew, scale, row.tokens)
     row.launch(backward.carry_backward, q, k, c, boundaries, dout, dnew, dfinal, dstates, dinitial, scale, row.tokens)
-    # Where several programs share a head of k, each leaves its sum in float32.
-    groups = row.heads // row.group
-    parts = q.dtype if groups == row.shared else torch.float32
-    dq, dk = (q.new_empty(row.tokens, groups, row.width, dtype=parts) for _ in range(2))
+    dq, dk = (gradient_parts(q, row.heads // row.group) for _ in range(2))
     dv, dg = dnew if beta is None else torch.empty_like(v), torch.empty_like(g)
     dbeta = like(beta, v)
     row.launch(
         backward.chunk_backward, q, k, v, c, strength, segments, states, dstates, dout, dnew, dq, dk, dv, dg, dbeta,
         scale, row.tokens,
     )  # fmt: skip
-    if groups != row.shared:
-        dq, dk = (x.unflatten(1, (row.shared, -1)).sum(2).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dv, dg, dbeta, dinitial
+    return summed_parts(dq, q), summed_parts(dk, q), dv, dg, dbeta, dinitial
 
 
 _forward = operator(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_backend.ops.operators import operator
-from torch_backend.ops.scan.chunks import differentiable, like
+from torch_backend.ops.scan.chunks import differentiable, gradient_parts, group_of, like, summed_parts
 from torch_backend.segments import PackedMetadata
 
 _WIDTHS = (64, 128)  # of heads of k
@@ -74,9 +74,7 @@ class _Launch:
         self.heads = heads * width // self.values
         self.chunks = -(-self.tokens // _CHUNK)
         self.spans = -(-self.chunks // _SPAN)
-        each = self.heads // self.shared
-        most = max(1, self.chunks * self.heads // _PROGRAMS)
-        self.group = max(n for n in range(1, min(each, most) + 1) if each % n == 0)
+        self.group = group_of(self.heads, self.shared, max(1, self.chunks * self.heads // _PROGRAMS))
         self.groups = self.heads // self.group
         gates, numbers = (self.chunks, -(-heads // _GATES)), self.width * self.values
         over_spans, over_chunks = (self.spans, self.heads), (self.chunks, self.groups)
@@ -164,9 +162,7 @@ def _launch_backward(
     dc = v.new_empty(3, launch.heads, tokens, dtype=torch.float32)
     dstrength = dc.new_empty(launch.heads if beta is not None else 0, tokens)
     dskip = dc.new_empty(launch.chunks if skip is not None else 0, launch.heads)
-    # Where several programs share a head of k, each leaves its sum in float32.
-    dtype = q.dtype if launch.groups == launch.shared else torch.float32
-    dq, dk = (q.new_empty(tokens, launch.groups, launch.width, dtype=dtype) for _ in range(2))
+    dq, dk = (gradient_parts(q, launch.groups) for _ in range(2))
     m = q.new_empty(launch.chunks, launch.groups, _CHUNK, _CHUNK)
     launch(
         kernels.values_backward, q, k, v, c, strength, skip, segments, dkept, dout, m, dv, dc[0], dstrength, dskip,
@@ -175,11 +171,9 @@ def _launch_backward(
     launch(kernels.queries_backward, q, k, c, segments, kept, dout, m, dq, dc[1], scale, tokens)
     launch(kernels.keys_backward, q, v, c, strength, segments, kept, dkept, m, dk, dc[2], tokens)
     launch(kernels.gates_backward, dc, dstrength, segments, dg, dbeta, tokens)
-    if launch.groups != launch.shared:
-        dq, dk = (x.unflatten(1, (launch.shared, -1)).sum(2).to(q.dtype) for x in (dq, dk))
     if skip is not None:
         dskip = dskip.view(launch.chunks, len(skip), -1).sum((0, 2))
-    return dq, dk, dv, dg, dbeta, dskip.to(dv.dtype if skip is None else skip.dtype)
+    return summed_parts(dq, q), summed_parts(dk, q), dv, dg, dbeta, dskip.to(dv.dtype if skip is None else skip.dtype)
 
 
 _forward = operator(

@@ -155,8 +155,7 @@ def _check(u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, packed: Packed
     channels = u.ndim == 2 and g.shape == u.shape and A.ndim == 2 and A.shape[0] == u.shape[1]
     if not (channels and B.shape == C.shape == (u.shape[0], A.shape[1])):
         raise LayoutError(f"diagonal_scan takes u, g [T, E], A [E, N] and B, C [T, N], got {shapes}")
-    if not packed.covers(u.shape[0]):
-        raise LayoutError(f"the segments cover {packed.tokens:,} tokens and u holds {u.shape[0]:,}")
+    packed.check_covers("u", u.shape[0])
     reason = unsupported(u, A.shape[1])
     if reason is not None:
         raise UnsupportedError(f"the diagonal scan {reason}")
