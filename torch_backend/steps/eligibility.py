@@ -45,6 +45,9 @@ def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None
     state = state_of(causal_lm(model))
     if state is not None and (part := unknown_part(layers_of(state.decoder))) is not None:
         return f"{part} stands in them, which torch.compile may run wrongly: leave it out"
+    config = causal_lm(model).config.get_text_config()
+    if level_of(model) != "none" and getattr(config, "altup_coef_clip", None) is not None:
+        return "its layers clip weights in each forward, which a compiled layer that recomputes would find changed"
     return _why_not_fixed(model, batch) if context_of(model) is None else _why_not_pieces(model)
 
 
@@ -76,8 +79,8 @@ def why_not_recomputed(model: nn.Module, *, compiled: bool) -> str | None:
         return None
     if compiled and level_inside(model) != "none":
         return None
-    what = "dropout in layers that recompute" if compiled else "gradient checkpointing of layers that are not compiled"
-    return f"{what} reads the random state"
+    plain = "gradient checkpointing of layers that are not compiled"
+    return f"{'dropout or noise in layers that recompute' if compiled else plain} reads the random state"
 
 
 def why_mixers_wait(model: nn.Module) -> str | None:
