@@ -12,6 +12,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -321,6 +322,19 @@ def test_layers_that_draw_random_numbers_do_not_recompute_inside_of_a_graph(sett
     assert why_not_recomputed(model, compiled=True) == reason
     setattr(model.config, setting, 0.0)
     assert why_not_recomputed(model, compiled=True) is None
+
+
+def test_checkpoint_wrappers_around_layers_are_named_and_leave_no_choice_of_a_level(graphs: SimpleNamespace) -> None:
+    model = graphs.model = tiny("llama")
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, DecoderLayer))
+    patch(model, verify=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = make_train_step(model, optimizer)
+    step(batch())
+    assert step.parts["layers"] == "compiled, recomputed by checkpoint wrappers"
+    assert step.parts["graph"] == "no CUDA graph: checkpoint wrappers around layers read the random state"
+    with pytest.raises(UnsupportedError, match='LlamaForCausalLM and recompute them whatever memory="none" says'):
+        make_train_step(model, optimizer, memory="none")
 
 
 def test_layers_that_clip_weights_in_a_forward_are_compiled_only_where_they_keep_everything() -> None:

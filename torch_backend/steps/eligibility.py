@@ -24,7 +24,7 @@ from torch_backend.steps import cuda_graph as captured
 from torch_backend.steps.cuda_graph import layers_of
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.graph_collectives import why_not_recorded
-from torch_backend.steps.memory import Level, draws_random_numbers, level_of
+from torch_backend.steps.memory import Level, draws_random_numbers, in_checkpoint_wrappers, level_of
 
 Batch = Mapping[str, Any]
 
@@ -75,6 +75,8 @@ def why_not_captured(model: nn.Module, batch: Batch, *, insists: bool = False) -
 
 def why_not_recomputed(model: nn.Module, *, compiled: bool) -> str | None:
     """Explains why a graph cannot record how layers recompute, None if it can or they keep everything."""
+    if in_checkpoint_wrappers(model):
+        return "checkpoint wrappers around layers read the random state"
     if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return None
     if compiled and level_inside(model) != "none":

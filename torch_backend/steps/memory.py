@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -104,18 +105,29 @@ def check_level(model: nn.Module, level: str) -> None:
 
     Raises:
         PackingError: there is no such level.
-        UnsupportedError: the layers of the family cannot recompute, or ranks would choose levels of their own.
+        UnsupportedError: the layers of the family cannot recompute, something else recomputes them, or ranks would
+            choose levels of their own.
     """
     if level not in (*LEVELS, "auto"):
         raise PackingError(f"memory={level!r} is no level: pass one of {', '.join(map(repr, (*LEVELS, 'auto')))}")
     root = causal_lm(model)
     if level == "auto" and context_of(root) is not None:
         raise UnsupportedError(AUTO_OVER_RANKS)
+    if in_checkpoint_wrappers(root):
+        raise UnsupportedError(
+            f"checkpoint wrappers stand around modules of {type(root).__name__} and recompute them whatever "
+            f'memory="{level}" says: leave out apply_activation_checkpointing, or memory'
+        )
     if level != "none" and not getattr(root, "supports_gradient_checkpointing", False):
         raise UnsupportedError(
             f"layers of {type(root).__name__} cannot recompute what they do not keep (gradient checkpointing), so "
             f'memory="{level}" is not possible: leave memory out'
         )
+
+
+def in_checkpoint_wrappers(model: nn.Module) -> bool:
+    """Returns whether torch's checkpoint wrappers stand around modules, as FSDP's activation checkpointing has them."""
+    return any(isinstance(module, CheckpointWrapper) for module in model.modules())
 
 
 def level_layers(model: nn.Module) -> list[DecoderLayer]:
