@@ -18,7 +18,18 @@ from packing_core.training import mixer_sizes as mixers
 from packing_core.training.mixer_sizes import GATED_ATTENTION, Mixer, Read
 from packing_core.training.tiled_families import MLPS, PROJECTIONS
 
-_NORMS_BEHIND = ("gemma2", "gemma3", "gemma3_text", "gemma4_text", "glm4", "olmo2", "olmo3")
+_NORMS_BEHIND = (
+    "afmoe",
+    "exaone4",
+    "flex_olmo",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "gemma4_text",
+    "glm4",
+    "olmo2",
+    "olmo3",
+)
 _LATENT = ("deepseek_v3",)
 _NOT_GATED = (
     *("apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"),
@@ -101,7 +112,7 @@ class LayerSizes(NamedTuple):
     """Describes equal layers of a decoder.
 
     Attributes:
-        norms: inputs of norms that are as wide as the model.
+        norms: inputs of norms and gates that are as wide as the model.
         projections: whether tiles compute queries, keys and values, and each norm with what reads it.
     """
 
@@ -181,6 +192,7 @@ class DecoderSizes:
             return recurrent[kind](width, itemsize, read)
 
         norms = 1 if family in _ONE_BLOCK else 3 if family in _NORMS_BEHIND else 2
+        norms += bool(find("shared_expert_intermediate_size"))  # a gate reads what such experts return
         found = []
         for (kind, routed), count in kinds.items():
             without = family in _ONE_BLOCK and kind != _ALONE

@@ -197,6 +197,17 @@ def test_layers_of_hybrids_are_counted_by_kind() -> None:
     assert both.tiled == {}, "its MLP multiplies by constants"
 
 
+def test_gates_of_shared_experts_and_norms_of_families_keep_what_they_read() -> None:
+    one = 24 * 2  # layers, bytes
+    plain, dots, exaone = (
+        MemoryModel.from_config(QWEN2 | {"model_type": family}).kept["none"] for family in ("qwen2", "dots1", "exaone4")
+    )
+    assert dots - plain == one * (896 + 128) and exaone - dots == one * 896, "queries and keys; a norm behind"
+    experts = QWEN2 | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    shared = MemoryModel.from_config(experts | {"shared_expert_intermediate_size": 32}).kept["none"]
+    assert shared - MemoryModel.from_config(experts).kept["none"] == one * (896 + 2 * 32)
+
+
 def test_experts_are_read_by_the_names_of_aria() -> None:
     own = {"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 1}
     usual = {"num_local_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
