@@ -48,8 +48,10 @@ class MissingExtraError(PackingError, ImportError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's message, for one-line errors."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of another library's message, for one-line errors; with the next one where it ends in a colon."""
+    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    more = next((line.strip() for line in rest if line.strip()), "") if first.endswith(":") else ""
+    return f"{first} {more}".strip()
 
 
 @contextmanager

@@ -101,6 +101,8 @@ def report(
     if output is not None:
         _check_output(output, overwrite=overwrite)
     check_name("--tokenizer", tokenizer)
+    if adapters is not None and model is None:
+        raise PackingError(f"--adapters {adapters} has an effect with --model alone: name the model, or leave it out")
     card, gib = gpu_of(gpu)
     memory = None if model is None else longest_rows(model_config(model), gib, adapters)
     if memory is not None:

@@ -18,12 +18,25 @@ from packing_core.training import mixer_sizes as mixers
 from packing_core.training.mixer_sizes import GATED_ATTENTION, Mixer, Read
 from packing_core.training.tiled_families import MLPS, PROJECTIONS
 
-_NORMS_BEHIND = ("gemma2", "gemma3", "gemma3_text", "gemma4_text", "glm4", "olmo2", "olmo3")
+_NORMS_BEHIND = (
+    "afmoe",
+    "exaone4",
+    "flex_olmo",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "gemma4_text",
+    "glm4",
+    "olmo2",
+    "olmo3",
+)
 _LATENT = ("deepseek_v3",)
 _NOT_GATED = (
     *("apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"),
     *("jais2", "mpt", "nanochat", "nemotron", "nemotron_h", "opt", "persimmon", "phi", "starcoder2", "xglm"),
 )
+# Families whose experts or attention other names of their configs describe: the formula would count too little.
+_OTHER_SIZES = ("dbrx", "hrm_text", "hunyuan_v1_moe", "jetmoe", "moshi")
 _ONE_BLOCK = ("mamba2", "nemotron_h")  # whose layers are a norm and a mixer, or a norm and an MLP
 Part = Literal["mlp", "projections"]  # of a layer: its MLP or experts; queries, keys and values, and all its norms
 LEVELS_OF_TILES = ("selective", "full", "offload")
@@ -40,6 +53,7 @@ _RECURRENT = {
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"), _MAMBA2),
     "recurrent_gemma": _RG_LRU,
 }
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _NAMES_OF_RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "M")
 
 
@@ -98,7 +112,7 @@ class LayerSizes(NamedTuple):
     """Describes equal layers of a decoder.
 
     Attributes:
-        norms: inputs of norms that are as wide as the model.
+        norms: inputs of norms and gates that are as wide as the model.
         projections: whether tiles compute queries, keys and values, and each norm with what reads it.
     """
 
@@ -154,12 +168,15 @@ class DecoderSizes:
             )
         kinds = _kinds(family, layers, named or (), find("attn_layer_indices"))
         latent = find("kv_lora_rank") is not None
-        strange = find("ssm_cfg", "moe_latent_size") or (
-            family not in _RECURRENT and find("state_size", "mamba_d_state", "rnn_hidden_size")
+        strange = (
+            family in _OTHER_SIZES
+            or find("ssm_cfg", "moe_latent_size")
+            or (family not in _RECURRENT and find("state_size", "mamba_d_state", "rnn_hidden_size"))
         )
-        if kinds is None or (latent and family not in _LATENT) or strange:
+        if kinds is None or (latent and family not in _LATENT) or strange or find("is_encoder_decoder"):
             others = sorted({str(x) for x in named or ()} - _KINDS.keys())
-            what = f"layers of the kind {others[0]}" if others else "attention or recurrent layers of its own"
+            what = f"layers of the kind {others[0]}" if others else "attention, experts or recurrent layers of its own"
+            what = "an encoder beside its decoder" if find("is_encoder_decoder") else what
             raise UnsupportedModelError(
                 f"the memory of {family} is not known beforehand, because it has {what}: choose a level by trying, "
                 'memory="selective" or "full"'
@@ -177,6 +194,7 @@ class DecoderSizes:
             return recurrent[kind](width, itemsize, read)
 
         norms = 1 if family in _ONE_BLOCK else 3 if family in _NORMS_BEHIND else 2
+        norms += bool(find("shared_expert_intermediate_size"))  # a gate reads what such experts return
         found = []
         for (kind, routed), count in kinds.items():
             without = family in _ONE_BLOCK and kind != _ALONE
@@ -215,15 +233,15 @@ def _kinds(family: str, layers: int, named: Sequence[str], attending: Any) -> Co
 def _feed_forward(family: str, width: int, find: Any, read: Read, *, routed: bool) -> FeedForward:
     """Reads the MLP or the experts of a layer; ``routed``: whether it has experts where the model has some."""
     halves = 1 if family in _NOT_GATED else 2
-    has_experts = routed and bool(find("num_local_experts", "num_experts", "n_routed_experts"))
-    experts = read("num_local_experts", "num_experts", "n_routed_experts") if has_experts else 0
-    visited = read("num_experts_per_tok") if experts else 0
+    has_experts = routed and bool(find(*_EXPERTS))
+    experts = read(*_EXPERTS) if has_experts else 0
+    visited = read("num_experts_per_tok", "moe_topk") if experts else 0
     dense = read("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * width)
     if family == "recurrent_gemma":
         dense //= 2  # it counts both halves
     one = read("moe_intermediate_size", default=dense) if experts else dense
     always = find("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
-    shared = (int(always or 0) or one * read("n_shared_experts")) if experts else 0
+    shared = (int(always or 0) or one * read("n_shared_experts", "moe_num_shared_experts")) if experts else 0
     if family == "granitemoehybrid" and not experts:
         one = int(always or dense)
     inner = halves * ((visited or 1) * one + shared)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 GATED_ATTENTION = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _NORMS_OF_QUERIES = (
+    *("afmoe", "dots1", "exaone4", "flex_olmo", "minimax_m2"),
     *("apertus", "gemma3", "gemma3_text", "gemma4_text", "hunyuan_v1_dense", "olmo2", "olmo3"),
     *("olmoe", "qwen3", "qwen3_moe", "glm4_moe", *GATED_ATTENTION),
 )
@@ -50,7 +51,7 @@ def attention(kind: str, width: int, heads: int, read: Read) -> Mixer:
     head = read("head_dim", default=width // heads)
     keys, queries = read("num_key_value_heads", default=heads) * head, heads * head
     again = queries + keys if kind in _NORMS_OF_QUERIES else 0
-    gate = queries if kind in GATED_ATTENTION else 0
+    gate = queries if kind in (*GATED_ATTENTION, "afmoe") else 0
     read_and_returned = 2 * queries + 2 * keys
     weights = width * (2 * queries + 2 * keys + gate)
     gradients = read_and_returned + gate

@@ -156,6 +156,13 @@ def test_report_says_the_longest_row_of_a_model(report, model):
     assert f"{none:,}" in run("report", "--model", model, "--gpu", 2).output
 
 
+def test_report_refuses_adapters_of_no_model_and_says_what_is_wrong_in_a_config(tmp_path):
+    result = run("report", "--adapters", 4)
+    assert result.exit_code == 2 and "--adapters 4 has an effect with --model alone" in words(result)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "4096"}))
+    assert "field 'hidden_size': TypeError" in words(run("report", "--model", tmp_path, "--gpu", 80))
+
+
 def test_report_refuses_a_gpu_that_is_neither_a_name_nor_a_size():
     for gpu in ("h900", 0, -1, "inf", "nan"):
         result = run("report", f"--gpu={gpu}")

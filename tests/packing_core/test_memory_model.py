@@ -197,6 +197,24 @@ def test_layers_of_hybrids_are_counted_by_kind() -> None:
     assert both.tiled == {}, "its MLP multiplies by constants"
 
 
+def test_gates_of_shared_experts_and_norms_of_families_keep_what_they_read() -> None:
+    one = 24 * 2  # layers, bytes
+    plain, dots, exaone = (
+        MemoryModel.from_config(QWEN2 | {"model_type": family}).kept["none"] for family in ("qwen2", "dots1", "exaone4")
+    )
+    assert dots - plain == one * (896 + 128) and exaone - dots == one * 896, "queries and keys; a norm behind"
+    experts = QWEN2 | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    shared = MemoryModel.from_config(experts | {"shared_expert_intermediate_size": 32}).kept["none"]
+    assert shared - MemoryModel.from_config(experts).kept["none"] == one * (896 + 2 * 32)
+
+
+def test_experts_are_read_by_the_names_of_aria() -> None:
+    own = {"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 1}
+    usual = {"num_local_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    found, same = (MemoryModel.from_config(QWEN2 | names) for names in (own, usual))
+    assert found == same != MemoryModel.from_config(QWEN2)
+
+
 def test_a_pattern_names_the_kind_of_each_layer() -> None:
     sizes = {"model_type": "nemotron_h", "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16}
     named = {"layers_block_type": ["mamba", "mlp", "attention", "moe"], "num_hidden_layers": None}
@@ -251,7 +269,13 @@ def test_the_loss_holds_a_seventh_of_the_logits_within_bounds() -> None:
         (QWEN2 | {"layer_types": ["linear_attention"]}, UnsupportedModelError, "layers of the kind linear_attention"),
         (QWEN2 | {"model_type": "jamba", "mamba_d_state": 16}, UnsupportedModelError, "recurrent layers of its own"),
         (QWEN2 | {"model_type": "nemotron_h", "moe_latent_size": 64}, UnsupportedModelError, "layers of its own"),
-        (QWEN2 | {"kv_lora_rank": 512}, UnsupportedModelError, "attention or recurrent layers of its own"),
+        (QWEN2 | {"kv_lora_rank": 512}, UnsupportedModelError, "attention, experts or recurrent layers of its"),
+        (
+            QWEN2 | {"model_type": "dbrx"},
+            UnsupportedModelError,
+            "memory of dbrx is not known beforehand, because it has",
+        ),
+        (QWEN2 | {"model_type": "t5", "is_encoder_decoder": True}, UnsupportedModelError, "an encoder beside its deco"),
     ],
 )
 def test_what_is_not_known_is_refused(config: dict[str, Any], error: type[Exception], reason: str) -> None:

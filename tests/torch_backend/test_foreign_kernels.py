@@ -11,12 +11,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.models.falcon_h1 import modeling_falcon_h1
 from transformers.models.gemma import modeling_gemma
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
 from packing_core.errors import UnsupportedModelError
-from tests.torch_backend.models import collate, documents
+from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.test_packed_step import assert_same, built
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama
@@ -246,6 +248,16 @@ def test_packed_calls_rotate_without_ligers_function() -> None:
     torch.testing.assert_close(causal_lm_loss(patch(llama(), verify=False).train(), batch())[0], right)
 
 
+def test_packed_calls_of_gpt_oss_rotate_without_ligers_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its angles are half as wide, and its file's own rotation is one that patch leaves in place otherwise."""
+    right = causal_lm_loss(patch(tiny("gpt_oss"), verify=False).train(), collate(documents((5, 19, 33))))[0]
+    monkeypatch.setattr(modeling_gpt_oss, "apply_rotary_pos_emb", kernel("liger_rotary_pos_emb_gpt_oss"))
+    model = patch(tiny("gpt_oss"), verify=False).train()
+    assert unknown_part(model.model.layers) is None
+    found = causal_lm_loss(model, collate(documents((5, 19, 33))))[0]
+    torch.testing.assert_close(found, right)
+
+
 def copied(forward: Any) -> Any:
     """A forward of a process in which Liger came first, in whose file the rotation is Liger's."""
     return rebound(forward, {"apply_rotary_pos_emb": kernel("liger_rotary_pos_emb")})
@@ -289,6 +301,18 @@ def twin(kind: str, width: int = 32) -> tuple[nn.Module, nn.Module]:
             liger.LigerPhi3SwiGLUMLP(transformers.Phi3Config(**config)),
             modeling_phi3.Phi3MLP(transformers.Phi3Config(**config)),
         ),
+        "scaled MLP": lambda: (
+            liger.swiglu.LigerFalconH1SwiGLUMLP(transformers.FalconH1Config(**config, mlp_multipliers=[0.5, 3.0])),
+            modeling_falcon_h1.FalconH1MLP(transformers.FalconH1Config(**config, mlp_multipliers=[0.5, 3.0])),
+        ),
+        "HunYuan's MLP": lambda: (
+            liger.swiglu.LigerHunyuanV1SwiGLUMLP(transformers.LlamaConfig(**config)),
+            modeling_llama.LlamaMLP(transformers.LlamaConfig(**config)),
+        ),
+        "squared ReLU": lambda: (
+            liger.relu_squared.LigerReLUSquared(),
+            transformers.activations.ReLUSquaredActivation(),
+        ),
         "MLP with GELU": lambda: (
             liger.LigerGEGLUMLP(transformers.GemmaConfig(**config)),
             modeling_gemma.GemmaMLP(transformers.GemmaConfig(**config)),
@@ -299,7 +323,18 @@ def twin(kind: str, width: int = 32) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "kind", ["RMS norm", "Gemma's RMS norm", "layer norm", "gated MLP", "joined MLP", "MLP with GELU"]
+    "kind",
+    [
+        "RMS norm",
+        "Gemma's RMS norm",
+        "layer norm",
+        "gated MLP",
+        "joined MLP",
+        "MLP with GELU",
+        "scaled MLP",
+        "HunYuan's MLP",
+        "squared ReLU",
+    ],
 )
 def test_ligers_classes_compute_what_the_replaced_class_does(kind: str, dtype: torch.dtype) -> None:
     ligers, own = (module.to(dtype) for module in twin(kind))

@@ -12,10 +12,11 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from packing_core.errors import PackingError, UnsupportedError
+from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
 from tests.torch_backend import graphs as stand_ins
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import collate, documents, tiny
@@ -26,6 +27,7 @@ from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps.cuda_graph import compile_layers
+from torch_backend.steps.eligibility import why_not_compiled, why_not_recomputed
 from torch_backend.steps.explaining import plain_layers
 from torch_backend.steps.memory import LEVELS, hold_level, keeps, level_layers, level_of, recomputing_inside, set_level
 
@@ -250,7 +252,7 @@ def test_a_trainer_that_checkpoints_takes_the_fast_step(graphs: SimpleNamespace,
 @pytest.mark.parametrize(
     ("dropout", "compile", "reason"),
     [
-        (0.1, "auto", "dropout in layers that recompute reads the random state"),
+        (0.1, "auto", "dropout or noise in layers that recompute reads the random state"),
         (0.0, False, "gradient checkpointing of layers that are not compiled reads the random state"),
     ],
 )
@@ -280,3 +282,50 @@ def test_levels_that_a_model_cannot_have_are_refused_by_name() -> None:
     model.supports_gradient_checkpointing = False
     with pytest.raises(UnsupportedError, match='LlamaForCausalLM cannot recompute .* memory="full" is not possible'):
         make_train_step(model, optimizer, memory="full")
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "falcon"])
+def test_what_the_selective_level_keeps_does_not_change_where_layers_change_it_in_place(family: str) -> None:
+    model = patch(tiny(family), verify=False).train()
+    exact = gradients(model, batch())
+    set_level(model, "selective")
+    torch.testing.assert_close(gradients(model, batch()), exact, rtol=1e-4, atol=1e-6)
+
+
+def test_reentrant_checkpoints_are_refused_where_layers_share_keys_and_values() -> None:
+    model = patch(tiny("gemma3n_text"), verify=False).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with torch.no_grad():
+        causal_lm_loss(model, batch())
+    with pytest.raises(UnsupportedModelError, match="Gemma3nTextModel read keys and values of earlier ones"):
+        causal_lm_loss(model, batch())
+
+
+@pytest.mark.parametrize("setting", ["attention_dropout", "router_jitter_noise"])
+def test_layers_that_draw_random_numbers_do_not_recompute_inside_of_a_graph(setting: str) -> None:
+    model = patch(tiny("mixtral", **{setting: 0.1}), verify=False).train()
+    set_level(model, "full")
+    reason = "dropout or noise in layers that recompute reads the random state"
+    assert why_not_recomputed(model, compiled=True) == reason
+    setattr(model.config, setting, 0.0)
+    assert why_not_recomputed(model, compiled=True) is None
+
+
+def test_checkpoint_wrappers_around_layers_are_named_and_leave_no_choice_of_a_level(graphs: SimpleNamespace) -> None:
+    model = graphs.model = tiny("llama")
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, DecoderLayer))
+    patch(model, verify=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = make_train_step(model, optimizer)
+    step(batch())
+    assert step.parts["layers"] == "compiled, recomputed by checkpoint wrappers"
+    assert step.parts["graph"] == "no CUDA graph: checkpoint wrappers around layers read the random state"
+    with pytest.raises(UnsupportedError, match='LlamaForCausalLM and recompute them whatever memory="none" says'):
+        make_train_step(model, optimizer, memory="none")
+
+
+def test_layers_that_clip_weights_in_a_forward_are_compiled_only_where_they_keep_everything() -> None:
+    model = patch(tiny("gemma3n_text", altup_coef_clip=120.0), verify=False).train()
+    assert "clip weights" not in (why_not_compiled(model) or "")
+    set_level(model, "full")
+    assert "its layers clip weights in each forward" in (why_not_compiled(model) or "")

@@ -83,6 +83,7 @@ DENSE = {"first_k_dense_replace": 2, "intermediate_size": 32}
     [
         *((family, {}, "none") for family in ("qwen2", "qwen3", "gemma2", "qwen3_5_text", "qwen3_moe", "gpt_oss")),
         *((family, {}, "none") for family in ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")),
+        *((family, {}, "none") for family in ("afmoe", "dots1", "exaone4", "flex_olmo", "minimax_m2", "qwen2_moe")),
         ("recurrent_gemma", {}, "none"),
         ("deepseek_v3", DENSE, "none"),
         *((family, WIDE, "none") for family in ("apertus", "arcee")),

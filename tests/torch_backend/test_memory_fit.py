@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from packing_core.errors import CapacityError, PackingError, UnsupportedError
 from packing_core.training import memory_model
@@ -60,6 +61,37 @@ def test_weights_gradients_and_states_are_counted(model: Any) -> None:
     step = step_of(model)
     step(batch())
     assert memory_of(model, step.optimizer).fixed == 4 * size + buffers, "as they are"
+
+
+@pytest.mark.parametrize(
+    ("name", "about", "bytes_of_a_number"),
+    [
+        ("AdamW", {"args": SimpleNamespace(optim_bits=8)}, 2),  # as transformers makes adamw_8bit
+        ("PagedAdamW", {"args": SimpleNamespace(optim_bits=32), "is_paged": True}, 0),
+        ("AdamW", {"args": SimpleNamespace(optim_bits=32), "__module__": "bitsandbytes.optim.adamw"}, 8),
+        ("Lion", {}, 2),
+        ("AdamW8bit", {}, 2),
+        ("RMSprop", {}, 2),
+    ],
+)
+def test_states_are_expected_by_the_kind_of_an_optimizer(
+    name: str, about: dict[str, Any], bytes_of_a_number: int
+) -> None:
+    model = patch(llama(), verify=False).bfloat16()
+    plain = memory_of(model, torch.optim.SGD(model.parameters())).fixed
+    made = type(name, (), about)()
+    expected = bytes_of_a_number * sum(p.numel() for p in model.parameters())
+    assert memory_of(model, made).fixed - plain == expected
+
+
+def test_states_of_adafactor_are_those_that_it_makes() -> None:
+    model = patch(llama(), verify=False)
+    optimizer = transformers.Adafactor(model.parameters(), lr=0.1, relative_step=False, scale_parameter=False)
+    before = memory_of(model, optimizer).fixed
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert memory_of(model, optimizer).fixed == before < memory_of(model).fixed
 
 
 def test_adapters_are_trained_alone_and_kept_beside() -> None:

@@ -77,7 +77,7 @@ def unknown_part(layers: Iterable[nn.Module]) -> str | None:
 
 def _is_plain_here(module: nn.Module, name: str, function: Any) -> bool:
     """Returns whether packed calls of a patched layer run another function under this name."""
-    return name == ROTATION and is_half_rotation(function) and type(module) is not original_class(module)
+    return name == ROTATION and plain_rotation(function) is not None and type(module) is not original_class(module)
 
 
 def refuse_replaced_layers(root: nn.Module) -> None:
@@ -158,6 +158,16 @@ def _joined_swiglu(self: Any, x: Tensor) -> Tensor:
     return product
 
 
+def _scaled_swiglu(self: Any, x: Tensor) -> Tensor:
+    inner = F.silu(self.gate_proj(x) * self.gate_multiplier) * self.up_proj(x)
+    product: Tensor = self.down_proj(inner) * self.down_multiplier
+    return product
+
+
+def _relu_squared(self: Any, x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 def _layer_norm(self: Any, hidden_states: Tensor) -> Tensor:
     return F.layer_norm(hidden_states, self.weight.shape, self.weight, self.bias, self.variance_epsilon)
 
@@ -169,6 +179,9 @@ _PLAIN: dict[str, Callable[..., Tensor]] = {
     "LigerLayerNorm": _layer_norm,
     "LigerSwiGLUMLP": _swiglu,
     "LigerQwen3MoeSwiGLUMLP": _swiglu,
+    "LigerHunyuanV1SwiGLUMLP": _swiglu,
+    "LigerFalconH1SwiGLUMLP": _scaled_swiglu,
+    "LigerReLUSquared": _relu_squared,
     "LigerGEGLUMLP": _geglu,
     "LigerPhi3SwiGLUMLP": _joined_swiglu,
 }
@@ -177,9 +190,9 @@ _PLAIN: dict[str, Callable[..., Tensor]] = {
 # -- the rotation ----------------------------------------------------------------------------------------------------
 
 
-def is_half_rotation(function: Any) -> bool:
-    """Returns whether a function is Liger's rotation of the two halves of a head, which no CPU can be asked about."""
-    return library_of(function) == "Liger" and getattr(function, "__name__", "") == "liger_rotary_pos_emb"
+def plain_rotation(function: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Returns what a rotation of Liger's computes, by plain operations, None for another function."""
+    return _ROTATIONS.get(getattr(function, "__name__", "")) if library_of(function) == "Liger" else None
 
 
 def half_rotation(
@@ -195,6 +208,20 @@ def half_rotation(
         return torch.cat((found, rest), dim=-1) if rest.shape[-1] else found
 
     return turned(q), turned(k)
+
+
+def half_rotation_by_each_angle(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """As :func:`half_rotation`, by angles [B, S, R/2], as gpt_oss has them."""
+    cos, sin = (torch.cat((x, x), dim=-1) for x in (cos, sin))
+    return half_rotation(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+_ROTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "liger_rotary_pos_emb": half_rotation,
+    "liger_rotary_pos_emb_gpt_oss": half_rotation_by_each_angle,
+}
 
 
 # -- the model's forward ---------------------------------------------------------------------------------------------

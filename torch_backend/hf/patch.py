@@ -326,6 +326,7 @@ class Patched(BatchReader):
             if self.anatomy.head == "next token" or kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = None
             return kwargs
+        inputs.check_recomputed(self.decoder)
         if self._compiles and (forward.segments.parents is None or self.why_no_compiled_forest(self.compiled) is None):
             self.prepare(forward)
         kwargs["attention_mask"] = forward

@@ -56,6 +56,9 @@ class CompiledCalls:
         if self.state is None or not self.state.requests:
             return
         self._hook.remove()
+        if (reason := why_not_compiled(self.model)) is not None:  # the level may have been set since
+            self.layers = f"not compiled: {reason}"
+            return
         compile_layers(self.model, dynamic=None)
         for module in self.root.modules():
             compiled = module._compiled_call_impl

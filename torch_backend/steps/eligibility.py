@@ -24,7 +24,7 @@ from torch_backend.steps import cuda_graph as captured
 from torch_backend.steps.cuda_graph import layers_of
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.graph_collectives import why_not_recorded
-from torch_backend.steps.memory import Level, draws_random_numbers, level_of
+from torch_backend.steps.memory import Level, draws_random_numbers, in_checkpoint_wrappers, level_of
 
 Batch = Mapping[str, Any]
 
@@ -45,6 +45,9 @@ def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None
     state = state_of(causal_lm(model))
     if state is not None and (part := unknown_part(layers_of(state.decoder))) is not None:
         return f"{part} stands in them, which torch.compile may run wrongly: leave it out"
+    config = causal_lm(model).config.get_text_config()
+    if level_of(model) != "none" and getattr(config, "altup_coef_clip", None) is not None:
+        return "its layers clip weights in each forward, which a compiled layer that recomputes would find changed"
     return _why_not_fixed(model, batch) if context_of(model) is None else _why_not_pieces(model)
 
 
@@ -72,12 +75,14 @@ def why_not_captured(model: nn.Module, batch: Batch, *, insists: bool = False) -
 
 def why_not_recomputed(model: nn.Module, *, compiled: bool) -> str | None:
     """Explains why a graph cannot record how layers recompute, None if it can or they keep everything."""
+    if in_checkpoint_wrappers(model):
+        return "checkpoint wrappers around layers read the random state"
     if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return None
     if compiled and level_inside(model) != "none":
         return None
-    what = "dropout in layers that recompute" if compiled else "gradient checkpointing of layers that are not compiled"
-    return f"{what} reads the random state"
+    plain = "gradient checkpointing of layers that are not compiled"
+    return f"{'dropout or noise in layers that recompute' if compiled else plain} reads the random state"
 
 
 def why_mixers_wait(model: nn.Module) -> str | None:

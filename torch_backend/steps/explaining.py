@@ -13,7 +13,7 @@ from torch_backend.hf.foreign_kernels import has_ligers_forward, library_in, rep
 from torch_backend.hf.patch import state_of
 from torch_backend.steps.cuda_graph import layers_of
 from torch_backend.steps.eligibility import level_inside
-from torch_backend.steps.memory import level_layers, level_of, plain_layers_move_inputs
+from torch_backend.steps.memory import in_checkpoint_wrappers, level_layers, level_of, plain_layers_move_inputs
 
 
 def loss_without_logits(model: nn.Module) -> str:
@@ -57,7 +57,7 @@ def named_level(model: nn.Module, *, inside: bool = False) -> str:
     """
     level = level_of(model)
     if level == "none":
-        return ""
+        return ", recomputed by checkpoint wrappers" if in_checkpoint_wrappers(model) else ""
     layers = getattr(state_of(causal_lm(model)), "decoder", model)
     recompute, all_of_them = len(level_layers(layers)), sum(isinstance(m, DecoderLayer) for m in layers.modules())
     share = "" if recompute == all_of_them else f" in {recompute} of {all_of_them} layers"

@@ -18,7 +18,14 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachingTorchDispatchMode,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
@@ -37,6 +44,7 @@ AUTO_OVER_RANKS = (
 # Operators that pass over memory once; recomputing them costs less than what they would keep.
 _CHEAP = ("rope", "norm")
 _PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm")
+_DRAWN = ("dropout", "pdrop", "jitter")  # in names of settings: how much of a layer is random
 _ENABLE = "gradient_checkpointing_enable"
 _WIDE = 2.0  # times as many columns out of a product as into it
 
@@ -97,18 +105,29 @@ def check_level(model: nn.Module, level: str) -> None:
 
     Raises:
         PackingError: there is no such level.
-        UnsupportedError: the layers of the family cannot recompute, or ranks would choose levels of their own.
+        UnsupportedError: the layers of the family cannot recompute, something else recomputes them, or ranks would
+            choose levels of their own.
     """
     if level not in (*LEVELS, "auto"):
         raise PackingError(f"memory={level!r} is no level: pass one of {', '.join(map(repr, (*LEVELS, 'auto')))}")
     root = causal_lm(model)
     if level == "auto" and context_of(root) is not None:
         raise UnsupportedError(AUTO_OVER_RANKS)
+    if in_checkpoint_wrappers(root):
+        raise UnsupportedError(
+            f"checkpoint wrappers stand around modules of {type(root).__name__} and recompute them whatever "
+            f'memory="{level}" says: leave out apply_activation_checkpointing, or memory'
+        )
     if level != "none" and not getattr(root, "supports_gradient_checkpointing", False):
         raise UnsupportedError(
             f"layers of {type(root).__name__} cannot recompute what they do not keep (gradient checkpointing), so "
             f'memory="{level}" is not possible: leave memory out'
         )
+
+
+def in_checkpoint_wrappers(model: nn.Module) -> bool:
+    """Returns whether torch's checkpoint wrappers stand around modules, as FSDP's activation checkpointing has them."""
+    return any(isinstance(module, CheckpointWrapper) for module in model.modules())
 
 
 def level_layers(model: nn.Module) -> list[DecoderLayer]:
@@ -153,11 +172,11 @@ def _moves_inputs(call: Any) -> bool:
 
 
 def draws_random_numbers(model: nn.Module) -> bool:
-    """Returns whether dropout is in force somewhere, whose random numbers a layer that recomputes must draw again."""
+    """Returns whether dropout or noise is in force, whose random numbers a layer that recomputes must draw again."""
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
         return True
     settings = causal_lm(model).config.get_text_config().to_dict()
-    return any(isinstance(x, float) and x > 0 for n, x in settings.items() if "dropout" in n or n.endswith("pdrop"))
+    return any(isinstance(x, float) and x > 0 for n, x in settings.items() if any(word in n for word in _DRAWN))
 
 
 @contextmanager
@@ -232,7 +251,9 @@ def keeps(operation: Any, shapes: Sequence[torch.Size]) -> bool:
 
 
 def _selective() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+    keeping, again = create_selective_checkpoint_contexts(_policy)
+    keeping.__class__ = _KeptBeforeChanges
+    return keeping, again
 
 
 def _offload() -> Any:
@@ -255,6 +276,35 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
         shapes = [*shapes, torch.Size((*first[:-1], second[-1]))]
     kept = bool(shapes) and keeps(operation, shapes)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _KeptBeforeChanges(_CachingTorchDispatchMode):
+    """Keeps a result as it was before a layer changes it in place, as those of Gemma 3n do.
+
+    Recomputing changes it again. Torch means to raise there, but compares versions of tensors that do not share them
+    (torch 2.13), so gradients would be wrong.
+    """
+
+    supports_higher_order_operators = True  # which torch dispatches to its own class alone otherwise
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = {_address(x) for x in _written(func, args)}
+        for kept in tree_leaves(dict(self.storage)) if written else ():
+            if type(getattr(kept, "val", None)) is Tensor and _address(kept.val) in written:
+                kept.__init__(kept.val.clone())
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _written(operation: Any, args: Sequence[Any]) -> list[Tensor]:
+    """Returns the arguments that an operation changes in place; none while torch.compile traces, which rewrites it."""
+    if not getattr(operation, "_schema", None) or not operation._schema.is_mutable:
+        return []
+    given = zip(operation._schema.arguments, args, strict=False)
+    return [x for each, x in given if each.alias_info and each.alias_info.is_write and type(x) is Tensor]
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 # By which torch's checkpoint is told the level, and by which it is read back. None for "full": torch.compile traces no

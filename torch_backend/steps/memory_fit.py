@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch_backend.steps.memory import Level, draws_random_numbers, level_of, se
 from torch_backend.steps.progress import announce
 from torch_backend.steps.tiled_layers import tiled_parts
 
+_ONE_STATE = ("lion", "rmsprop", "adagrad")  # in names of optimizers that keep one number for each trained one
 _UNSURE = 1.05  # what the formula may be wrong by
 
 
@@ -317,18 +319,33 @@ def _states(optimizer: Any, trained: list[nn.Parameter]) -> int:
     """Bytes of the optimizer's states, as they are or, before its first step, as its kind will have them."""
     if (counted := _counted(optimizer)) > 0:
         return counted
-    name = "AdamW" if optimizer is None else type(getattr(optimizer, "optimizer", optimizer)).__name__.lower()
+    inner = getattr(optimizer, "optimizer", optimizer)
+    name = type(inner).__name__.lower()
+    groups = getattr(optimizer, "param_groups", [{}])
+    if getattr(inner, "is_paged", False):
+        return 0  # on the host, where the device has no room
+    if name == "adafactor":
+        return sum(map(_of_rows_and_columns, trained))
     if "sgd" in name:
-        groups = getattr(optimizer, "param_groups", [{}])
-        return sum(map(_bytes, trained)) if any(group.get("momentum") for group in groups) else 0
-    if "8bit" in name:
-        return 2 * sum(map(_numel, trained))
-    return 2 * sum(map(_bytes, trained))
+        states = int(any(group.get("momentum") for group in groups))
+    else:
+        states = 1 if any(word in name for word in _ONE_STATE) else 2
+    if "8bit" in name or getattr(getattr(inner, "args", None), "optim_bits", None) == 8:
+        return states * sum(map(_numel, trained))
+    single = type(inner).__module__.startswith("bitsandbytes.")  # keeps float32 whatever the weights are
+    return states * (4 * sum(map(_numel, trained)) if single else sum(map(_bytes, trained)))
+
+
+def _of_rows_and_columns(x: Tensor) -> int:
+    """Bytes of what Adafactor keeps: float32 of each row and column of a matrix, of each number of a vector."""
+    *others, rows, columns = (1, 1, *_local(x).shape)
+    return 4 * (prod(others) * (rows + columns) if x.ndim > 1 else columns)
 
 
 def _counted(optimizer: Any) -> int:
     states = getattr(optimizer, "state", None) or {}
-    return sum(_bytes(x) for each in states.values() for x in each.values() if isinstance(x, Tensor) and x.numel() > 1)
+    tensors = [x for each in states.values() for x in each.values() if isinstance(x, Tensor)]
+    return sum(_bytes(x) for x in tensors if x.numel() > 1 and not getattr(x, "is_paged", False))
 
 
 def _ranks(root: nn.Module) -> int:

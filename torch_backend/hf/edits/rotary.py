@@ -24,7 +24,7 @@ from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.families import ROTATION
 from torch_backend.hf.edits.override import has_own_forward, original_class, override
 from torch_backend.hf.edits.rebinding import called, rebound
-from torch_backend.hf.foreign_kernels import half_rotation, is_half_rotation
+from torch_backend.hf.foreign_kernels import plain_rotation
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.ops.document_batches import OWN, per_document
 from torch_backend.ops.operators import runs_triton
@@ -66,16 +66,21 @@ def _attention_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, *
     return layer.__dict__[_ROTATED_FORWARD](layer, *args, **kwargs)
 
 
-@cache
 def _rotated_forward(forward: Callable[..., Any]) -> Callable[..., Any] | str:
     """``forward`` with the Triton rotation, or the reason why :func:`apply_rope` cannot stand in for its own."""
     original: Rotation | None = called(forward).get(ROTATION)
-    if original is None:
-        return f"it does not call {ROTATION}"
-    original = half_rotation if is_half_rotation(original) else original
-    if (interleaved := interleaving(original)) is None:
+    return f"it does not call {ROTATION}" if original is None else _rotated_by(forward, original)
+
+
+@cache
+def _rotated_by(forward: Callable[..., Any], original: Rotation) -> Callable[..., Any] | str:
+    """As :func:`_rotated_forward`, of a forward that calls ``original``; Liger may replace that at any time."""
+    plain = plain_rotation(original)
+    if (interleaved := interleaving(plain or original)) is not None:
+        plain = partial(_rotate, plain or original, interleaved)
+    if plain is None:
         return f"its {ROTATION} has a form of its own"
-    return rebound(forward, {ROTATION: partial(_rotate, original, interleaved)}) or "a decorator hides its forward"
+    return rebound(forward, {ROTATION: plain}) or "a decorator hides its forward"
 
 
 def _rotate(

@@ -104,6 +104,26 @@ def check_arguments(model: nn.Module, kwargs: Mapping[str, Any], guard: Guard, *
             )
 
 
+def check_recomputed(decoder: nn.Module) -> None:
+    """Refuse reentrant checkpoints around layers that read keys and values of earlier ones.
+
+    Such a layer gets them past its arguments, and a reentrant checkpoint makes them without gradients.
+
+    Raises:
+        UnsupportedModelError: the gradients of these keys and values would be lost.
+    """
+    config: Any = decoder.config
+    if not getattr(config, "num_kv_shared_layers", 0) or not (decoder.training and torch.is_grad_enabled()):
+        return
+    for layer in decoder.modules():
+        call = getattr(layer, "_gradient_checkpointing_func", None)
+        if getattr(layer, "gradient_checkpointing", False) and getattr(call, "keywords", {}).get("use_reentrant"):
+            raise UnsupportedModelError(
+                f"layers of {type(decoder).__name__} read keys and values of earlier ones, whose gradients a reentrant "
+                'checkpoint loses: pass gradient_checkpointing_kwargs={"use_reentrant": False}, or a level of memory'
+            )
+
+
 def check_packed(
     kwargs: Mapping[str, Any],
     packed: PackedMetadata,
