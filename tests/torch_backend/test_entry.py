@@ -204,10 +204,22 @@ def test_tokens_that_are_picked_out_of_a_packed_batch_are_noticed(made: Callable
     model(**batch)
 
 
+@pytest.mark.parametrize("part", [slice(None, -1), slice(1, None)], ids=["before the last", "after the first"])
+def test_rows_that_a_loop_shifts_itself_are_noticed(part: slice) -> None:
+    batch = marked(documents(seed=12))
+    with pytest.raises(LayoutError, match="row 0 of input_ids came packed from a collator"):
+        patched()(input_ids=batch["input_ids"][:, part])
+
+
 def test_a_row_of_one_document_needs_no_boundaries() -> None:
-    batch = PackedCollator(capacity=16)([{"input_ids": [5, 6, 7]}])
-    patched()(input_ids=batch["input_ids"], labels=batch["labels"])
-    patched()(input_ids=collate(documents(seed=12))["input_ids"][:, :-1])
+    model, batch = patched(), PackedCollator(capacity=16)([{"input_ids": [5, 6, 7]}])
+    model(input_ids=batch["input_ids"], labels=batch["labels"])
+    collate = PackedCollator(capacity=4, strategy="sequential")
+    ids = collate([{"input_ids": d} for d in ([5, 6, 7], [8], [9], [10, 11, 12])])["input_ids"]
+    model(input_ids=ids[:1, :-1])  # 5, 6, 7 | 8
+    model(input_ids=ids[1:, 1:])  # 9 | 10, 11, 12
+    with pytest.raises(LayoutError, match="row 0 of input_ids came packed from a collator"):
+        model(input_ids=ids[:1, 1:])
 
 
 def test_a_padded_batch_with_lengths_reaches_unpadded_models_alone() -> None:
