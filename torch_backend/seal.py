@@ -10,9 +10,9 @@ a trainer may rebuild it, and loops of users are nobody's.
 
 Code that picks ``input_ids`` out of a batch leaves the seal behind. So a seal also remembers the rows that it stands
 for, by a fingerprint of their tokens, which is the same on every device: ``packed_rows`` names those of the last
-batches, and a patched model refuses them without their boundaries. Loops that shift tokens themselves call the model on
-``ids[:, :-1]``, so rows are remembered without their last token and without their first one, too. A seal that comes from
-another process, a DataLoader's worker, brings them along.
+batches, and a patched model refuses them without their boundaries. Loops that shift tokens themselves call the model
+on ``ids[:, :-1]``, so rows are remembered without their last token and without their first one, too. A seal that comes
+from another process, a DataLoader's worker, brings them along.
 """
 
 from __future__ import annotations

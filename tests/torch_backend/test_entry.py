@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MethodType
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -252,6 +254,24 @@ def padded(features: list[Any]) -> dict[str, Tensor]:
     columns = {name: [torch.tensor(x[name]) for x in features] for name in ("input_ids", "labels")}
     fill = {"input_ids": 0, "labels": -100}
     return {name: nn.utils.rnn.pad_sequence(x, True, fill[name]) for name, x in columns.items()}
+
+
+def test_a_trainer_keeps_the_column_that_marks_documents(tmp_path: Any) -> None:
+    docs = datasets.Dataset.from_dict({"input_ids": [d.tolist() for d in documents(seed=13)]})
+    rows = torch_backend.pack_dataset(docs, 64)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, max_steps=1, per_device_train_batch_size=1
+    )
+
+    def trainer(collator: Any) -> Any:
+        return transformers.Trainer(patched(), arguments, train_dataset=rows, data_collator=collator)
+
+    batches = list(trainer(PackedCollator()).get_train_dataloader())
+    lengths = [n for batch in batches for n in batch["packed_lengths"]]
+    assert len(batches) < len(lengths) and sorted(lengths) == sorted(map(len, docs["input_ids"]))
+    with pytest.raises(LayoutError, match="marks its documents by seq_lengths, which a model does not read"):
+        trainer(transformers.default_data_collator).train()
+    assert "seq_lengths" not in inspect.signature(torch_backend.unpatch(patched()).forward).parameters
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon", "mamba"])

@@ -16,6 +16,7 @@ from torch import nn
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
+from torch_backend.hf.anatomy.adapters import why_not_adapters
 from torch_backend.hf.anatomy.encoders import check_lengths
 from torch_backend.hf.anatomy.heads import targets_among
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
@@ -85,6 +86,13 @@ class BatchReader:
             self.seen = fresh
         return True
 
+    def _require_fit(self) -> None:
+        """Raise where the model was changed since it was patched, so that its documents could see each other."""
+        if not (torch.compiler.is_compiling() or self.still_fits()):
+            raise UnsupportedModelError(CHANGED)
+        if (reason := why_not_adapters(self.root, self.decoder)) is not None:
+            raise UnsupportedModelError(f"{type(self.root).__name__} cannot be trained packed, because {reason}")
+
     def forward_of(
         self, module: nn.Module, names: tuple[str, ...], kwargs: dict[str, Any]
     ) -> tuple[PackedForward | None, dict[str, Any]]:
@@ -104,8 +112,7 @@ class BatchReader:
         if not is_packed(kwargs):
             check_unmarked(kwargs, self.guard, wait=wait)
             return None, kwargs
-        if not (torch.compiler.is_compiling() or self.still_fits()):
-            raise UnsupportedModelError(CHANGED)
+        self._require_fit()
         tokens, numbers = inputs.tokens_of(kwargs), kwargs.get("packed_documents")
         sizes = kwargs.get("packed_images") or ()
         inputs.check_arguments(module, kwargs, self.guard, wait=wait)
@@ -187,8 +194,7 @@ class BatchReader:
                 "the batch was cut over ranks, and the model that runs it was patched without their mesh: call "
                 'crosspack.patch(model, mesh=mesh["cp"])'
             )
-        if not self.still_fits():
-            raise UnsupportedModelError(CHANGED)
+        self._require_fit()
         shape = tuple(kwargs["position_ids"].shape)
         if "use_cache" in names:
             kwargs["use_cache"] = False
