@@ -208,7 +208,7 @@ def _neighbours(model: nn.Module) -> Iterator[None]:
     """Inside, every weight is the next number of its dtype above or below: what rounding does to float32 at least."""
     before = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+        torch.default_generator.manual_seed(3)  # torch.manual_seed would seed GPUs too
         for p, data in before:
             above = torch.rand(data.shape).to(data.device) < 0.5
             p.data = torch.nextafter(data, torch.where(above, torch.inf, -torch.inf).to(data.dtype))
