@@ -255,14 +255,14 @@ def _with_additions(
         unpatch(root)
 
 
-def _joined(report: AuditReport, added: Mapping[str, nn.Module], figures: dict[str, float]) -> AuditReport:
+def _joined(report: AuditReport, added: Mapping[str, nn.Module], figures: dict[str, Any]) -> AuditReport:
     report = replace(report, additions=tuple(added))
     if figures["leak"] > figures["allowed_leak"] or figures["logits"] > figures["allowed_logits"]:
         return replace(report, **figures)
     return report
 
 
-def _itself(root: Any, added: Mapping[str, nn.Module], *, marked: bool) -> dict[str, float]:
+def _itself(root: Any, added: Mapping[str, nn.Module], *, marked: bool) -> dict[str, Any]:
     try:
         with torch.inference_mode(False), full_float32():
             return measure_itself(root, added.values(), marked=marked)

@@ -96,7 +96,7 @@ def measure(
 
 
 def measure_itself(model: Any, added: Iterable[nn.Module], *, marked: bool) -> dict[str, float]:
-    """Figures of a model itself, without gradients: what modules that no clone has do to packed documents.
+    """Measures a model itself, without gradients: what modules that no clone has do to packed documents.
 
     Args:
         model: runs in evaluation, and is left as it was.

@@ -37,7 +37,7 @@ _READ_SEVERAL = (
 
 
 def additions(model: nn.Module) -> dict[str, nn.Module]:
-    """What was added to a model, in words, with the module that it is or stands on."""
+    """Finds what was added to a model: each by name, with the module that it is or stands on."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         place, kind = name or "the model", original_class(module)
@@ -54,7 +54,7 @@ def additions(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def kinds_added(model: nn.Module) -> Counter[str]:
-    """Classes of modules that were added to a model, with the number of their modules; the same for its copies."""
+    """Counts the modules that were added to a model by their class, which is the same in its copies."""
     kinds = (original_class(module) for module in model.modules())
     return Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if not _is_known(kind.__module__))
 
