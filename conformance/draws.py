@@ -23,6 +23,7 @@ Rows = tuple[tuple[int, ...], ...]
 FULL: Rows = ((7, 16, 1, 33, 24, 15),)  # one row without padding
 PADDED: Rows = ((-5, 9, 17, -3, 1, 30, 14, -17),)  # padding before, between and after
 FOUR_ROWS: Rows = ((5, 40, 12, 39), (16, 16, 2, 31, 31), (50, 46), (1, 30, 3, 62))  # other offsets in each row
+MANY_ROWS: Rows = ((5, 11), (16,), (1, 9, 6)) * 6  # more rows than a table of eight or sixteen holds
 # The documents of FULL in other rows, another order and other places.
 REPACKED: Rows = ((33, -8, 7), (-1, 24, 1, -22), (16, -32), (-20, 15, -13))
 REPACKED_AS = (3, 0, 4, 2, 1, 5)  # the document of FULL that each segment of REPACKED holds

@@ -1,4 +1,4 @@
-"""DET: the same call gives the same answer."""
+"""DET: the same call gives the same answer, and another call its own."""
 
 from __future__ import annotations
 
@@ -55,3 +55,11 @@ def test_train_twice(judge: Judge) -> None:
     judge.equal("the losses of the second run", again_losses, losses)
     for name, weight in weights.items():
         judge.holds(bool(np.array_equal(weight, again[name])), f"{name} came out different the second time")
+
+
+@requirement("DET-05")
+def test_other_weights_after_the_first(judge: Judge) -> None:
+    drawn = documents(7, 16, 1, 33, 24, 15)
+    batch = models.collated(judge, drawn, 96)
+    for seed in (0, 1):
+        models.check_logits(judge, DecoderCase(seed=seed), batch, drawn)

@@ -15,6 +15,7 @@ from conformance.draws import (
     LONG_DOCUMENTS,
     LONG_ROW,
     MANY_DOCUMENTS,
+    MANY_ROWS,
     PADDED,
     PAST_64,
     TILES,
@@ -53,10 +54,19 @@ def test_isolation_beyond_64_segments(judge: Judge) -> None:
 
 
 @requirement("ISO-04")
-def test_rows_are_isolated_each_by_its_own_boundaries(judge: Judge) -> None:
-    case = AttentionCase(FOUR_ROWS)
-    attention_forward_isolated(judge, case)
-    attention_isolated(judge, case, where=(0, 5, 10))
+@pytest.mark.parametrize(
+    ("case", "where"),
+    [
+        (AttentionCase(FOUR_ROWS), (0, 5, 10)),
+        (AttentionCase(MANY_ROWS, heads=1, kv_heads=1), (0, 18, 33)),
+    ],
+    ids=["four rows", "many rows"],
+)
+def test_rows_are_isolated_each_by_its_own_boundaries(
+    judge: Judge, case: AttentionCase, where: tuple[int, ...]
+) -> None:
+    attention_forward_isolated(judge, case, where=None if case.rows == FOUR_ROWS else where)
+    attention_isolated(judge, case, where=where)
 
 
 @requirement("ISO-05")
@@ -76,8 +86,9 @@ def test_isolation_under_every_option(judge: Judge, options: dict[str, object]) 
 
 
 @requirement("ISO-06")
-def test_no_state_crosses_a_boundary(judge: Judge) -> None:
-    scan_isolated(judge, ScanCase(FULL))
+@pytest.mark.parametrize(("rows", "where"), [(FULL, None), (MANY_ROWS, (0, 18, 33))], ids=["one row", "many rows"])
+def test_no_state_crosses_a_boundary(judge: Judge, rows: Rows, where: tuple[int, ...] | None) -> None:
+    scan_isolated(judge, ScanCase(rows), where=where)
 
 
 @requirement("ISO-07")
@@ -145,12 +156,14 @@ def test_documents_of_long_rows_are_isolated(judge: Judge, lengths: tuple[int, .
 
 
 @requirement("ISO-13")
-def test_any_segment_ids(judge: Judge) -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["side by side", "apart"])
+def test_any_segment_ids(judge: Judge, apart: bool) -> None:
     judge.promised("attention", "arbitrary_ids")
     case = AttentionCase(FOUR_ROWS)
     counted = segment_ids(case.rows)
     everywhere = counted + 10 * np.arange(len(counted))[:, None]  # other ids in every row, neither sorted nor small
-    ids = np.where(counted > 0, everywhere * 48_611 % 65_521 + 1, 0)
+    # or one after the other where floating-point numbers have none in between
+    ids = np.where(counted > 0, everywhere * 48_611 % 65_521 + 1 if apart else everywhere + 2**24, 0)
     answer = judge.ask_attention(case, judge.dtype, ids=ids)
     judge.within(answer, oracle.attention(case, judge.dtype), counted, judge.dtype)
 

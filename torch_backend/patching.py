@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from packing_core.errors import PackingError
 from torch_backend.auditing.model import verify as verify_kind
+from torch_backend.auditing.model import verify_additions
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits.rotary import rounded_frequencies
 from torch_backend.hf.entry import watch_wrapper
@@ -40,7 +42,8 @@ def patch(
         model: a transformers model (causal or masked language model, classifier, encoder), or anything that wraps one
             (PEFT, DDP, a compiled module).
         implementation: of attention, as in :func:`torch_backend.attention`.
-        verify: prove it on a tiny clone of the model before returning (see :func:`torch_backend.audit`).
+        verify: prove it on a tiny clone of the model before returning (see :func:`torch_backend.audit`), and on a short
+            row of the model itself if it holds modules or hooks that its config does not make.
         mesh: one dimension of a ``DeviceMesh``, as in ``mesh["cp"]``, over whose ranks the documents of each batch are
             cut (context parallelism). All these ranks pass the same batch; each runs its part of the tokens. The
             model's ``loss`` is that of the whole batch on every rank. Its gradients are those of one process once they
@@ -56,7 +59,7 @@ def patch(
     Raises:
         UnsupportedModelError: the model, or an option of it, cannot be made exact, or its documents cannot be cut; the
             model is left as it was.
-        ContaminationError: the proof failed; the model is left as it was.
+        ContaminationError: the proof failed; the model is left as it was, or unpatched where it was patched before.
         PackingError: ``mesh`` has more than one dimension, or ``context_method`` is unknown.
     """
     root = causal_lm(model)
@@ -64,6 +67,12 @@ def patch(
     if verify and (state is None or state.implementation != implementation):
         verify_kind(root, implementation)
     patched = install(model, implementation, mesh=mesh, context_method=context_method)
+    if verify:
+        try:
+            verify_additions(root)
+        except PackingError:
+            unpatch(root)
+            raise
     if model is not root:
         watch_wrapper(model)
     if state is None and (rounded := rounded_frequencies(root)):

@@ -10,8 +10,9 @@ a trainer may rebuild it, and loops of users are nobody's.
 
 Code that picks ``input_ids`` out of a batch leaves the seal behind. So a seal also remembers the rows that it stands
 for, by a fingerprint of their tokens, which is the same on every device: ``packed_rows`` names those of the last
-batches, and a patched model refuses them without their boundaries. A seal that comes from another process, a
-DataLoader's worker, brings them along.
+batches, and a patched model refuses them without their boundaries. Loops that shift tokens themselves call the model
+on ``ids[:, :-1]``, so rows are remembered without their last token and without their first one, too. A seal that comes
+from another process, a DataLoader's worker, brings them along.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from packing_core.errors import UnsupportedModelError
 
-_REMEMBERED = 1024  # rows; more than prefetched batches hold
+_REMEMBERED = 3 * 1024  # rows, and their parts of one token less; more than prefetched batches hold
 _ODD = 0x1E3779B97F4A7C15
 _packed_rows: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
 
@@ -44,7 +45,8 @@ class Seal:
     """Raises where it is used; also copied and pickled.
 
     Args:
-        rows: length and fingerprint of each packed row of its batch.
+        rows: length and fingerprint of each packed row of its batch, and of its part before the last token and after
+            the first one, where they hold several documents.
     """
 
     def __init__(self, rows: tuple[tuple[int, int], ...] = ()) -> None:
@@ -87,9 +89,13 @@ def sealed(ids: Tensor, starts: Tensor) -> dict[str, Any]:
         ids: [B, S], on the host.
         starts: where its documents begin among the B * S tokens.
     """
-    rows, length = ids.shape
-    packed = torch.bincount(starts // length, minlength=rows) > 1
-    return _under_names(Seal(tuple((length, row) for row in fingerprints(ids[packed]).tolist())))
+    (rows, length), firsts = ids.shape, torch.arange(len(ids)) * ids.shape[1]
+    documents = torch.bincount(starts // length, minlength=rows)
+    last_alone = torch.isin(firsts + length - 1, starts).long()
+    first_alone = torch.isin(firsts + 1, starts).long()
+    parts = [(ids, documents), (ids[:, :-1], documents - last_alone), (ids[:, 1:], documents - first_alone)]
+    found = [(part.shape[1], row) for part, held in parts for row in fingerprints(part[held > 1]).tolist()]
+    return _under_names(Seal(tuple(found)))
 
 
 def packed_rows(length: int) -> list[int]:

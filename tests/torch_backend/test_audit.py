@@ -189,3 +189,10 @@ def test_verified_patching_is_quick_and_remembered(monkeypatch: pytest.MonkeyPat
     again = time.process_time() - start
     assert first < 2, first
     assert again < first / 2
+
+
+def test_an_audit_seeds_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []  # ranks that are seeded alike would drop the same channels
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    torch_backend.audit(tiny("llama"), patched=True)
+    assert seeded == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MethodType
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -204,10 +206,22 @@ def test_tokens_that_are_picked_out_of_a_packed_batch_are_noticed(made: Callable
     model(**batch)
 
 
+@pytest.mark.parametrize("part", [slice(None, -1), slice(1, None)], ids=["before the last", "after the first"])
+def test_rows_that_a_loop_shifts_itself_are_noticed(part: slice) -> None:
+    batch = marked(documents(seed=12))
+    with pytest.raises(LayoutError, match="row 0 of input_ids came packed from a collator"):
+        patched()(input_ids=batch["input_ids"][:, part])
+
+
 def test_a_row_of_one_document_needs_no_boundaries() -> None:
-    batch = PackedCollator(capacity=16)([{"input_ids": [5, 6, 7]}])
-    patched()(input_ids=batch["input_ids"], labels=batch["labels"])
-    patched()(input_ids=collate(documents(seed=12))["input_ids"][:, :-1])
+    model, batch = patched(), PackedCollator(capacity=16)([{"input_ids": [5, 6, 7]}])
+    model(input_ids=batch["input_ids"], labels=batch["labels"])
+    collate = PackedCollator(capacity=4, strategy="sequential")
+    ids = collate([{"input_ids": d} for d in ([5, 6, 7], [8], [9], [10, 11, 12])])["input_ids"]
+    model(input_ids=ids[:1, :-1])  # 5, 6, 7 | 8
+    model(input_ids=ids[1:, 1:])  # 9 | 10, 11, 12
+    with pytest.raises(LayoutError, match="row 0 of input_ids came packed from a collator"):
+        model(input_ids=ids[:1, 1:])
 
 
 def test_a_padded_batch_with_lengths_reaches_unpadded_models_alone() -> None:
@@ -240,6 +254,24 @@ def padded(features: list[Any]) -> dict[str, Tensor]:
     columns = {name: [torch.tensor(x[name]) for x in features] for name in ("input_ids", "labels")}
     fill = {"input_ids": 0, "labels": -100}
     return {name: nn.utils.rnn.pad_sequence(x, True, fill[name]) for name, x in columns.items()}
+
+
+def test_a_trainer_keeps_the_column_that_marks_documents(tmp_path: Any) -> None:
+    docs = datasets.Dataset.from_dict({"input_ids": [d.tolist() for d in documents(seed=13)]})
+    rows = torch_backend.pack_dataset(docs, 64)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, max_steps=1, per_device_train_batch_size=1
+    )
+
+    def trainer(collator: Any) -> Any:
+        return transformers.Trainer(patched(), arguments, train_dataset=rows, data_collator=collator)
+
+    batches = list(trainer(PackedCollator()).get_train_dataloader())
+    lengths = [n for batch in batches for n in batch["packed_lengths"]]
+    assert len(batches) < len(lengths) and sorted(lengths) == sorted(map(len, docs["input_ids"]))
+    with pytest.raises(LayoutError, match="marks its documents by seq_lengths, which a model does not read"):
+        trainer(transformers.default_data_collator).train()
+    assert "seq_lengths" not in inspect.signature(torch_backend.unpatch(patched()).forward).parameters
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon", "mamba"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -383,6 +384,27 @@ def test_prefix_tuning_is_refused_for_what_it_is() -> None:
     model = get_peft_model(patched(), config)
     with pytest.raises(UnsupportedModelError, match="came with past_key_values: prefix tuning and .*; use LoRA"):
         model(**batch_of(attention_mask=ones()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("LoraConfig", {"alora_invocation_tokens": [5, 6]}, r"\(activated LoRA\) starts at the last"),
+        ("LilyConfig", {}, r"\(LILY\) mixes its experts by the mean over all tokens"),
+    ],
+    ids=["aLoRA", "LILY"],
+)
+def test_adapters_that_read_the_whole_row_are_refused(kind: str, options: dict[str, Any], reason: str) -> None:
+    if not hasattr(peft, kind):
+        pytest.skip(f"this version of PEFT has no {kind}")
+    config = getattr(peft, kind)(target_modules=["q_proj"], **options)
+    refused = f"LlamaForCausalLM cannot be trained packed, because adapter 'default' {reason}"
+    after = get_peft_model(patched(), copy.deepcopy(config))
+    with pytest.raises(UnsupportedModelError, match=refused):
+        after(**batch_of())
+    after(input_ids=documents()[0][None])
+    with pytest.raises(UnsupportedModelError, match=refused):
+        torch_backend.patch(get_peft_model(tiny("llama"), config), verify=False)
 
 
 def test_lora_takes_packed_batches() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import DataCollatorWithFlattening
 
 from packing_core.errors import LayoutError
 from tests.processes import limited
@@ -102,6 +103,17 @@ def test_numbers_begin_anew_in_every_row(mark: str) -> None:
     numbers = torch.tensor([[1, 1, 0], [1, 2, 2]]) - int(mark == "seq_idx")
     batch = collate(input_ids=torch.arange(6).view(2, 3), **{mark: numbers})
     assert batch["packed_lengths"] == (2, 1, 1, 2)
+
+
+def test_documents_that_the_collator_joins_are_refused() -> None:
+    def examples() -> list[dict[str, list[int]]]:
+        return [{"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}, {"input_ids": [4, 5], "seq_lengths": [2]}]
+
+    collate = with_boundaries(DataCollatorWithFlattening())
+    with pytest.raises(LayoutError, match="hold 3 documents by their lengths, and the collator marks 2 in as many"):
+        collate(examples())
+    one_each = [{"input_ids": ids, "seq_lengths": [len(ids)]} for ids in ([5, 6, 7], [8, 9])]
+    assert collate(one_each)["packed_lengths"] == (3, 2)
 
 
 def test_a_batch_without_marks_is_refused() -> None:

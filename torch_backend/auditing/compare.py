@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.batches.stored import IGNORE_INDEX
+from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 
 FIRST_TOKEN, LAST_TOKEN = 4, 90  # tokens that mean nothing special in a tiny model's vocabulary
@@ -47,7 +48,7 @@ def random_documents(model: Any, lengths: Sequence[int]) -> list[Tensor]:
     """Documents of the given lengths, int64 [L] each, on the device of the model's embedding; always the same ones."""
     generator = torch.Generator().manual_seed(7)
     documents = [torch.randint(*_tokens(model), (length,), generator=generator) for length in lengths]
-    return [document.to(model.get_input_embeddings().weight.device) for document in documents]
+    return [document.to(execution_device(model)) for document in documents]
 
 
 def labels_of(model: Any, head: str, documents: Sequence[Tensor]) -> list[Tensor]:
@@ -155,5 +156,6 @@ def cosine(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
 
 def _tokens(model: Any) -> tuple[int, int]:
     """The first token that documents use, and the one after the last."""
-    vocabulary = model.get_input_embeddings().num_embeddings
+    embedding = model.get_input_embeddings()  # perhaps somebody's own, which need not say how many it knows
+    vocabulary = getattr(embedding, "num_embeddings", None) or model.config.get_text_config().vocab_size
     return min(FIRST_TOKEN, vocabulary // 2), min(LAST_TOKEN, vocabulary)

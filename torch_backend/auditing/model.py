@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
@@ -22,14 +22,15 @@ from torch import nn
 
 from packing_core.errors import ContaminationError, PackingError, UnsupportedModelError, first_line
 from torch_backend.auditing.compare import MOVED
-from torch_backend.auditing.proof import CUT, LONG, SHORT, RowLayout, measure
+from torch_backend.auditing.proof import CUT, LONG, SHORT, RowLayout, measure, measure_itself
 from torch_backend.auditing.tiny import tiny_config, tiny_model
+from torch_backend.hf.anatomy.additions import additions
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import stands_over, unregistered
-from torch_backend.hf.patch import Patched, context_of, install, state_of
+from torch_backend.hf.patch import Patched, context_of, install, state_of, unpatch
 
 if TYPE_CHECKING:
     from torch_backend.auditing.trainer import TrainerReport
@@ -70,6 +71,8 @@ class AuditReport:
             loss. It is no part of the verdict.
         refused: why the model was refused, None if it was not.
         ranks: over how many ranks the packed documents were cut; 1 where each lies on one.
+        additions: modules, hooks and forwards that the model's config does not make. A clone has none of them, so a
+            short row ran through the model itself as well; its figures stand here where they are larger than allowed.
     """
 
     model: str
@@ -94,6 +97,7 @@ class AuditReport:
     router_loss: float | None = None
     refused: str | None = None
     ranks: int = 1
+    additions: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -179,7 +183,8 @@ def audit(
     options: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
     if context is not None:
         options = {"mesh": context.mesh, "context_method": context.method} | options
-    return _audit(root, patched, implementation, tolerance, CUT if options else LONG, options)
+    report = _audit(root, patched, implementation, tolerance, CUT if options else LONG, options)
+    return _with_additions(root, report, implementation or report.implementation, options)
 
 
 def _audit(
@@ -232,6 +237,76 @@ def _audit(
             if patched:
                 raise
             return AuditReport(**about, refused=f"it raises {type(error).__name__}: {first_line(error)}")
+
+
+def _with_additions(
+    root: Any, report: AuditReport, implementation: str | Sequence[str], context: Mapping[str, Any]
+) -> AuditReport:
+    """The report with the figures of the model itself, where it holds what no clone has."""
+    added = additions(root)
+    if report.refused is not None or not added:
+        return report
+    if report.audited != ONCE_PATCHED:
+        return _joined(report, added, _itself(root, added, marked=report.audited == PATCHED))
+    install(root, implementation, **context)
+    try:
+        return _joined(report, added, _itself(root, added, marked=True))
+    finally:
+        unpatch(root)
+
+
+def _joined(report: AuditReport, added: Mapping[str, nn.Module], figures: dict[str, Any]) -> AuditReport:
+    report = replace(report, additions=tuple(added))
+    if figures["leak"] > figures["allowed_leak"] or figures["logits"] > figures["allowed_logits"]:
+        return replace(report, **figures)
+    return report
+
+
+def _itself(root: Any, added: Mapping[str, nn.Module], *, marked: bool) -> dict[str, Any]:
+    try:
+        with torch.inference_mode(False), full_float32():
+            return measure_itself(root, added.values(), marked=marked)
+    except PackingError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(root).__name__} holds {listed(added)}, and does not run on a short packed row to prove it "
+            f"({type(error).__name__}: {first_line(error)}): pass verify=False to patch it without proof"
+        ) from error
+
+
+def verify_additions(model: nn.Module) -> None:
+    """Prove what was added to a patched model on the model itself: no clone has it.
+
+    Raises:
+        ContaminationError: its packed documents see each other, or are not what they are alone.
+        UnsupportedModelError: it does not run on a short packed row.
+    """
+    root = causal_lm(model)
+    added = additions(root)
+    if not added or execution_device(root).type == "meta":
+        return
+    found = _itself(root, added, marked=True)
+    if (state := state_of(root)) is not None:
+        state.accept_additions()  # the packed calls of the proof do not count
+    if found["leak"] > found["allowed_leak"]:
+        raise ContaminationError(
+            f"packed documents see each other in {type(root).__name__}: they moved by {found['leak']:.1e} when those "
+            f"beside them were replaced. It holds {listed(added)}: each must compute a token from tokens of its own "
+            "document alone, or leave it out"
+        )
+    if found["logits"] > found["allowed_logits"]:
+        raise ContaminationError(
+            f"packed documents are not what they are alone in {type(root).__name__}: they are off by "
+            f"{found['logits']:.1e}. It holds {listed(added)}: each must take positions from the batch, not from the "
+            "row, or leave it out"
+        )
+
+
+def listed(added: Mapping[str, nn.Module]) -> str:
+    """Names what was added to a model."""
+    names = list(added)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def verify(model: nn.Module, implementation: str | Sequence[str]) -> AuditReport:

@@ -10,13 +10,14 @@ by no more than the order of their sums does, whatever the dtype is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from packing_core.batches.stored import IGNORE_INDEX
 from torch_backend.auditing.compare import (
@@ -58,6 +59,8 @@ SHORT = RowLayout((5, 19, 33, 7, 40, 1, 2, 18), 64)
 LONG = RowLayout((5, 19, 33, 7, 64, 128, 320, 1, 2, 13, 40, 50, 150, 2, 70), 592)
 # The document of 320 is longer than the share of one of two ranks or more, so it has pieces on several.
 CUT = RowLayout((5, 19, 320, 7, 1, 2, 33, 9), 400)
+# For a model itself, which may be large: one row that ends in padding.
+FEW = RowLayout((5, 1, 7, 2), 18)
 
 
 def measure(
@@ -90,6 +93,67 @@ def measure(
         figures |= {name: tolerance for name in figures if name.startswith("allowed")}
     router = patch is not None and asks_for_router_loss(clone, {})
     return {**figures, "router_loss": proof.router_error() if router else None}
+
+
+def measure_itself(model: Any, added: Iterable[nn.Module], *, marked: bool) -> dict[str, float]:
+    """Measures a model itself, without gradients: what modules that no clone has do to packed documents.
+
+    Args:
+        model: runs in evaluation, and is left as it was.
+        added: the modules that no clone has. Their constant weights are moved meanwhile, because what starts from zero
+            does nothing yet.
+        marked: whether it takes the collator's batches, as in :func:`measure`.
+
+    Returns:
+        ``logits``, ``leak`` and what they may be, and ``moved``. The logits may be off by half the digits of the dtype,
+        and by anything where rounding depends on the other tokens of a batch.
+    """
+    with torch.no_grad(), no_router_loss(model), _evaluating(model), _started(added):
+        proof = _Proof(model, FEW, marked=marked)
+        documents = [replaced(model, d) if not i % 2 else d for i, d in enumerate(proof.documents)]
+        (packed, _), (again, _), (after, _) = map(proof.rows, (proof.documents, proof.documents, documents))
+        alone, rows = proof.outputs_alone(), [proof.outputs_of_rows(replace=value) for value in (True, False)]
+    dtype = packed[0].dtype
+    noise, rounding = _worst(again, packed), _worst(*(x[1::2] for x in rows))
+    floor = floor_of(dtype) if rounding else 0.0
+    return {
+        "logits": _worst(packed, alone),
+        "allowed_logits": float("inf") if rounding else torch.finfo(dtype).eps ** 0.5,
+        "leak": _worst(after[1::2], packed[1::2]),
+        "allowed_leak": ROUNDINGS * max(noise, rounding) + floor,
+        "moved": min(map(relative_error, after[::2], packed[::2])),
+    }
+
+
+def _worst(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    return max(map(relative_error, got, want))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def _started(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, weights of these modules that are all one number are random; those that ranks share are left alone."""
+    generator = torch.Generator().manual_seed(5)
+    weights = {id(p): p for m in modules for p in m.parameters() if p.is_floating_point() and p.numel() > 0}
+    whole = [p for p in weights.values() if not isinstance(p, DTensor)]
+    before = [(p, p.data) for p in whole if bool((p == p.flatten()[0]).all())]
+    for p, data in before:
+        p.data = data + 0.3 * torch.randn(data.shape, generator=generator).to(data)
+    try:
+        yield
+    finally:
+        for p, data in before:
+            p.data = data
 
 
 def _against_alone(packed: Computation, exact: Computation, rounded: Computation, dtype: torch.dtype) -> dict[str, Any]:
@@ -144,7 +208,7 @@ def _neighbours(model: nn.Module) -> Iterator[None]:
     """Inside, every weight is the next number of its dtype above or below: what rounding does to float32 at least."""
     before = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+        torch.default_generator.manual_seed(3)  # torch.manual_seed would seed GPUs too
         for p, data in before:
             above = torch.rand(data.shape).to(data.device) < 0.5
             p.data = torch.nextafter(data, torch.where(above, torch.inf, -torch.inf).to(data.dtype))
@@ -178,15 +242,19 @@ class _Proof:
         outputs = [self._outputs(output)[0] for output in found]
         return run(self.model, outputs, self._loss(outputs))
 
+    def outputs_alone(self) -> list[Tensor]:
+        found = [self.model(input_ids=document[None], **self._kinds(document[None])) for document in self.documents]
+        return [output.logits[0] if self.head == "document" else self._outputs(output)[0] for output in found]
+
     def packed(self) -> Computation:
         """In rows, of which the last ends in padding."""
-        outputs, loss = self._rows(self.documents)
+        outputs, loss = self.rows(self.documents)
         return self._over_ranks(run(self.model, outputs, self._loss(outputs) if self.head == "hidden states" else loss))
 
     def unchanged(self, *, replace: bool = False) -> Computation:
         """As :meth:`packed`, under a loss of every second document; ``replace`` exchanges every token of the others."""
         documents = [replaced(self.model, d) if replace and not i % 2 else d for i, d in enumerate(self.documents)]
-        outputs, _ = self._rows(documents)
+        outputs, _ = self.rows(documents)
         return self._over_ranks(run(self.model, outputs, _projected(outputs[1::2])))
 
     def _over_ranks(self, found: Computation) -> Computation:
@@ -198,15 +266,18 @@ class _Proof:
 
     def rows_apart(self, *, replace: bool = False) -> Computation:
         """As :meth:`unchanged`, of documents of one length, each in a row of an unpacked batch."""
+        outputs = self.outputs_of_rows(replace=replace)
+        return run(self.model, outputs, _projected(outputs[1::2]))
+
+    def outputs_of_rows(self, *, replace: bool) -> list[Tensor]:
         # Twice as many tokens: with as many, experts that round by their number of tokens can happen not to.
         ids = torch.stack(random_documents(self.model, [self.capacity // 4] * 16))
         if replace:
             ids[::2] = replaced(self.model, ids[::2])
         output = self.model(input_ids=ids, **self._kinds(ids))
-        outputs = list(output.logits if self.head == "document" else self._outputs(output))
-        return run(self.model, outputs, _projected(outputs[1::2]))
+        return list(output.logits if self.head == "document" else self._outputs(output))
 
-    def _rows(self, documents: list[Tensor]) -> tuple[list[Tensor], Any]:
+    def rows(self, documents: list[Tensor]) -> tuple[list[Tensor], Any]:
         """Outputs of each document, and the model's loss, if it has one."""
         batch = self._batch(documents, self.capacity)
         lengths = batch["packed_lengths"]

@@ -93,7 +93,7 @@ def tiny_model(config: Any, model_class: Any = None, *, seed: int = 0) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs too
         model = AutoModelForCausalLM.from_config(config) if model_class is None else model_class(config)
         for parameter in model.parameters():
             if parameter.ndim < 2:  # norms, biases, decays: near what their layer starts them from

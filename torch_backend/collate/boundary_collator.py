@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from packing_core.batches.columns import TRAINED, trained_tokens
-from packing_core.batches.marks import MARKS, PER_TOKEN, FlatSegments, counts_through, is_numbered, read_segments
+from packing_core.batches.marks import (
+    LENGTHS,
+    MARKS,
+    PER_TOKEN,
+    FlatSegments,
+    counts_through,
+    is_numbered,
+    read_segments,
+)
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError
 from torch_backend.collate.model_traits import has_router, labels_every_token
@@ -56,6 +64,7 @@ class BoundaryCollator:
             raise LayoutError(f"the collator gave {what}, only {', '.join(batch)}")
         rows = np.arange(len(ids) + 1) * ids.shape[1]
         segments = _segments(batch, ids, rows)
+        _check_documents(segments, features)
         starts, padding = (torch.from_numpy(x).view(ids.shape) for x in (segments.starts, segments.padding))
         self._check_labels(batch, starts & ~padding, features)
         _mask_labels(batch, torch.zeros_like(starts) if self.labels_every_token else starts, padding)
@@ -125,6 +134,19 @@ def _segments(batch: Batch, ids: Tensor, rows: NDArray[np.int64]) -> FlatSegment
         predicts |= np.asarray(labels["shift_labels"]) != IGNORE_INDEX
     tokens = np.asarray(ids).reshape(-1)
     return read_segments(marks, rows, tokens=tokens, needed=predicts.reshape(-1))
+
+
+def _check_documents(segments: FlatSegments, features: Any) -> None:
+    """Raise if the examples say that they hold several documents, and the batch joins them."""
+    examples = features if isinstance(features, Sequence) else ()
+    marked = [next((x[name] for name in LENGTHS if name in x), None) for x in examples if isinstance(x, Mapping)]
+    lengths = [int(n) for given in marked if given is not None for n in np.atleast_1d(np.asarray(given))]
+    found = segments.documents
+    if len(lengths) > len(found) and sum(lengths) == found.sum():
+        raise LayoutError(
+            f"the examples hold {len(lengths)} documents by their lengths, and the collator marks {len(found)} in as "
+            "many tokens: let it hand on the lengths, or use crosspack.PackedCollator(model), which reads them"
+        )
 
 
 def _labels(batch: Batch, shape: torch.Size) -> dict[str, Tensor]:

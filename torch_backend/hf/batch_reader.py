@@ -16,6 +16,8 @@ from torch import nn
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
+from torch_backend.hf.anatomy.adapters import why_not_adapters
+from torch_backend.hf.anatomy.additions import kinds_added
 from torch_backend.hf.anatomy.encoders import check_lengths
 from torch_backend.hf.anatomy.heads import targets_among
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
@@ -53,6 +55,8 @@ class BatchReader:
         compiled: the attention requests of compiled layers, see ``steps.cuda_graph.compile_layers``.
         crosses: whether layers run as between ranks in batches too whose documents lie on one rank each.
         seen: what of the model the edits rest on.
+        added: classes of modules that somebody added to the model before it was patched, with their numbers.
+        compared: whether a packed call has compared them with what the model holds.
     """
 
     def __init__(self, anatomy: Anatomy, implementation: str | Sequence[str], context: ContextGroup | None) -> None:
@@ -70,6 +74,7 @@ class BatchReader:
         self.shifted = anatomy.head == "next token"
         parts = self.decoder, *self.rows.parts, *anatomy.layers.values(), *anatomy.rotaries.values()
         self.seen = Seen(self.root, (anatomy.head, anatomy.route, anatomy.sizes), parts)
+        self.accept_additions()
 
     @property
     def device(self) -> torch.device:
@@ -84,6 +89,29 @@ class BatchReader:
                 return False
             self.seen = fresh
         return True
+
+    def accept_additions(self) -> None:
+        """Take the modules that the model holds now for those that it was patched with."""
+        self.added = kinds_added(self.root)
+        self.compared = False
+
+    def _compare_additions(self) -> None:
+        """Raise for modules that were added since; in the first packed call alone, because it takes a millisecond."""
+        if not self.compared and (later := kinds_added(self.root) - self.added):
+            raise UnsupportedModelError(
+                f"{', '.join(sorted(later))} was added to {type(self.root).__name__} after crosspack.patch(model), and "
+                "documents could see each other in it: call crosspack.patch(model) again, which proves it"
+            )
+        self.compared = True
+
+    def _require_fit(self) -> None:
+        """Raise where the model was changed since it was patched, so that its documents could see each other."""
+        if not torch.compiler.is_compiling():
+            if not self.still_fits():
+                raise UnsupportedModelError(CHANGED)
+            self._compare_additions()
+        if (reason := why_not_adapters(self.root, self.decoder)) is not None:
+            raise UnsupportedModelError(f"{type(self.root).__name__} cannot be trained packed, because {reason}")
 
     def forward_of(
         self, module: nn.Module, names: tuple[str, ...], kwargs: dict[str, Any]
@@ -104,8 +132,7 @@ class BatchReader:
         if not is_packed(kwargs):
             check_unmarked(kwargs, self.guard, wait=wait)
             return None, kwargs
-        if not (torch.compiler.is_compiling() or self.still_fits()):
-            raise UnsupportedModelError(CHANGED)
+        self._require_fit()
         tokens, numbers = inputs.tokens_of(kwargs), kwargs.get("packed_documents")
         sizes = kwargs.get("packed_images") or ()
         inputs.check_arguments(module, kwargs, self.guard, wait=wait)
@@ -187,8 +214,7 @@ class BatchReader:
                 "the batch was cut over ranks, and the model that runs it was patched without their mesh: call "
                 'crosspack.patch(model, mesh=mesh["cp"])'
             )
-        if not self.still_fits():
-            raise UnsupportedModelError(CHANGED)
+        self._require_fit()
         shape = tuple(kwargs["position_ids"].shape)
         if "use_cache" in names:
             kwargs["use_cache"] = False

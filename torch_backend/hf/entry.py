@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from packing_core.batches.marks import BOUNDARIES, LENGTHS, NUMBERS
 from packing_core.errors import LayoutError, UnsupportedModelError
 from torch_backend.hf.anatomy.structure import DATA_PARALLEL
 from torch_backend.hf.edits.override import is_reached, override
@@ -31,6 +32,9 @@ from torch_backend.hf.inputs.boundaries import is_packed
 
 _ENTRY, _WATCHED = "_crosspack_entry", "_crosspack_watched"
 _HAND_ON = ("torch", "peft", "accelerate", "deepspeed")  # packages whose wrappers hand on what they are called with
+# A Trainer takes the columns out of its data that the signature of forward does not name, and these mark documents:
+# a collator that reads them gets them so, and with any other one the model raises.
+_MARKS = (*LENGTHS, *BOUNDARIES, *NUMBERS)
 Call = Callable[..., Any]
 
 
@@ -179,7 +183,7 @@ def require_entry(root: nn.Module) -> None:
 
 
 def _override(patched: Entered, forward: Call, module: nn.Module) -> None:
-    override(module, forward)
+    override(module, forward, takes=_MARKS)
     module.__dict__[_ENTRY] = patched
 
 

@@ -76,6 +76,7 @@ def install(
         context = _context_of(anatomy_of(root), mesh, context_method)
     same = state is not None and state.implementation == wanted and state.context == context
     if state is not None and same and state.in_force and state.still_fits():
+        state.accept_additions()
         return model
     refuse_replaced_layers(root)
     fresh = Patched(anatomy_of(root), wanted, context)

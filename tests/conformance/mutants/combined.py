@@ -178,6 +178,13 @@ class UnsortedIdsJoined(Mutant, rejected_by="ISO-13"):
         return super().visible(risen, causal, window)
 
 
+class IdsInFloat32(Mutant, rejected_by="ISO-13"):
+    """Segment ids are compared in float32, in which large neighbours are equal."""
+
+    def visible(self, segment_ids, causal, window):
+        return super().visible(segment_ids.astype(np.float32), causal, window)
+
+
 class RepeatedIdsJoined(Mutant, rejected_by="ISO-14"):
     """Tokens of one id are one segment, wherever they stand in the row."""
 

@@ -56,6 +56,14 @@ class PositionsEndAt512(Mutant, rejected_by="POS-01"):
 # -- attention -------------------------------------------------------------------------------------------------------
 
 
+class NinthRowLeaks(Mutant, rejected_by="ISO-04"):
+    """Rows after the eighth have no boundaries."""
+
+    def visible(self, segment_ids, causal, window):
+        joined = np.where(np.arange(len(segment_ids))[:, None] < 8, segment_ids, segment_ids > 0)
+        return super().visible(joined, causal, window)
+
+
 class ThirdRowLeaks(Mutant, rejected_by="ISO-04"):
     """Rows after the second have no boundaries."""
 
@@ -120,6 +128,14 @@ class WidthsInSixteens(Around, rejected_by="SHAPE-06"):
 
 
 # -- rope, scan, loss ------------------------------------------------------------------------------------------------
+
+
+class NinthRowKeepsStates(Mutant, rejected_by="ISO-06"):
+    """In rows after the eighth, the state goes on into the next segment."""
+
+    def carries(self, segment_ids):
+        joined = np.where(np.arange(len(segment_ids))[:, None] < 8, segment_ids, segment_ids > 0)
+        return super().carries(joined)
 
 
 class ScanForgetsAt256(Mutant, rejected_by="SHAPE-09"):

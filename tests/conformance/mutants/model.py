@@ -150,3 +150,13 @@ class DropoutLeftOn(Mutant, rejected_by="DET-03"):
         self.calls += 1
         mean, found = super().gradients(decoder, batch, dtype=dtype)
         return mean, {name: g * np.float32(1 + 1e-6 * self.calls) for name, g in found.items()}
+
+
+class WeightsKept(Mutant, rejected_by="DET-05"):
+    """Weights are converted once for a config, and kept."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def forward(self, decoder, batch, *, dtype):
+        return super().forward(self.kept.setdefault(decoder.config, decoder), batch, dtype=dtype)

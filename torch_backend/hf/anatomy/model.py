@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from packing_core.errors import UnsupportedModelError
+from torch_backend.hf.anatomy.adapters import why_not_adapters
 from torch_backend.hf.anatomy.encoders import (
     Numbering,
     is_encoder,
@@ -93,6 +94,8 @@ def anatomy_of(root: Any) -> Anatomy:
     head = head_of(root)
     served = (attention or mixers) and takes_positions(decoder)
     route, why = route_of(*configs, head=head, uses_interface=bool(served))
+    if (reason := why_not_adapters(root, decoder)) is not None:
+        raise UnsupportedModelError(f"{type(root).__name__} cannot be trained packed, because {reason}")
     # the layers of a prefix-LM say that they are not causal, and leave it to the mask above them
     prefix = (both_ways := both_ways_of(root.config)) is not None and both_ways.prefix
     if not prefix and (reason := sees_both_sides(head, attention.values())) is not None:

@@ -10,6 +10,7 @@ is in ``_old_forward``, and that one is replaced. Any other is treated as the la
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
 from types import MethodType
@@ -30,16 +31,17 @@ def _nothing(original: type[nn.Module]) -> Mapping[str, Any]:
     return {}
 
 
-def override(layer: nn.Module, forward: Forward, prepare: Prepare = _nothing) -> None:
+def override(layer: nn.Module, forward: Forward, prepare: Prepare = _nothing, takes: tuple[str, ...] = ()) -> None:
     """Send the calls of a layer to ``forward(layer, call, *args, **kwargs)``.
 
     Args:
         layer: its class becomes a subclass of the same name, module and signature.
         forward: a function of a module, not a closure, so that the layer can be pickled.
         prepare: likewise; makes attributes of the instance from its class, again after unpickling.
+        takes: names of keywords that the signature has besides those of the layer's own forward.
     """
     original = original_class(layer)
-    subclass = _subclass(original, forward, prepare)  # type: ignore[arg-type] # a class is hashable
+    subclass = _subclass(original, forward, prepare, takes)  # type: ignore[arg-type] # a class is hashable
     name = "_old_forward" if "_old_forward" in layer.__dict__ else "forward"
     own = layer.__dict__.get(name)
     if own is not None:
@@ -98,7 +100,9 @@ def is_reached(layer: nn.Module) -> bool:
 
 
 @cache
-def _subclass(original: type[nn.Module], forward: Forward, prepare: Prepare) -> type[nn.Module]:
+def _subclass(
+    original: type[nn.Module], forward: Forward, prepare: Prepare, takes: tuple[str, ...] = ()
+) -> type[nn.Module]:
     """One for all layers of a class, so that equal layers share their compiled graphs."""
 
     @wraps(original.forward)
@@ -109,6 +113,8 @@ def _subclass(original: type[nn.Module], forward: Forward, prepare: Prepare) -> 
             return call(*args, **kwargs)
         return forward(self, call, *args, **kwargs)
 
+    if takes:
+        dispatch.__signature__ = _with_keywords(inspect.signature(original.forward), takes)  # type: ignore[attr-defined]
     attributes = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -116,10 +122,18 @@ def _subclass(original: type[nn.Module], forward: Forward, prepare: Prepare) -> 
         "__reduce_ex__": _reduce,
         "forward": dispatch,
         _ORIGINAL: original,
-        _PARTS: (original, forward, prepare),
+        _PARTS: (original, forward, prepare, takes),
     }
     subclass: type[nn.Module] = type(original.__name__, (original,), attributes)
     return subclass
+
+
+def _with_keywords(signature: inspect.Signature, names: tuple[str, ...]) -> inspect.Signature:
+    parameters = list(signature.parameters.values())
+    kind = inspect.Parameter.KEYWORD_ONLY
+    added = [inspect.Parameter(name, kind, default=None) for name in names if name not in signature.parameters]
+    rest = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
+    return signature.replace(parameters=[*(p for p in parameters if p not in rest), *added, *rest])
 
 
 def _reduce(layer: nn.Module, protocol: Any) -> Any:
@@ -129,8 +143,8 @@ def _reduce(layer: nn.Module, protocol: Any) -> Any:
     return _new, getattr(type(layer), _PARTS), state
 
 
-def _new(original: type[nn.Module], forward: Forward, prepare: Prepare) -> nn.Module:
-    subclass = _subclass(original, forward, prepare)  # type: ignore[arg-type] # a class is hashable
+def _new(original: type[nn.Module], forward: Forward, prepare: Prepare, takes: tuple[str, ...] = ()) -> nn.Module:
+    subclass = _subclass(original, forward, prepare, takes)  # type: ignore[arg-type] # a class is hashable
     layer: nn.Module = subclass.__new__(subclass)
     layer.__dict__[_ATTRIBUTES] = attributes = dict(prepare(original))
     layer.__dict__.update(attributes)
