@@ -140,7 +140,7 @@ class OverRanks:
         return call
 
     def _times_added(self) -> int:
-        """How often a step adds the router's loss that should count once, after the trainer multiplies by its ranks."""
+        """Counts how often a step adds a router's loss that counts once, after the trainer multiplies by its ranks."""
         if self.coefficient is None:
             return self.context.ranks
         ranks: int = self.trainer.accelerator.num_processes
