@@ -93,7 +93,7 @@ class OverRanks:
         metrics: of an ``SFTTrainer``; None for other trainers.
     """
 
-    def __init__(self, trainer: Any, context: ContextGroup, metrics: sft.StepMetrics | None) -> None:
+    def __init__(self, trainer: Any, context: ContextGroup, metrics: sft.StepMetrics | None = None) -> None:
         self.trainer, self.context, self.metrics = trainer, context, metrics
         self.coefficient = None if metrics is None else sft.router_coefficient(trainer)
         self.smoothing = 0.0 if trainer.label_smoother is None else float(trainer.label_smoother.epsilon)
