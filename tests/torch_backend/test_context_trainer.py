@@ -37,6 +37,9 @@ def assert_same_run(many: Any, case: Case) -> None:
     assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
     assert many["num_tokens"] == one["num_tokens"]
+    for name in ("aux_loss", "eval_aux_loss"):
+        assert many[name] == pytest.approx(one[name], rel=1e-5)
+        assert bool(one[name]) == ("router_aux_loss_coef" in case.options)
     assert many["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
     for name, weight in one["weights"].items():
         assert float((many["weights"][name] - weight).abs().max()) <= 1e-6 * max(1.0, float(weight.abs().max())), name
@@ -72,7 +75,6 @@ WITHOUT_LOGITS = "every rank computes its part of the loss without the logits of
 REFUSALS = {
     "compute_loss_func": f"{WITHOUT_LOGITS}: compute_loss_func reads them",
     "compute_metrics": "no rank has the logits of whole ones: leave compute_metrics",
-    "router loss of TRL": f"{WITHOUT_LOGITS}: the trainer adds the router's auxiliary loss of each microbatch",
     "loss of TRL": f"{WITHOUT_LOGITS}: loss_type='dft' is a loss of TRL's own",
     "NEFTune": "NEFTune's noise depends on their lengths: leave neftune_noise_alpha out",
     "counts of a rank": "their targets are counted on all ranks: leave average_tokens_across_devices=False out",

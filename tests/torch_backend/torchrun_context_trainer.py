@@ -33,7 +33,9 @@ from torch_backend.context_parallel.share import RankShare
 
 CAPACITY = 96
 ROUTED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+OF_TRL = {"router_aux_loss_coef": 0.5}  # the model was built with another one
 ROWS, MICROBATCHES = 4, 2  # of a step
+LOGGED = ("loss", "grad_norm", "num_tokens", "aux_loss", "eval_aux_loss")
 
 
 class Case(NamedTuple):
@@ -46,6 +48,7 @@ class Case(NamedTuple):
         smoothing: of labels.
         changes: of the model's config.
         evaluated: documents of a batch of all groups in evaluation, of eight in all.
+        options: further arguments of the trainer.
     """
 
     family: str = "qwen3"
@@ -54,6 +57,7 @@ class Case(NamedTuple):
     smoothing: float = 0.0
     changes: dict[str, Any] = {}  # noqa: RUF012
     evaluated: int = 8
+    options: dict[str, Any] = {}  # noqa: RUF012
 
 
 CASES = {
@@ -63,6 +67,8 @@ CASES = {
     "Trainer, smoothed": Case(smoothing=0.1),
     "Trainer, router": Case("qwen3_moe", changes=ROUTED),
     "Trainer, router, smoothed": Case("qwen3_moe", smoothing=0.1, changes=ROUTED),
+    "SFTTrainer, router": Case("qwen3_moe", "SFTTrainer", options=OF_TRL),
+    "SFTTrainer, router, smoothed": Case("qwen3_moe", "SFTTrainer", smoothing=0.1, options=OF_TRL),
 }
 ON_FOUR = {"Trainer, two groups": Case(groups=2, evaluated=4)}
 
@@ -102,7 +108,7 @@ def trainer_of(case: Case, folder: str, **changes: Any) -> Any:
     if trains_text:
         options |= {"max_length": CAPACITY, "loss_type": "nll", "bf16": False, "shuffle_dataset": False}
     kind = trl.SFTConfig if trains_text else transformers.TrainingArguments
-    given = arguments(kind, folder, **{**options, **changes})
+    given = arguments(kind, folder, **{**options, **case.options, **changes})
     if ranks > 1:
         # accelerate has both for ranks with an accelerator alone, so these ranks say that they have one.
         assert given.device.type == "cpu"
@@ -123,7 +129,7 @@ def train(case: Case) -> dict[str, Any]:
         evaluated = trainer.evaluate()["eval_loss"]
     history = trainer.state.log_history
     return {
-        **{key: [x[key] for x in history if key in x] for key in ("loss", "grad_norm", "num_tokens")},
+        **{key: [x[key] for x in history if key in x] for key in LOGGED},
         "eval_loss": evaluated,
         "weights": whole({name: p.detach() for name, p in trainer.model.named_parameters()}),
         "explained": explained,
@@ -178,7 +184,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "compute_loss_func": partial(pack, replaced={"compute_loss_func": max}),
     "compute_metrics": partial(pack, replaced={"compute_metrics": max}),
     "loss of TRL": partial(pack, CASES["SFTTrainer"], loss_type="dft"),
-    "router loss of TRL": partial(pack, Case("qwen3_moe", "SFTTrainer"), router_aux_loss_coef=0.5),
     "NEFTune": partial(pack, neftune_noise_alpha=5.0),
     "counts of a rank": partial(pack, average_tokens_across_devices=False),
     "torch_compile": partial(pack, torch_compile=True),

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from torch import Tensor, nn
 from packing_core.errors import LayoutError, UnsupportedModelError
 from torch_backend.context_parallel.router_loss import balancing_loss
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.hf.edits.override import has_own_forward, original_class
+from torch_backend.hf.edits.override import OUTER, has_own_forward, original_class
 from torch_backend.hf.edits.rebinding import called, rebound
 
 SWITCH = "output_router_logits"
 FUNCTION = "load_balancing_loss_func"
+TRLS_LOSS = "fused_lm_head"  # argument of the forward that TRL's trainers set on a model
 
 
 def asks_for_router_loss(root: Any, batch: Mapping[str, Any]) -> bool:
@@ -88,10 +90,19 @@ def no_router_loss(model: nn.Module) -> Iterator[None]:
 
 def why_not_over_ranks(root: nn.Module) -> str | None:
     """Explains why a router's loss is not computed over ranks; None if it is."""
-    if has_own_forward(root):
+    if has_own_forward(root) and not _is_of_trl(root):
         return "somebody set a forward on this instance"
     found = _forward_over_ranks(original_class(root).forward)
     return found if isinstance(found, str) else None
+
+
+def _is_of_trl(root: nn.Module) -> bool:
+    """Returns whether a model's own forward is TRL's, which without :data:`TRLS_LOSS` is that of the modeling file."""
+    own: Any = root.__dict__.get(OUTER, root.__dict__.get("forward"))
+    function = getattr(own, "__func__", None)
+    if not isinstance(function, FunctionType) or TRLS_LOSS not in function.__code__.co_varnames:
+        return False
+    return str(function.__globals__.get("__name__")).startswith("trl.")  # __module__ is that of the wrapped forward
 
 
 def over_ranks(
@@ -112,6 +123,11 @@ def over_ranks(
     forward = _forward_over_ranks(original_class(root).forward)
     if isinstance(forward, str):
         return call
+    if batch.get(TRLS_LOSS):
+        raise UnsupportedModelError(
+            f"TRL's own loss ({TRLS_LOSS}=True) computes the loss of a router on the tokens of one rank: leave it out, "
+            f"or set {SWITCH}=False"
+        )
 
     def routed(*args: Any, **kwargs: Any) -> Any:
         before, _thread.share, _thread.ranks = (_thread.share, _thread.ranks), share, share.ranks if whole else 1

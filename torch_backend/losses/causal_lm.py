@@ -98,35 +98,34 @@ def causal_lm_loss(
 
 @torch.compiler.disable  # it exchanges modules; a compiled model inside is compiled all the same
 def _causal_lm_loss(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    loss, shortcut = _loss_of_model(model, batch, weights)
+    output, shortcut = _call_for_loss(model, batch, weights)
     assert shortcut.sums is not None
-    return loss * shortcut.count, shortcut.sums[1]
+    return output[0] * shortcut.count, shortcut.sums[1]
 
 
 @torch.compiler.disable
-def loss_and_addend(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed next-token loss, the number of its targets, and what the model adds to their mean.
+def loss_and_router_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The summed next-token loss, the number of its targets, and the auxiliary loss of the model's router.
 
     Args:
-        model, batch: see :func:`causal_lm_loss`.
+        model, batch: see :func:`causal_lm_loss`; the batch or the model's config asks for ``output_router_logits``.
 
     Returns:
-        Three float32 scalars. The last is the auxiliary loss of the model's router times its coefficient, and zero but
-        for rounding if it has none. Gradients of all three pass through the output of the model, as its wrappers want.
+        Four float32 scalars. The third is what the model adds to its mean loss, the auxiliary loss times its own
+        coefficient; the last is that loss itself. Gradients of all pass through the output of the model, as its
+        wrappers want.
     """
-    loss, shortcut = _loss_of_model(model, cut_over_ranks(model, batch), None)
+    output, shortcut = _call_for_loss(model, cut_over_ranks(model, batch), None)
     assert shortcut.sums is not None
     total, count = shortcut.sums
-    return total, count, loss - total / count.clamp(min=1)
+    return total, count, output["loss"] - total / count.clamp(min=1), output["aux_loss"]
 
 
-def _loss_of_model(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None) -> tuple[Tensor, _Loss]:
-    """The loss that the model returns, and the shortcut by which it was made."""
-    output, shortcut = call_with_shortcut(
+def _call_for_loss(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None) -> tuple[Any, _Loss]:
+    """The output of the model, with its loss, and the shortcut by which it was made."""
+    return call_with_shortcut(
         model, batch, lambda root, head, tail: _Loss(root, head, tail, weights), caller="causal_lm_loss"
     )
-    loss: Tensor = output[0]
-    return loss, shortcut
 
 
 S = TypeVar("S", bound="Shortcut")

@@ -23,7 +23,7 @@ from packing_core.errors import UnsupportedError, UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.patch import install, state_of
+from torch_backend.hf.patch import context_of, install, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.steps.eligibility import fast_loss_refused, why_not_compiled
 from torch_backend.steps.fast_backward import (
@@ -68,7 +68,6 @@ class PackedStep:
         self.stock_loss = trainer.compute_loss
         self.stock_prediction = trainer.prediction_step
         self.refused = why_logits(trainer)
-        self.over_ranks = OverRanks.of(trainer)
         self.loss_only = False
         self.compile: Choice = "auto"
         self.capture: Choice = "auto"
@@ -77,8 +76,10 @@ class PackedStep:
         self.fitted = FittedLevel(chooses=False)
         self.gradients: Gradients | None = None
         self.size = 0  # of the batches that it was made for
-        copies = 1 if self.over_ranks is None else self.over_ranks.context.ranks
-        self.metrics = sft.TokenCounter(trainer, copies) if loss_is_of_trl(trainer) else None
+        context = context_of(trainer.model)
+        copies = 1 if context is None else context.ranks
+        self.metrics = sft.StepMetrics(trainer, copies) if loss_is_of_trl(trainer) else None
+        self.over_ranks = OverRanks.of(trainer, self.metrics)
         self.losses = without_waiting(trainer)
         trainer.training_step = self.training_step
         if self.refused is None or self.over_ranks is not None:

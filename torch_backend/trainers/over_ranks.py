@@ -23,8 +23,9 @@ from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.hf.patch import context_of, cut_over_ranks, refuse_context_of
-from torch_backend.hf.router import asks_for_router_loss
-from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss, loss_and_addend
+from torch_backend.hf.router import SWITCH, asks_for_router_loss
+from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss, loss_and_router_loss
+from torch_backend.trainers import sft
 from torch_backend.trainers.own_loss import why_not_known
 
 WEIGHTS_REFUSED = (
@@ -89,10 +90,12 @@ class OverRanks:
     Args:
         trainer: whose model is patched with a mesh; its own context parallelism is turned off.
         context: the group of ranks.
+        metrics: of an ``SFTTrainer``; None for other trainers.
     """
 
-    def __init__(self, trainer: Any, context: ContextGroup) -> None:
-        self.context = context
+    def __init__(self, trainer: Any, context: ContextGroup, metrics: sft.StepMetrics | None = None) -> None:
+        self.trainer, self.context, self.metrics = trainer, context, metrics
+        self.coefficient = None if metrics is None else sft.router_coefficient(trainer)
         self.smoothing = 0.0 if trainer.label_smoother is None else float(trainer.label_smoother.epsilon)
         trainer.label_smoother = None  # which reads the logits of whole rows
         trainer._prepare_context_parallel_inputs = _as_they_are
@@ -100,16 +103,16 @@ class OverRanks:
         trainer.model_accepts_loss_kwargs = True  # so that it counts the targets of a step
 
     @staticmethod
-    def of(trainer: Any) -> OverRanks | None:
+    def of(trainer: Any, metrics: sft.StepMetrics | None) -> OverRanks | None:
         """Returns None for a trainer whose documents lie on one rank."""
         context = context_of(trainer.model)
-        return None if context is None else OverRanks(trainer, context)
+        return None if context is None else OverRanks(trainer, context, metrics)
 
     def cut(self, batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         """Returns this rank's part of a batch."""
         if LOSS_WEIGHTS in batch:
             raise UnsupportedError(WEIGHTS_REFUSED)
-        return cut_over_ranks(model, batch)
+        return cut_over_ranks(model, batch if self.coefficient is None else {**batch, SWITCH: True})
 
     def in_place_of(self, model: nn.Module) -> Any:
         """Returns a replacement for the model in ``Trainer.compute_loss``, which returns the loss alone.
@@ -117,7 +120,7 @@ class OverRanks:
         It takes this rank's part of a batch. The loss is this rank's part of the sum, divided by the targets that the
         trainer has counted on all ranks. Without their number it is such that the mean over the group is the loss of
         the batch. In evaluation every rank of the group returns that mean. A router's loss is added for each
-        microbatch, as transformers does.
+        microbatch, as transformers does; TRL takes the mean over microbatches and groups.
         """
 
         def call(num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:
@@ -127,7 +130,7 @@ class OverRanks:
                 dist.all_reduce(weight, group=group)
                 loss = total * ranks / weight.clamp(min=1) + addend
             else:
-                loss = total / num_items_in_batch + addend / ranks
+                loss = total / num_items_in_batch + addend / self._times_added()
             if not model.training:
                 loss = loss.detach().clone()
                 dist.all_reduce(loss, group=group)
@@ -136,19 +139,34 @@ class OverRanks:
 
         return call
 
+    def _times_added(self) -> int:
+        """Counts how often a step adds a router's loss that counts once, after the trainer multiplies by its ranks."""
+        if self.coefficient is None:
+            return self.context.ranks
+        ranks: int = self.trainer.accelerator.num_processes
+        steps: int = self.trainer.current_gradient_accumulation_steps
+        return ranks * steps
+
     def _loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | float]:
         """The sum over the rank's targets, their number, and a router's loss of all ranks, which each rank has."""
         if self.smoothing:
-            return *self._smoothed_loss(model, batch), 0.0  # where transformers leaves the router's loss out too
-        if asks_for_router_loss(causal_lm(model), batch):
-            return loss_and_addend(model, batch)
-        return *causal_lm_loss(model, batch), 0.0
+            return *self._smoothed_loss(model, batch), 0.0  # where transformers and TRL leave the router's loss out too
+        if not asks_for_router_loss(causal_lm(model), batch):
+            return *causal_lm_loss(model, batch), 0.0
+        total, count, addend, router_loss = loss_and_router_loss(model, batch)
+        if self.metrics is None or self.coefficient is None:
+            return total, count, addend
+        self.metrics.add_router_loss(router_loss)
+        return total, count, self.coefficient * router_loss
 
     def _smoothed_loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The sum of transformers' ``LabelSmoother`` over the rank's targets, and their number."""
         targets = batch["shift_labels"].flatten()
         given = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
-        logits = model(**given, use_cache=False)["logits"].flatten(0, 1).float()
+        output = model(**given, use_cache=False)
+        if self.metrics is not None and self.coefficient is not None:
+            self.metrics.add_router_loss(output["aux_loss"])
+        logits = output["logits"].flatten(0, 1).float()
         total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.smoothing)
         return total, (targets != IGNORE_INDEX).sum()
 

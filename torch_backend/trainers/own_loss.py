@@ -61,8 +61,8 @@ def why_not_known(trainer: Any) -> str | None:
 
 
 def adds_router_loss(trainer: Any) -> bool:
-    """Returns whether the model of a trainer adds the auxiliary loss of its router."""
-    return asks_for_router_loss(causal_lm(trainer.model), {})
+    """Returns whether a trainer, or its model, adds the auxiliary loss of a router."""
+    return sft.router_coefficient(trainer) is not None or asks_for_router_loss(causal_lm(trainer.model), {})
 
 
 def require_boundaries(trainer: Any) -> None:

@@ -1,7 +1,7 @@
 """TRL's part of the training step of an ``SFTTrainer``: the fast ones of its losses, and its logs.
 
 The rows that TRL packed -> their lengths, which fix the shapes of all batches, and a warning where they have much room.
-Batches of a training step -> :class:`TokenCounter` counts their tokens -> ``num_tokens`` of the trainer's log. TRL
+Batches of a training step -> :class:`StepMetrics` counts their tokens -> ``num_tokens`` of the trainer's log. TRL
 counts in ``compute_loss``, which a CUDA graph does not call, and there it waits for the GPU in every step.
 """
 
@@ -43,9 +43,12 @@ def why_logits(trainer: Any) -> str | None:
     kind = getattr(trainer.args, "loss_type", "nll")
     if kind not in ("nll", "chunked_nll"):
         return f"loss_type={kind!r} is a loss of TRL's own"
-    if getattr(trainer, "aux_loss_enabled", False):
-        return "the trainer adds the router's auxiliary loss of each microbatch in full"
     return None
+
+
+def router_coefficient(trainer: Any) -> float | None:
+    """Returns by what TRL multiplies the auxiliary loss of a router, whatever the model's own; None if it adds none."""
+    return float(trainer.router_aux_loss_coef) if getattr(trainer, "aux_loss_enabled", False) else None
 
 
 def packed_lengths(trainer: Any) -> Ragged | None:
@@ -71,8 +74,10 @@ def warn_of_room(trainer: Any) -> None:
         )
 
 
-class TokenCounter:
+class StepMetrics:
     """``num_tokens`` of an ``SFTTrainer``: tokens trained on so far, on all ranks, padding not counted.
+
+    It logs ``aux_loss`` too, of the microbatches whose router's loss is handed to :meth:`add_router_loss`.
 
     Args:
         trainer: the trainer.
@@ -85,6 +90,7 @@ class TokenCounter:
         self.total = trainer._total_train_tokens
         self.copies = getattr(trainer, "_tp_size", 1) * context_ranks
         self.new: int | Tensor = 0  # counted since the last update
+        self.router_losses: list[Tensor] = []  # since the last log
         trainer.log = self.log
         collator = trainer.data_collator
         self.counts_by_mask = isinstance(collator, PackedCollator) and not collator.marks_padding
@@ -108,7 +114,16 @@ class TokenCounter:
         self.trainer._total_train_tokens = self.total
         self.trainer._metrics["train"]["num_tokens"] = [self.total]
 
+    def add_router_loss(self, loss: Tensor) -> None:
+        """Remember the auxiliary loss of a microbatch, which every rank of a group has."""
+        self.router_losses.append(loss.detach())
+
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """As ``SFTTrainer.log``."""
         self.update()
+        if self.router_losses:
+            mode = "train" if self.trainer.model.training else "eval"
+            means = self.trainer.accelerator.reduce(torch.stack(self.router_losses), "mean")
+            self.trainer._metrics[mode]["aux_loss"] += means.tolist()
+            self.router_losses = []
         self.stock_log(logs, *args, **options)
