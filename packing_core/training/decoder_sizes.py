@@ -98,6 +98,18 @@ class FeedForward(NamedTuple):
         """
         return max(self._once * self.inner + self.routed, 2 * (self.inner + self.routed) if self.routed else 0)
 
+    def beside_adapters(self, kept: bool) -> int:
+        """Returns the columns that low-rank adapters add to :attr:`inside`; none for experts.
+
+        The product of an adapter waits beside that of its weight, in the gradient of the activation too, and so do the
+        scaled gradients that adapters read. Inner columns that were ``kept`` are added up already.
+        """
+        if self.routed:
+            return 0
+        if self.gated:
+            return (3 if kept else 5) * self.inner // 2
+        return (2 if kept else 3) * self.inner
+
     @property
     def inside_tiles(self) -> int:
         """Returns those of :attr:`inside` that exist for the whole row where the rest is computed by tiles."""

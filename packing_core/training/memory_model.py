@@ -23,7 +23,7 @@ say. Most is held at one of three times:
     at the first layer's             what one layer keeps and holds, and all gradients
 
 While a layer computes its gradients it holds what it recomputed, and either three columns in place of each inner one
-(halves, their product and the gradients of these) or the gradients of O, queries, keys and values. In long rows the
+(halves, their product and the gradients of these; with adapters in the MLP their products too) or the gradients of O, queries, keys and values. In long rows the
 MLP, or the experts, hold a tile of these, and a norm and what reads it a tile of what it returns. Experts keep their
 first product at "selective", in rows of any length.
 Figures that this was compared with: benchmarks/RESULTS.md, levels of memory.
@@ -158,6 +158,7 @@ class MemoryModel:
         states: int = 2,
         itemsize: int = 2,
         adapted: int | None = None,
+        adapts_mlp: bool | None = None,
         gradients: int | None = None,
         head: bool | None = None,
         tiles: Collection[Part] | None = None,
@@ -171,6 +172,7 @@ class MemoryModel:
             states: numbers that the optimizer keeps for each trained one: 2 for AdamW.
             itemsize: bytes of an activation, and of a weight and its states.
             adapted: the sum of the ranks of a layer's adapters, where it is known.
+            adapts_mlp: whether MLPs have adapters; by ``rank`` if None.
             gradients: bytes of the gradients, where they are known.
             head: whether the output layer and the norms are trained; by ``rank`` if None.
             tiles: the parts of layers that long rows compute by tiles; by the family if None.
@@ -188,6 +190,7 @@ class MemoryModel:
             fixed = itemsize * sizes.parameters + (1 + states) * gradients
         if adapted is None:
             adapted = 7 * rank if rank else 0
+        adapts_mlp = bool(rank) if adapts_mlp is None else adapts_mlp
         kept = dict.fromkeys(LEVELS, 0)
         works: list[dict[str, int]] = []
         works_by_tiles: list[dict[str, int]] = []
@@ -201,7 +204,8 @@ class MemoryModel:
             kept["full"] += kind.layers * itemsize * sizes.width
             by_tiles = kind.tiles if tiles is None else {*tiles} & kind.tiles
             for parts, found in ((set(), works), (by_tiles, works_by_tiles)):
-                found.append(_work(sizes.width, kind, narrow, statistics, itemsize, parts, trained=head))
+                rule = {"trained": head, "adapts_mlp": adapts_mlp}
+                found.append(_work(sizes.width, kind, narrow, statistics, itemsize, parts, **rule))
             levels.update(LEVELS_OF_TILES if "projections" in by_tiles else kind.feed.tiled if by_tiles else ())
         work, tiled = (
             {level: max(each[level] for each in kinds) for level in LEVELS} for kinds in (works, works_by_tiles)
@@ -240,6 +244,7 @@ def _work(
     tiles: Collection[Part],
     *,
     trained: bool,
+    adapts_mlp: bool,
 ) -> dict[str, int]:
     """Returns what a layer holds for a token while it computes its gradients, but for what it holds of a tile.
 
@@ -267,7 +272,7 @@ def _work(
             mlp = (0 if norm_by_tiles else 2 * width) + (feed.inside_tiles if level == "full" else 0)
         else:
             kept = feed.inner if level == "none" or (level == "selective" and feed.routed) else 0
-            mlp = width + feed.inside - kept
+            mlp = width + feed.inside - kept + (feed.beside_adapters(kept > 0) if adapts_mlp else 0)
         if level == "full":
             columns = max(
                 again + width + mlp,

@@ -20,7 +20,8 @@ from packing_core.errors import CapacityError, PackingError, UnsupportedModelErr
 from packing_core.training.memory_model import GIB, LEVELS, USABLE, MemoryModel
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.attention import DecoderLayer
+from torch_backend.hf.attention import DecoderLayer, uses_interface
+from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.patch import context_of
 from torch_backend.steps.boundaries import why_not_shared
 from torch_backend.steps.eligibility import why_not_compiled
@@ -64,6 +65,7 @@ def memory_of(
         gradients=gradients,
         itemsize=dtype.itemsize,
         adapted=_ranks(root) // layers,
+        adapts_mlp=_adapts_mlp(root),
         head=output is not None and any(p.requires_grad for p in output.parameters()),
         tiles=tiled_parts(root),
     )
@@ -357,6 +359,17 @@ def _ranks(root: nn.Module) -> int:
         if isinstance(ranks, dict) and hasattr(module, "lora_A"):
             found += sum(ranks[name] for name in module.lora_A)
     return found
+
+
+def _adapts_mlp(root: nn.Module) -> bool:
+    """Returns whether a layer has adapters outside of its attention."""
+    for layer in root.modules():
+        if isinstance(layer, DecoderLayer):
+            attention = (m for m in layer.modules() if uses_interface(original_class(m)))
+            inside = {part for each in attention for part in each.modules()}
+            if any(getattr(m, "lora_A", None) for m in layer.modules() if m not in inside):
+                return True
+    return False
 
 
 def _local(x: Tensor) -> Tensor:
