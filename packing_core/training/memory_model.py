@@ -23,9 +23,9 @@ say. Most is held at one of three times:
     at the first layer's             what one layer keeps and holds, and all gradients
 
 While a layer computes its gradients it holds what it recomputed, and either three columns in place of each inner one
-(halves, their product and the gradients of these; with adapters in the MLP their products too) or the gradients of O, queries, keys and values. In long rows the
-MLP, or the experts, hold a tile of these, and a norm and what reads it a tile of what it returns. Experts keep their
-first product at "selective", in rows of any length.
+(halves, their product and the gradients of these; with adapters in the MLP their products too) or the gradients of O,
+queries, keys and values. In long rows the MLP, or the experts, hold a tile of these, and a norm and what reads it a
+tile of what it returns. Experts keep their first product at "selective", in rows of any length.
 Figures that this was compared with: benchmarks/RESULTS.md, levels of memory.
 """
 
