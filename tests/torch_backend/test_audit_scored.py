@@ -84,7 +84,9 @@ def test_the_trainer_is_as_it_was(tmp_path) -> None:
 def test_completions_without_an_advantage_have_nothing_to_judge(tmp_path) -> None:
     trainer = policy("GRPO", tmp_path, beta=0.0)
     trainer.reward_funcs = [lambda completions, **_: [1.0] * len(completions)]
-    with pytest.raises(PackingError, match="every gradient of its documents is 0: give it answers with unequal rewards"):
+    with pytest.raises(
+        PackingError, match="every gradient of its documents is 0: give it answers with unequal rewards"
+    ):
         torch_backend.audit(trainer)
 
 
