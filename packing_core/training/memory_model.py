@@ -47,6 +47,7 @@ _CHUNKS, _LEAST_BYTES, _MOST_BYTES = 7, 2**29, 2**31
 # Rows from this length on compute MLPs, projections and experts by tiles of so many tokens, where they are recomputed.
 TILED_FROM, TILE = 65_536, 8_192
 _ON_THEIR_WAY = 2  # inputs of layers that offloading holds on the device: the last two to leave, or to come back
+_BESIDE_THEM = 1  # hidden states that are alive beside them at the peak of long rows, as the allocator's history shows
 _WORKSPACES = 144 * 2**20  # of the libraries of matrix products, on the streams of a step
 
 
@@ -67,6 +68,8 @@ class MemoryModel:
         tiled: as ``work`` in rows whose MLPs, projections or experts are computed by tiles, without these; empty where
             none are.
         tile: of a layer, for a tile of its MLP or experts and the sums of their weights' gradients.
+        behind_experts: of a token, what the norm in front of experts holds in its backward where they are computed by
+            tiles, when no tile is held any more.
         hidden: of a token, one hidden state: the input of a layer.
         logits: of a token, in the dtype of the activations.
         layers: number of layers.
@@ -86,6 +89,7 @@ class MemoryModel:
     head_sum: int = 0
     tiled: Mapping[str, int] = field(default_factory=dict)
     tile: int = 0
+    behind_experts: int = 0
     accumulates: bool = False
 
     @property
@@ -111,10 +115,10 @@ class MemoryModel:
         at_first = -(-at_loss // self.layers)
         work = tokens * self.work[level]
         if tokens >= TILED_FROM and level in self.tiled:
-            work = tokens * self.tiled[level] + self.tile
+            work = tokens * self.tiled[level] + max(self.tile, tokens * self.behind_experts)
         if level == "offload":
             at_first = at_loss = min(self.layers, _ON_THEIR_WAY) * tokens * self.hidden
-            at_last = max(at_loss, group * tokens * self.hidden)
+            at_last = (max(_ON_THEIR_WAY, group) + _BESIDE_THEM) * tokens * self.hidden
         before = self.fixed if self.accumulates else self.fixed - self.gradients
         rows = min(tokens, -(-loss_chunk(tokens, self.logits) // self.logits // 128) * 128)
         loss = before + at_loss + 3 * tokens * self.hidden + rows * self.logits + self.head_sum
@@ -223,6 +227,7 @@ class MemoryModel:
             head_sum=4 * embedded,
             tiled={level: tiled[level] for level in LEVELS if level in levels},
             tile=max(_tile(sizes.width, kind, itemsize, trained=not adapted) for kind in sizes.kinds),
+            behind_experts=2 * itemsize * sizes.width if any(kind.feed.routed for kind in sizes.kinds) else 0,
         )
 
 

