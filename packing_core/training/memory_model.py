@@ -19,7 +19,8 @@ say. Most is held at one of three times:
 
     in the loss      what all layers keep, hidden states before and after the last norm and their gradient, a chunk of
                      logits, and the sum of the output layer's gradient in float32
-    at the last layer's gradients    what all layers keep, and what one layer holds while it computes its gradients
+    at the last layer's gradients    what all layers keep, one hidden state, and what one layer holds while it computes
+                     its gradients
     at the first layer's             what one layer keeps and holds, and all gradients
 
 While a layer computes its gradients it holds what it recomputed, and either three columns in place of each inner one
@@ -47,7 +48,7 @@ _CHUNKS, _LEAST_BYTES, _MOST_BYTES = 7, 2**29, 2**31
 # Rows from this length on compute MLPs, projections and experts by tiles of so many tokens, where they are recomputed.
 TILED_FROM, TILE = 65_536, 8_192
 _ON_THEIR_WAY = 2  # inputs of layers that offloading holds on the device: the last two to leave, or to come back
-_BESIDE_THEM = 1  # hidden states that are alive beside them at the peak of long rows, as the allocator's history shows
+_BESIDE_THEM = 1  # hidden states that are alive beside what layers keep at the last one, as the allocator's history shows
 _WORKSPACES = 144 * 2**20  # of the libraries of matrix products, on the streams of a step
 
 
@@ -118,10 +119,11 @@ class MemoryModel:
             work = tokens * self.tiled[level] + max(self.tile, tokens * self.behind_experts)
         if level == "offload":
             at_first = at_loss = min(self.layers, _ON_THEIR_WAY) * tokens * self.hidden
-            at_last = (max(_ON_THEIR_WAY, group) + _BESIDE_THEM) * tokens * self.hidden
+            at_last = max(at_loss, group * tokens * self.hidden)
         before = self.fixed if self.accumulates else self.fixed - self.gradients
         rows = min(tokens, -(-loss_chunk(tokens, self.logits) // self.logits // 128) * 128)
         loss = before + at_loss + 3 * tokens * self.hidden + rows * self.logits + self.head_sum
+        at_last += _BESIDE_THEM * tokens * self.hidden
         work += tokens * self.hidden  # the gradient of the layer's output
         return _WORKSPACES + max(loss, before + self.head + at_last + work, self.fixed + at_first + work)
 
