@@ -48,7 +48,7 @@ _CHUNKS, _LEAST_BYTES, _MOST_BYTES = 7, 2**29, 2**31
 # Rows from this length on compute MLPs, projections and experts by tiles of so many tokens, where they are recomputed.
 TILED_FROM, TILE = 65_536, 8_192
 _ON_THEIR_WAY = 2  # inputs of layers that offloading holds on the device: the last two to leave, or to come back
-_BESIDE_THEM = 1  # hidden states that are alive beside what layers keep at the last one, as the allocator's history shows
+_BESIDE_THEM = 1  # hidden states beside what layers keep at the last one, as the allocator's history shows
 _WORKSPACES = 144 * 2**20  # of the libraries of matrix products, on the streams of a step
 
 
