@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_backend
 from packing_core.errors import ContaminationError, UnsupportedModelError
 from tests.torch_backend.models import alone, assert_same, documents, packed, tiny
 from tests.torch_backend.test_document_heads import classifier
+from torch_backend.hf.anatomy.additions import additions, kinds_added
 from torch_backend.hf.patch import state_of
 
 
@@ -142,3 +148,15 @@ def test_modules_that_are_added_after_the_patch_are_proved_by_another_one() -> N
     with pytest.raises(ContaminationError, match=r"see each other .*model\.norm \(Shifted\)"):
         torch_backend.patch(model)
     assert state_of(model) is None
+
+
+def test_what_shards_a_module_adds_nothing() -> None:
+    """FSDP2 makes a class of its own for each module that it shards; that of PEFT's layers is of no package."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = get_peft_model(tiny("qwen3"), LoraConfig(r=2, target_modules=["lm_head"])).base_model.model
+        fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (2,)))
+        assert isinstance(model.lm_head, FSDPModule)
+        assert not additions(model) and not kinds_added(model)
+    finally:
+        dist.destroy_process_group()

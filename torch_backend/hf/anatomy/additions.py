@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from torch_backend.hf.edits.override import OUTER, has_own_forward, original_class
 
@@ -40,7 +41,7 @@ def additions(model: nn.Module) -> dict[str, nn.Module]:
     """Finds what was added to a model: each by name, with the module that it is or stands on."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        place, kind = name or "the model", original_class(module)
+        place, kind = name or "the model", _kind(module)
         if not _is_known(kind.__module__):
             found[f"{place} ({kind.__name__})"] = module
         elif has_own_forward(module) and not _is_known(_module_of(_own_forward(module))):
@@ -55,8 +56,13 @@ def additions(model: nn.Module) -> dict[str, nn.Module]:
 
 def kinds_added(model: nn.Module) -> Counter[str]:
     """Counts the modules that were added to a model by their class, which is the same in its copies."""
-    kinds = (original_class(module) for module in model.modules())
+    kinds = map(_kind, model.modules())
     return Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if not _is_known(kind.__module__))
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as it was written, without what a patch or FSDP2 put over it."""
+    return next(kind for kind in original_class(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _is_known(module: str) -> bool:
