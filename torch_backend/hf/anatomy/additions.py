@@ -62,7 +62,8 @@ def kinds_added(model: nn.Module) -> Counter[str]:
 
 def _kind(module: nn.Module) -> type[nn.Module]:
     """The class of a module as it was written, without what a patch or FSDP2 put over it."""
-    return next(kind for kind in original_class(module).__mro__ if not issubclass(kind, FSDPModule))
+    kinds = (kind for kind in original_class(module).__mro__ if issubclass(kind, nn.Module))
+    return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
 
 
 def _is_known(module: str) -> bool:
