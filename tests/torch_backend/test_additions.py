@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_backend
@@ -160,3 +161,15 @@ def test_what_shards_a_module_adds_nothing() -> None:
         assert not additions(model) and not kinds_added(model)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_parametrization_hides_no_module() -> None:
+    """Torch makes a class of its own for each module that it parametrizes, too."""
+    model = get_peft_model(tiny("qwen3"), LoraConfig(r=2, target_modules=["q_proj"])).base_model.model
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.gain = nn.Parameter(torch.ones(2))
+    parametrize.register_parametrization(projection, "gain", nn.Identity())
+    assert not additions(model) and not kinds_added(model)
+    model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
+    parametrize.register_parametrization(model.model.layers[0].mlp, "scale", nn.Identity())
+    assert list(additions(model)) == ["model.layers.0.mlp (Scaled)"]

@@ -5,13 +5,13 @@ A tiny model of the same config is made without them, so what is proved on it sa
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from torch_backend.hf.edits.override import OUTER, has_own_forward, original_class
 
@@ -61,9 +61,19 @@ def kinds_added(model: nn.Module) -> Counter[str]:
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """The class of a module as it was written, without what a patch or FSDP2 put over it."""
+    """The class of a module as it was written, without what a patch or torch put over it."""
     kinds = (kind for kind in original_class(module).__mro__ if issubclass(kind, nn.Module))
-    return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
+    return next(kind for kind in kinds if not _is_made_by_torch(kind))
+
+
+def _is_made_by_torch(kind: type[nn.Module]) -> bool:
+    """Returns whether torch made a class for one module, as FSDP2 and parametrizations do.
+
+    It stands in no module of torch by its name; that of an abstract class says to be of the module ``abc``.
+    """
+    place = kind.__module__
+    written = getattr(sys.modules.get(place), kind.__qualname__, None) is kind
+    return place == "abc" or (place.startswith("torch.") and not written)
 
 
 def _is_known(module: str) -> bool:
