@@ -53,6 +53,10 @@ GPT_OSS = {
         ("selective", 16_384, 7.03),
         ("full", 16_384, 4.89),
         ("offload", 16_384, 4.90),
+        ("none", 65_536, 45.66),
+        ("selective", 65_536, 17.15),
+        ("full", 65_536, 8.44),
+        ("offload", 65_536, 6.04),
     ],
 )
 def test_within_five_percent_of_a_measured_step(level: str, tokens: int, measured: float) -> None:
