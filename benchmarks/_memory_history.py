@@ -1,6 +1,6 @@
 """Tells what is alive when a GPU holds most, by replaying the allocator's history.
 
-begin_history() -> what allocates -> end_history() -> a table, by the line of code that allocated
+begin_history() -> what allocates -> end_history() -> a table, by the line of code that allocated; nothing without a GPU
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ LEAST = 2**25  # bytes of a line of the table
 
 
 def begin_history() -> None:
+    if not torch.cuda.is_available():
+        return
     torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
 
 
@@ -29,6 +31,8 @@ def end_history(tokens: int | None = None) -> str:
 
     The innermost line of code that says what a block is for stands for it.
     """
+    if not torch.cuda.is_available():
+        return "no GPU"
     history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     torch.cuda.memory._record_memory_history(enabled=None)
     peak, alive = alive_at_peak(history)

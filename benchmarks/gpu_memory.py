@@ -71,11 +71,10 @@ def measure(weights: str) -> None:
             ended(f"step {steps + 1}")
         if steps > TRACED + 3:
             rates.append(record.tokens / record.seconds)
-        if steps == TRACED and not TOY:
+        if steps == TRACED:
             print(end_history(), flush=True)
 
-    if not TOY:
-        begin_history()
+    begin_history()
     result = train(replace(job(weights), on_phase=ended, on_step=on_step))
     speed = f"{statistics.median(rates):,.0f} real tokens/s, " if rates else ""
     print(f"{speed}{result.peak_bytes.get('packed', 0) / GIB:.2f} GiB by the trainer's own count, {result.device}")

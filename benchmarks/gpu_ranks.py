@@ -164,7 +164,7 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     if contender.by_step:
         losses, note = by_step(contender, model, data, clock, chosen.memory)
     else:
-        losses, note = by_trainer(contender, model, data, clock)
+        losses, note = by_trainer(contender, model, data, clock, chosen.memory)
     if clock.profile is not None:
         print(clock.profile.report(PROFILED), flush=True)
     seconds = clock.ticks[1] - clock.ticks[0]
@@ -178,7 +178,9 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     )
 
 
-def by_trainer(contender: Contender, model: Any, data: PackedDataset, clock: Clock) -> tuple[list[float], str]:
+def by_trainer(
+    contender: Contender, model: Any, data: PackedDataset, clock: Clock, memory: Any
+) -> tuple[list[float], str]:
     """Trains by ``Trainer``; the losses, and how its steps ran."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -202,7 +204,7 @@ def by_trainer(contender: Contender, model: Any, data: PackedDataset, clock: Clo
             remove_unused_columns=False, **sharding, **contender.arguments,
         )  # fmt: skip
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Ticks()])
-        enable_packing(trainer, verify=False)
+        enable_packing(trainer, verify=False, memory=memory)
         trainer.train()
     if contender.sharded and not TOY:  # accelerate shards nothing on the CPU
         assert any(isinstance(p, DTensor) for p in trainer.model.parameters()), "the weights are not sharded"
@@ -277,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--capacity", type=int, default=256 if TOY else 16_384, help="tokens of a row")
     options.add_argument("--shape", choices=SHAPES, default="qwen2")
     options.add_argument("--layers", type=int, default=2 if TOY else 48, help="of --shape experts")
-    options.add_argument("--memory", default="none", help="level of make_train_step")
+    options.add_argument("--memory", default="none", help="level of memory")
     options.add_argument("--epochs", type=int, default=1 if TOY else 3, help="timed, after the first")
     options.add_argument("--documents", type=int, default=60 if TOY else 2_400)
     options.add_argument("--limit", type=float, default=240, help="seconds for a contender")
