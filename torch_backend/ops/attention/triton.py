@@ -16,7 +16,14 @@ from torch.autograd.function import once_differentiable
 from packing_core.errors import UnsupportedError
 from torch_backend.ops.attention.probe import Probed
 from torch_backend.ops.attention.request import AttentionRequest
-from torch_backend.ops.attention.triton_work import key_parts, key_sums, key_tiles, query_parts, query_tiles
+from torch_backend.ops.attention.triton_work import (
+    LAST_TOKENS,
+    key_parts,
+    key_sums,
+    key_tiles,
+    query_parts,
+    query_tiles,
+)
 from torch_backend.ops.operators import operator, runs_triton, shared_memory
 from torch_backend.segments import PackedMetadata
 
@@ -228,7 +235,7 @@ def _launch_forward(
         q, k, v, sinks, slopes, out, lse, work, parts, ends, q.shape[0], scale, softcap, window,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *_shape(q, k, v),
         causal, window > 0, softcap > 0, sinks is not None, slopes is not None, parts is not None,
-        ends is not None, **_blocks(q, v, tile),
+        work.shape[1] == LAST_TOKENS, ends is not None, **_blocks(q, v, tile),
     )  # fmt: skip
     return out, lse
 
@@ -259,7 +266,8 @@ def _launch_backward(
 
     dq, dk, dv, stats = _backward_outputs(dout, q, k, v)
     strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
-    options = causal, window > 0, softcap > 0, slopes is not None, parts_q is not None, ends is not None
+    options = causal, window > 0, softcap > 0, slopes is not None, parts_q is not None
+    options += work_q.shape[1] == LAST_TOKENS, ends is not None
     kernels.backward_queries[work_q.shape[0] * k.shape[1],](
         q, k, v, out, dout, lse, slopes, dq, stats, work_q, parts_q, ends, q.shape[0], scale, softcap, window,
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_q),

@@ -75,12 +75,12 @@ def forward(
     Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
-    FOREST: tl.constexpr, SPANS: tl.constexpr,
+    FOREST: tl.constexpr, LAST: tl.constexpr, SPANS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: out [T, H, Dv] and the denominator's base-2 log, lse [K, T, H / K]. Grid: (items * K,)."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    item = work + tl.program_id(0) // KV_HEADS * (5 if FOREST else 3)
+    item = work + tl.program_id(0) // KV_HEADS * (5 if FOREST else 6 if LAST else 3)
     group = tl.program_id(0) % KV_HEADS
     start, length, first_i = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
     if length == 0:
@@ -91,6 +91,10 @@ def forward(
     i, present = first_i + token, r < rows
     last_i = tl.minimum(first_i + BLOCK_M // GROUP, length) - 1
     sees, first_sees, last_sees = i, first_i, last_i
+    first_key, keys, gap = start, length, 0
+    if LAST:
+        first_key, keys, gap = tl.load(item + 3).to(tl.int64), tl.load(item + 4), tl.load(item + 5)
+        sees, first_sees, last_sees = i + gap, first_i + gap, last_i + gap
     if SPANS:
         sees = (tl.load(ends + start + i, present, other=0) - start - 1).to(tl.int32)
         first_sees = (tl.load(ends + start + first_i) - start - 1).to(tl.int32)
@@ -113,17 +117,18 @@ def forward(
     k_group, v_group = k + group * K_H, v + group * V_H
     if FOREST:
         for part in tl.range(tl.load(item + 3), tl.load(item + 4)):
-            first, keys, gap = tl.load(parts + 3 * part), tl.load(parts + 3 * part + 1), tl.load(parts + 3 * part + 2)
+            first_key, keys = tl.load(parts + 3 * part).to(tl.int64), tl.load(parts + 3 * part + 1)
+            gap = tl.load(parts + 3 * part + 2)
             m, total, acc = over_keys(
                 m, total, acc, q_rows, i + gap, first_i + gap, last_i + gap, i + gap, first_i + gap, last_i + gap,
-                k_group, v_group, first.to(tl.int64), keys, slope, scale, softcap, window, base2,
+                k_group, v_group, first_key, keys, slope, scale, softcap, window, base2,
                 K_T, V_T, HEAD_DIM, VALUE_DIM,
                 CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_N,
             )  # fmt: skip
     else:
         m, total, acc = over_keys(
-            m, total, acc, q_rows, i, first_i, last_i, sees, first_sees, last_sees, k_group, v_group, start, length,
-            slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
+            m, total, acc, q_rows, i + gap, first_i + gap, last_i + gap, sees, first_sees, last_sees,
+            k_group, v_group, first_key, keys, slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
             CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_N,
         )  # fmt: skip
 
@@ -179,7 +184,7 @@ def backward_queries(
     DO_T: tl.constexpr, DO_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
-    SPANS: tl.constexpr,
+    LAST: tl.constexpr, SPANS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: dq [T, H, D], and for backward_keys stats [K, T, H / K, 2]. Grid: (items * K,).
@@ -187,7 +192,7 @@ def backward_queries(
     The two are lse and delta, the sum of out * dout.
     """
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    item = work + tl.program_id(0) // KV_HEADS * (5 if FOREST else 3)
+    item = work + tl.program_id(0) // KV_HEADS * (5 if FOREST else 6 if LAST else 3)
     group = tl.program_id(0) % KV_HEADS
     start, length, first_i = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
     if length == 0:
@@ -198,6 +203,10 @@ def backward_queries(
     i, present = first_i + token, r < rows
     last_i = tl.minimum(first_i + BLOCK_M // GROUP, length) - 1
     sees, first_sees, last_sees = i, first_i, last_i
+    first_key, keys, gap = start, length, 0
+    if LAST:
+        first_key, keys, gap = tl.load(item + 3).to(tl.int64), tl.load(item + 4), tl.load(item + 5)
+        sees, first_sees, last_sees = i + gap, first_i + gap, last_i + gap
     if SPANS:
         sees = (tl.load(ends + start + i, present, other=0) - start - 1).to(tl.int32)
         first_sees = (tl.load(ends + start + first_i) - start - 1).to(tl.int32)
@@ -226,18 +235,18 @@ def backward_queries(
     k_group, v_group = k + group * K_H, v + group * V_H
     if FOREST:
         for part in tl.range(tl.load(item + 3), tl.load(item + 4)):
-            first_key, keys = tl.load(parts + 3 * part), tl.load(parts + 3 * part + 1)
+            first_key, keys = tl.load(parts + 3 * part).to(tl.int64), tl.load(parts + 3 * part + 1)
             gap = tl.load(parts + 3 * part + 2)
             acc = over_keys_again(
                 acc, q_rows, do_rows, lse_rows, delta_rows, i + gap, first_i + gap, last_i + gap,
-                i + gap, first_i + gap, last_i + gap, k_group, v_group, first_key.to(tl.int64), keys,
+                i + gap, first_i + gap, last_i + gap, k_group, v_group, first_key, keys,
                 slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
                 CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_N,
             )  # fmt: skip
     else:
         acc = over_keys_again(
-            acc, q_rows, do_rows, lse_rows, delta_rows, i, first_i, last_i, sees, first_sees, last_sees,
-            k_group, v_group, start, length, slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
+            acc, q_rows, do_rows, lse_rows, delta_rows, i + gap, first_i + gap, last_i + gap,
+            sees, first_sees, last_sees, k_group, v_group, first_key, keys, slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
             CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_N,
         )  # fmt: skip
     acc = (acc * scale).to(dq.dtype.element_ty)
@@ -310,7 +319,7 @@ def backward_keys(
     DO_T: tl.constexpr, DO_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
-    SPANS: tl.constexpr,
+    LAST: tl.constexpr, SPANS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One block of keys over the queries that see it: dk [T, K, D] and dv [T, K, Dv]. Grid: (items * K,).
@@ -318,7 +327,7 @@ def backward_keys(
     A share of a block's walk goes to shares [S, K, BLOCK_N, D + Dv] instead, in float32.
     """
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    item = work + tl.program_id(0) // KV_HEADS * (8 if FOREST else 3)
+    item = work + tl.program_id(0) // KV_HEADS * (8 if FOREST else 6 if LAST else 3)
     group = tl.program_id(0) % KV_HEADS
     start, length, first_j = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
     if length == 0:
@@ -327,6 +336,10 @@ def backward_keys(
     j = first_j + n
     last_j = tl.minimum(first_j + BLOCK_N, length) - 1
     seen_from, first_from, last_from = j, first_j, last_j
+    first_query, queries, gap = start, length, 0
+    if LAST:
+        first_query, queries, gap = tl.load(item + 3).to(tl.int64), tl.load(item + 4), tl.load(item + 5)
+        seen_from, first_from, last_from = j - gap, first_j - gap, last_j - gap
     if SPANS:
         seen_from = (tl.load(begins + start + j, j < length, other=0) - start).to(tl.int32)
         first_from = (tl.load(begins + start + first_j) - start).to(tl.int32)
@@ -358,9 +371,9 @@ def backward_keys(
             begin, end = begin - queries, end - queries
     else:
         dk_acc, dv_acc = over_queries(
-            dk_acc, dv_acc, keys, values, j, first_j, last_j, seen_from, first_from, last_from,
-            q_group, do_group, stats_group, slopes_group, start, length, scale, softcap, window, base2,
-            Q_T, Q_H, DO_T, DO_H, GROUP, HEAD_DIM, VALUE_DIM, CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST,
+            dk_acc, dv_acc, keys, values, j - gap, first_j - gap, last_j - gap, seen_from, first_from, last_from,
+            q_group, do_group, stats_group, slopes_group, first_query, queries, scale, softcap, window, base2,
+            Q_T, Q_H, DO_T, DO_H, GROUP, HEAD_DIM, VALUE_DIM, CAUSAL, WINDOW, SOFTCAP, ALIBI, LAST,
             BLOCK_D, BLOCK_E, BLOCK_M,
         )  # fmt: skip
 

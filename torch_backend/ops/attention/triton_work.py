@@ -3,10 +3,12 @@
 Segment boundaries -> ``(segment's first token, segment's length, the tile's first token in the segment)`` for every
 tile of every segment. A segment's tiles follow each other, so that its keys and values are read while the cache holds
 them; the longest segment comes first, and each begins with its most expensive tile, so that the last programs to start
-are short ones. Where segments continue others, or queries are the last tokens of longer key segments, an item also
-says where in a second list its tile's parts stand: of queries the segments of keys that they see, of keys the segments
-of queries that see them, each as ``(first token, length, tokens from the start of the keys' segment to that of the
-queries')``. Where the lengths are on the host the list is made there and is exact; else the same arithmetic runs on the
+are short ones.
+
+Where queries are the last tokens of longer key segments, an item goes on with the other segment, of queries that of
+keys and the reverse, as ``(first token, length, tokens from the start of the keys' segment to that of the queries')``.
+Where segments continue others, an item says instead where in a second list its tile's parts stand, of the same form:
+of queries the segments of keys that they see, of keys the segments of queries that see them. Where the lengths are on the host the list is made there and is exact; else the same arithmetic runs on the
 device, without reading back, in a list whose length depends on shapes alone, with items of length 0 at its end. So do
 the parts, where the device knows which segment each one continues.
 
@@ -28,31 +30,30 @@ from torch_backend.segments import PackedMetadata, ancestors, host_lengths, most
 # It bounds what shares take to 1,024 float32 sums of a block.
 PROGRAMS = 512
 SHORTEST = 256  # queries, below which a walk is not cut: its sums would cost more than they save
+LAST_TOKENS = 6  # numbers of an item where queries are the last tokens of longer key segments
 
 
 def query_parts(packed: PackedMetadata) -> Tensor | None:
-    """int32 [parts, 3] the segments that the queries of each segment see; None if each sees its own alone."""
-    return packed.derived("parts of queries", _query_parts)[0] if _in_parts(packed) else None
+    """int32 [parts, 3] the segments that the queries of each segment see; None if no segment continues another."""
+    return packed.derived("parts of queries", _query_parts)[0] if packed.parents is not None else None
 
 
 def key_parts(packed: PackedMetadata) -> Tensor | None:
     """int32 [parts, 3] the segments that see the keys of each segment; None as for :func:`query_parts`."""
-    return packed.derived("parts of keys", _key_parts)[0] if _in_parts(packed) else None
-
-
-def _in_parts(packed: PackedMetadata) -> bool:
-    return packed.parents is not None or packed.keys is not None
+    return packed.derived("parts of keys", _key_parts)[0] if packed.parents is not None else None
 
 
 def query_tiles(packed: PackedMetadata, tokens: int, *, fixed_shape: bool = False) -> Tensor:
-    """Items of tiles of ``tokens`` queries, int32 [items, 3 or 5]; in causal attention the last sees the most keys.
+    """Items of tiles of ``tokens`` queries, int32 [items, 3, 5 or 6]; in causal attention the last sees the most keys.
 
     With ``fixed_shape`` their number follows from shapes alone, as it does where the lengths are not on the host.
     """
 
     def make(packed: PackedMetadata) -> Tensor:
         made, segment = _tiles(packed, packed, tokens, fixed_shape, last_first=True)
-        if _in_parts(packed):
+        if packed.keys is not None:
+            made = torch.cat([made, _other_segments(packed, packed.keys)[segment]], 1)
+        elif packed.parents is not None:
             bounds = packed.derived("parts of queries", _query_parts)[1]
             made = torch.cat([made, bounds[segment, :2]], 1)
         return to_device(made, packed.device)
@@ -61,7 +62,7 @@ def query_tiles(packed: PackedMetadata, tokens: int, *, fixed_shape: bool = Fals
 
 
 def key_tiles(packed: PackedMetadata, tokens: int, heads: int = 1, *, fixed_shape: bool = False) -> Tensor:
-    """Items of blocks of ``tokens`` keys, int32 [items, 3 or 8]; in causal attention the first is seen by most queries.
+    """Items of blocks of ``tokens`` keys, int32 [items, 3, 6 or 8]; in causal attention the first is seen by most queries.
 
     Args:
         packed: the segments.
@@ -84,13 +85,12 @@ def key_sums(packed: PackedMetadata, tokens: int, heads: int = 1) -> Tensor | No
 
 def _key_work(packed: PackedMetadata, tokens: int, heads: int, fixed_shape: bool) -> tuple[Tensor, Tensor | None]:
     def make(packed: PackedMetadata) -> tuple[Tensor, Tensor | None]:
-        if not _in_parts(packed):
-            return to_device(_tiles(packed, packed, tokens, fixed_shape)[0], packed.device), None
-        bounds = packed.derived("parts of keys", _key_parts)[1]
         if packed.keys is not None:
             made, segment = _tiles(packed, packed.keys, tokens, fixed_shape)
-            whole = torch.tensor([[0, packed.tokens, -1]], dtype=torch.int32).expand(len(made), 3)
-            return to_device(torch.cat([made, bounds[segment, :2], whole], 1), packed.device), None
+            return to_device(torch.cat([made, _other_segments(packed, packed)[segment]], 1), packed.device), None
+        if packed.parents is None:
+            return to_device(_tiles(packed, packed, tokens, fixed_shape)[0], packed.device), None
+        bounds = packed.derived("parts of keys", _key_parts)[1]
         made, segment = _tiles(packed, packed, tokens, fixed_shape, walks=bounds[:, 2])
         walks = (bounds[segment, 2] - made[:, 2]) * (made[:, 1] > 0)
         made = torch.cat([made, bounds[segment, :2]], 1)
@@ -142,10 +142,10 @@ def _tiles(
 ) -> tuple[Tensor, Tensor]:
     """Items of tiles, int32 [items, 3], and int64 [items] the segment of each, where they are made; the segments with
     the longest ``walks`` come first, or the longest themselves."""
-    on_device, in_parts = packed.parent_index is not None, _in_parts(packed)
-    if in_parts and not on_device:
+    on_device, linked = packed.parent_index is not None, packed.parents is not None or packed.keys is not None
+    if linked and not on_device:
         host_lengths(packed)
-    if segments.lengths is None or on_device or (fixed_shape and not in_parts) or torch.compiler.is_compiling():
+    if segments.lengths is None or on_device or (fixed_shape and not linked) or torch.compiler.is_compiling():
         boundaries = segments.cu_seqlens
         items = most_pieces(segments.tokens, boundaries.shape[0] - 1, tokens)
     else:
@@ -162,13 +162,19 @@ def _tiles(
     return torch.stack((boundaries[:-1][segment], length * live, first * live), dim=1).int(), segment
 
 
+def _other_segments(packed: PackedMetadata, others: PackedMetadata) -> Tensor:
+    """int32 [S, 3] the segment of ``others``, of queries or of keys, that each segment meets, as an item has it."""
+    assert packed.keys is not None
+    lengths = torch.tensor(host_lengths(others))
+    gaps = torch.tensor(host_lengths(packed.keys)) - torch.tensor(host_lengths(packed))
+    return torch.stack([lengths.cumsum(0) - lengths, lengths, gaps], 1).int()
+
+
 def _query_parts(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
     """The parts, and int32 [S, 3] where those of each segment begin and end, and their tokens together.
 
     The latter is where the items are made, on the host or the device.
     """
-    if packed.keys is not None:
-        return _parts_of_last_tokens(packed, packed.keys, packed.keys)
     if packed.parent_index is not None:
         return _query_parts_on_device(packed)
     parents = packed.parents
@@ -178,8 +184,6 @@ def _query_parts(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
 
 def _key_parts(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
     """As :func:`_query_parts`."""
-    if packed.keys is not None:
-        return _parts_of_last_tokens(packed, packed.keys, packed)
     if packed.parent_index is not None:
         return _key_parts_on_device(packed)
     parents = packed.parents
@@ -199,22 +203,10 @@ def _parts(
     starts, before = np.cumsum(lengths) - lengths, offsets(np.array(packed.parents), lengths)
     queries, keys = np.array([pair for several in pairs for pair in several]).T
     met = keys if of_queries else queries
-    parts = np.stack([starts[met], lengths[met], before[queries] - before[keys]], 1)
-    return _placed(packed, parts, np.array([len(several) for several in pairs]))
-
-
-def _parts_of_last_tokens(packed: PackedMetadata, keys: PackedMetadata, met: PackedMetadata) -> tuple[Tensor, Tensor]:
-    """One part for each segment: of queries their keys, of keys their queries, as ``met`` says."""
-    lengths = np.array(met.lengths)
-    parts = np.stack([np.cumsum(lengths) - lengths, lengths, np.array(keys.lengths) - np.array(packed.lengths)], 1)
-    return _placed(packed, parts, np.ones(len(lengths), int))
-
-
-def _placed(packed: PackedMetadata, parts: np.ndarray, counts: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Parts, so many of each segment, as :func:`_query_parts` returns them."""
-    ends = torch.from_numpy(np.cumsum(counts))
-    made = torch.from_numpy(parts).int()
-    return to_device(made, packed.device), _bounds(made, ends - torch.from_numpy(counts), ends)
+    parts = torch.from_numpy(np.stack([starts[met], lengths[met], before[queries] - before[keys]], 1)).int()
+    counts = torch.tensor([len(several) for several in pairs])
+    ends = counts.cumsum(0)
+    return to_device(parts, packed.device), _bounds(parts, ends - counts, ends)
 
 
 def _bounds(parts: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
