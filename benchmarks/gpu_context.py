@@ -11,9 +11,10 @@
 Every contender trains random weights on the same row by ``make_train_step``, in bfloat16 and in processes of its own:
 one rank alone, and all ranks, whose straddling documents exchange keys and values, heads (Ulysses), or what sends less.
 Tokens per second are real ones of all ranks together, by the median time of a step; memory is the largest peak of a
-rank beyond weights and gradients; host waits are those of one step on rank 0, and its time in the call shows whether
-the GPU waits for the host. Lengths of documents are lognormal with sigma 1.55, as those of source files. Where a step
-takes a minute, ``--short`` warms up by one step and leaves host waits out.
+rank beyond weights and gradients, which stay allocated between steps, as DDP holds them; host waits are those of one
+step on rank 0, and its time in the call shows whether the GPU waits for the host. Lengths of documents are lognormal
+with sigma 1.55, as those of source files. Where a step takes a minute, ``--short`` warms up by one step and leaves host
+waits out.
 """
 
 from __future__ import annotations
@@ -104,6 +105,13 @@ def lengths_of(row: int, mean: int, sigma: float = SIGMA) -> list[int]:
     return np.diff([0, *ends[:count], row]).tolist()
 
 
+class SGDThatKeepsGradients(torch.optim.SGD):
+    """Sets gradients to zero in place, so that they count as held on one rank as in DDP's buckets on several."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none=set_to_none)
+
+
 def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     """Run by every process of a contender."""
     from transformers import AutoModelForCausalLM
@@ -122,7 +130,7 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
         wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     step = make_train_step(
         wrapped,
-        torch.optim.SGD(model.parameters(), lr=1e-6),
+        SGDThatKeepsGradients(model.parameters(), lr=1e-6),
         compile="auto" if contender.compiled else False,
         capture=False,
         memory=chosen.memory,

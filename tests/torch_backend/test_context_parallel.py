@@ -14,6 +14,7 @@ from tests.torch_backend.torchrun_context import (
     AUDITS,
     CASES,
     COMPILED_HYBRIDS,
+    COMPILED_LEVELS,
     MEMORY,
     METHODS,
     PARTS,
@@ -84,11 +85,18 @@ def test_buckets_of_gradients_do_not_split_compiled_layers(ranks: dict[str, Any]
     assert 0 < found["graphs"] <= ranks["compiled, DDP"]["graphs"]
 
 
-def test_layers_that_recompute_are_not_compiled_over_ranks(ranks: dict[str, Any]) -> None:
-    found = ranks["compiled, recomputing"]
-    assert_same_steps(found, train())
-    assert 'exchange between graphs, each of which would keep more than memory="full" says' in found["explained"]
-    assert found["graphs"] == 0
+@pytest.mark.parametrize("case", COMPILED_LEVELS)
+def test_layers_that_recompute_are_compiled_over_ranks(ranks: dict[str, Any], case: str) -> None:
+    found, (family, level) = ranks[f"compiled, {case}"], COMPILED_LEVELS[case]
+    assert_same_steps(found, train(family=family))
+    if level == "selective":
+        assert 'among whose operations memory="selective" cannot choose' in found["explained"]
+        assert found["graphs"] == 0
+        return
+    how = f'compiled, memory="{level}", around what exchanges between ranks'
+    how += ", with the inputs of layers on the device" * (level == "offload")
+    assert f"layers of the step: {how}\n" in found["explained"]
+    assert found["graphs"] > 0
 
 
 def assert_same_steps(many: Any, one: dict[str, Any], groups: int = 1) -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from packing_core.planning.context import context_plan
-from torch_backend.context_parallel.share import RankShare
+from torch_backend.context_parallel.exchange import lengthened
+from torch_backend.context_parallel.share import RankShare, Run
 from torch_backend.hf.inputs.context import cut_batch
 from torch_backend.segments import PackedMetadata, host_lengths
 
@@ -36,11 +37,17 @@ def by_rank(index: Tensor, counts: list[int], share: RankShare) -> list[Tensor]:
     return list(torch.from_numpy(share.tokens)[index].split(counts))
 
 
+def index_of(runs: list[Run]) -> Tensor:
+    """Places of the tokens of runs whose targets follow each other."""
+    assert [run.target for run in runs] == [0, *accumulate(run.tokens for run in runs)][: len(runs)]
+    return torch.tensor([i for run in runs for i in range(run.source, run.source + run.tokens)], dtype=torch.int64)
+
+
 @given(lengths, st.integers(1, 8), st.none() | st.integers(1, 100), st.booleans())
 def test_pieces_get_the_earlier_tokens_that_they_see(lengths, ranks, reach, contiguous) -> None:
     ranked = shares(lengths, ranks, contiguous)
     layouts = [share.earlier(reach) for share in ranked]
-    received = exchanged([by_rank(x.send_index, x.send, share) for x, share in zip(layouts, ranked, strict=True)])
+    received = exchanged([by_rank(index_of(x.sent), x.send, share) for x, share in zip(layouts, ranked, strict=True)])
     first_of = [0, *accumulate(lengths)]
     sent = 0
     for share, layout, arrived in zip(ranked, layouts, received, strict=True):
@@ -48,9 +55,11 @@ def test_pieces_get_the_earlier_tokens_that_they_see(lengths, ranks, reach, cont
         assert len(set(arrived.tolist())) == len(arrived)  # no token is sent twice
         sent += len(arrived)
         tokens = torch.from_numpy(share.tokens)
-        longer = torch.cat([tokens, arrived])[layout.key_index]
-        extended = torch.cat([tokens[: layout.first], longer])
-        assert extended[layout.own].tolist() == tokens.tolist()
+        extended, continuing = (
+            lengthened(layout, arrived[:, None], tokens[:, None], whole=whole)[0].flatten() for whole in (True, False)
+        )
+        assert extended.tolist() == [*tokens[: layout.first].tolist(), *continuing.tolist()]
+        assert extended[layout.own_of_extended].tolist() == tokens.tolist()
         for segment, own in zip(
             extended.split(host_lengths(layout.extended)), tokens.split(share.lengths), strict=True
         ):

@@ -69,9 +69,10 @@ def test_layers_are_compiled_once_for_rows_of_any_length(
     monkeypatch.setattr(fast_backward, "compile_layers", compile_for_the_cpu)
     found, explained = losses(family, mesh, "auto", memory)
     torch.testing.assert_close(found, right, rtol=1e-5, atol=0)
-    how = "compiled, as on one rank where no document straddles ranks, else around what exchanges between ranks"
-    if memory != "none":
-        how = f'compiled where no document straddles ranks, memory="{memory}", else not: its layers exchange between'
+    level = "" if memory == "none" else f', memory="{memory}"'
+    how = f"compiled{level}, as on one rank where no document straddles ranks, else around what exchanges between ranks"
+    if memory == "selective":
+        how = f"compiled where no document straddles ranks{level}, else not: its layers exchange between"
     assert f"layers of the step: {how}" in explained
     assert "causal; no document straddles ranks" in explained
     assert len(made) == graphs

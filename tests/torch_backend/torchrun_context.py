@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertModel, LlamaForSequenceClassification, Trainer, TrainingArguments
@@ -37,7 +38,7 @@ from torch_backend import (
     token_logprobs,
     unpad,
 )
-from torch_backend.context_parallel import exchange
+from torch_backend.context_parallel import attention, exchange
 from torch_backend.context_parallel.share import KeyLayout, RankShare
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits import stand_ins
@@ -63,6 +64,7 @@ class Case(NamedTuple):
         lengths: of the documents of the row.
         method: how attention crosses ranks.
         checkpointed: whether layers are run again in the backward.
+        at_once: whether all pieces of a rank run at once, as long ones do.
     """
 
     family: str
@@ -70,6 +72,7 @@ class Case(NamedTuple):
     lengths: tuple[int, ...] = LENGTHS
     method: str = "keys"
     checkpointed: bool = False
+    at_once: bool = False
 
 
 # The document of 190 has the long frequencies, and no position of its second rank shows it.
@@ -98,6 +101,9 @@ CASES: dict[str, Case] = {
         "gpt_oss", {"sliding_window": 20, "num_attention_heads": 8, "num_key_value_heads": 4}, method="heads"
     ),
     "qwen3, checkpointed": Case("qwen3", checkpointed=True),
+    "qwen3, at once": Case("qwen3", at_once=True),
+    "gpt_oss, window of 5, at once": Case("gpt_oss", {"sliding_window": 5}, at_once=True),
+    "qwen3, a few tokens, at once": Case("qwen3", lengths=FEW, at_once=True),
     "gemma2": Case("gemma2", {"sliding_window": 20}),
     "phi3, longrope": Case("phi3", LONGROPE),
     "deepseek_v3": Case("deepseek_v3"),
@@ -129,7 +135,8 @@ def run(case: Case, mesh: Any = None) -> dict[str, Any]:
     model = patch(tiny(case.family, **case.changes), verify=False, **options)
     if case.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    output = model(**batch_of(model, documents(case.lengths)))
+    with mocked.object(attention, "AT_ONCE", 0 if case.at_once else attention.AT_ONCE):
+        output = model(**batch_of(model, documents(case.lengths)))
     output.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if mesh is not None:
@@ -154,6 +161,13 @@ MEMORY: dict[str, tuple[str, str]] = {
 }
 # Of the first, convolutions and scans exchange; of the second, recurrent layers run straddling documents as a whole.
 COMPILED_HYBRIDS = ("qwen3_5_text", "recurrent_gemma")
+# as MEMORY
+COMPILED_LEVELS: dict[str, tuple[str, str]] = {
+    "full": ("qwen3", "full"),
+    "offload": ("qwen3", "offload"),
+    "selective": ("qwen3", "selective"),
+    "hybrid, full": ("qwen3_5_text", "full"),
+}
 WRAPPERS: dict[str, Callable[[Any], Any]] = {"DDP": DistributedDataParallel, "FSDP2": sharded}
 
 
@@ -199,7 +213,7 @@ def compiled(wrap: Callable[[Any], Any], mesh: Any, **options: Any) -> dict[str,
 
     def backend(graph: Any, inputs: list[Any]) -> Any:
         made.add(graph)
-        return graph.forward
+        return aot_eager(graph, inputs)
 
     def compile_eagerly(model: Any, **given: Any) -> None:
         compile_layers(model, **{**given, "backend": backend})
@@ -435,7 +449,10 @@ def steps(mesh: Any, world: Any) -> dict[str, Any]:
 
 def compiled_steps(mesh: Any) -> dict[str, Any]:
     """The runs of :func:`compiled`, by name; on two ranks alone, because compiling takes long."""
-    results = {"compiled, recomputing": attempt(partial(compiled, DistributedDataParallel, mesh, memory="full"))}
+    results = {}
+    for name, (family, level) in COMPILED_LEVELS.items():
+        recomputing = partial(compiled, DistributedDataParallel, mesh, family=family, memory=level)
+        results[f"compiled, {name}"] = attempt(recomputing)
     if mesh.size() == 2:
         results |= {f"compiled, {name}": attempt(partial(compiled, wrap, mesh)) for name, wrap in WRAPPERS.items()}
         small = partial(DistributedDataParallel, bucket_cap_mb=0.001)  # which every weight fills

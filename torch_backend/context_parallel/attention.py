@@ -1,7 +1,7 @@
 """Packed attention of one rank's tokens, whose straddling documents lie on other ranks too.
 
     keys    every piece fetches the earlier keys and values of its document, those inside its window alone, and its
-            queries run as the last tokens of that longer segment
+            queries run as the last tokens of that longer segment; those that begin documents run meanwhile
     heads   (Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509) straddling documents are turned from some
             tokens of all heads to all tokens of some heads, and run whole
 
@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import UnsupportedError
-from torch_backend.context_parallel.exchange import heads_of, to_heads, to_tokens, with_earlier_tokens
+from torch_backend.context_parallel.exchange import heads_of, lengthened, to_heads, to_tokens, with_earlier_tokens
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.segments import PackedMetadata
 
 KEYS, HEADS = "keys", "heads"
 METHODS = (KEYS, HEADS)
+# Queries of a piece from which on all pieces run at once, after the exchange. That takes few percent of the time of so
+# many queries, and the results, which attention keeps for its backward, need not be put together in a second place.
+AT_ONCE = 16_384
 # Causal attention of [T, H, D] tokens in segments, of one device; the last argument holds what there is per head.
 Attend = Callable[[Tensor, Tensor, Tensor, PackedMetadata, Tensor | None], Tensor]
 
@@ -107,16 +110,17 @@ def context_attention(
         return _by_heads(q, k, v, share, attend, sinks)
     layout = share.earlier(window)
     (k, v), fetched, wait = with_earlier_tokens(layout, share.group, k, v)
+    if layout.longest >= AT_ONCE:
+        wait()
+        keys, values = lengthened(layout, fetched, k, v, whole=True)
+        return attend(q, keys, values, layout.queries, sinks)
     first = layout.first
     parts = []
     if layout.beginning is not None:  # meanwhile the others arrive
         parts.append(attend(q[:first], k[:first], v[:first], layout.beginning, sinks))
     wait()
     if layout.continuing is not None:
-        keys, values = (
-            torch.cat([own, other]).index_select(0, layout.key_index)
-            for own, other in zip((k, v), fetched, strict=True)
-        )
+        keys, values = lengthened(layout, fetched, k, v)
         parts.append(attend(q[first:], keys, values, layout.continuing, sinks))
     return torch.cat(parts)
 

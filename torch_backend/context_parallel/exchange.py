@@ -1,6 +1,6 @@
 """Differentiable exchanges between the ranks of a context-parallel group, each one all-to-all without padding.
 
-    earlier tokens   [T, ...] -> [T, ...] and [R, ...]: the tokens of other ranks that this one needs
+    earlier tokens   [T, ...] -> [T, ...] and [R, C]: the tokens of other ranks that this one needs
     heads            [T, H, ...] -> [N, H / W, ...] and back: whole straddling documents, of a part of the heads
     documents        [T, ...] -> [M, ...] and back: whole documents, each on one rank
 
@@ -9,20 +9,22 @@ Every rank of the group takes part in each of them, in the forward and in the ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_backend.context_parallel.share import KeyLayout, WholeLayout
+from torch_backend.context_parallel.share import KeyLayout, Run, WholeLayout
 
 
 def with_earlier_tokens(
     layout: KeyLayout, group: Any, *tensors: Tensor
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Callable[[], None]]:
+) -> tuple[tuple[Tensor, ...], Tensor, Callable[[], None]]:
     """Starts to fetch the earlier tokens of a layout.
 
     Args:
@@ -32,47 +34,115 @@ def with_earlier_tokens(
 
     Returns:
         The tensors themselves, which must be used in their place, so that every rank comes to the backward of the
-        exchange; the fetched tokens [R, ...] of each; and a function that waits for these. Their gradients are added to
-        those of the tensors in float32.
+        exchange; the fetched tokens [R, C], those of all tensors side by side; and a function that waits for these.
+        What :func:`lengthened` makes of them has gradients that are added to those of the tensors in float32.
     """
     pending: list[Any] = []
-    found = _EarlierTokens.apply(layout, group, pending, *tensors)
+    *own, fetched = _EarlierTokens.apply(layout, group, pending, *tensors)
 
     def wait() -> None:
         while pending:
             pending.pop().wait()
 
-    return found[: len(tensors)], found[len(tensors) :], wait
+    return tuple(own), fetched, wait
+
+
+def lengthened(layout: KeyLayout, fetched: Tensor, *tensors: Tensor, whole: bool = False) -> tuple[Tensor, ...]:
+    """Pieces that continue documents, with the earlier tokens that they need, in one copy.
+
+    Args:
+        layout: see :func:`with_earlier_tokens`, as for the others.
+        fetched: the fetched tokens, which have arrived.
+        tensors: [T, ...] each.
+        whole: put the pieces that begin documents in front, as in ``layout.extended``.
+
+    Returns:
+        [N, ...] for each tensor. Gradients of a token that several pieces need are added in float32.
+    """
+    found: tuple[Tensor, ...] = _Lengthened.apply(layout, whole, fetched, *tensors)
+    return found
 
 
 class _EarlierTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: KeyLayout, group: Any, pending: list[Any], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.layout, ctx.group = layout, group
-        ctx.widths = [x[0].numel() for x in tensors]
-        sent = torch.cat([x.index_select(0, layout.send_index).flatten(1) for x in tensors], 1)
+        sent = tensors[0].new_empty(sum(layout.send), sum(_widths(tensors)))
+        for x, columns in zip(tensors, _columns(sent, tensors), strict=True):
+            _copy(layout.sent, x, columns)
         received = sent.new_empty(sum(layout.receive), sent.shape[1])
         pending.append(dist.all_to_all_single(received, sent, layout.receive, layout.send, group=group, async_op=True))
-        parts = received.split(ctx.widths, 1)
-        fetched = (part.unflatten(1, x.shape[1:]) for part, x in zip(parts, tensors, strict=True))
-        return *(x.view_as(x) for x in tensors), *fetched
+        return *(x.view_as(x) for x in tensors), received
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        layout, n = ctx.layout, len(ctx.widths)
-        own, of_fetched = gradients[:n], gradients[n:]
-        sent = torch.cat([x.flatten(1) for x in of_fetched], 1)
+        layout, (*own, sent) = ctx.layout, gradients
         returned = sent.new_empty(sum(layout.send), sent.shape[1])
         dist.all_to_all_single(returned, sent, layout.send, layout.receive, group=ctx.group)
         totals = []
-        for x, part in zip(own, returned.split(ctx.widths, 1), strict=True):
+        for x, columns in zip(own, _columns(returned, own), strict=True):
             total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-            # rank by rank, in which no token comes twice, so that the order of the sum is fixed
-            for index, each in zip(layout.send_index.split(layout.send), part.split(layout.send), strict=True):
-                total.index_add_(0, index, each.to(total.dtype).view(-1, *x.shape[1:]))
+            _add_back(layout.sent, columns, total)
             totals.append(total.to(x.dtype))
         return None, None, None, *totals
+
+
+class _Lengthened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: KeyLayout, whole: bool, fetched: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.runs = own, of_fetched = layout.runs(whole=whole)
+        ctx.tokens = len(tensors[0]), len(fetched)
+        length = sum(run.tokens for run in (*own, *of_fetched))
+        found = tuple(x.new_empty(length, *x.shape[1:]) for x in tensors)
+        for x, columns, longer in zip(tensors, _columns(fetched, tensors), found, strict=True):
+            _copy(own, x, longer)
+            _copy(of_fetched, columns, longer)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (own, of_fetched), (tokens, received) = ctx.runs, ctx.tokens
+        totals = []
+        for x in gradients:
+            total = x.new_zeros(tokens, *x.shape[1:], dtype=_dtype_of_sums(own, x))
+            _add_back(own, x, total)
+            totals.append(total.to(x.dtype))
+        dtype = _dtype_of_sums(of_fetched, gradients[0])
+        sums = gradients[0].new_zeros(received, sum(_widths(gradients)), dtype=dtype)
+        for x, columns in zip(gradients, _columns(sums, gradients), strict=True):
+            _add_back(of_fetched, x, columns)
+        return None, None, sums.to(gradients[0].dtype), *totals
+
+
+def _columns(side_by_side: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of [R, C] as the [R, ...] of each tensor."""
+    parts = side_by_side.split(_widths(tensors), 1)
+    return [part.unflatten(1, x.shape[1:]) for part, x in zip(parts, tensors, strict=True)]
+
+
+def _widths(tensors: Sequence[Tensor]) -> list[int]:
+    """Numbers of a token in each tensor."""
+    return [math.prod(x.shape[1:]) for x in tensors]
+
+
+def _copy(runs: Sequence[Run], source: Tensor, target: Tensor) -> None:
+    for run in runs:
+        target.narrow(0, run.target, run.tokens).copy_(source.narrow(0, run.source, run.tokens))
+
+
+def _add_back(runs: Sequence[Run], gradient: Tensor, total: Tensor) -> None:
+    """Adds the gradients of what :func:`_copy` wrote to those of its source, run by run, in an order that is fixed."""
+    for run in runs:
+        total.narrow(0, run.source, run.tokens).add_(gradient.narrow(0, run.target, run.tokens))
+
+
+def _dtype_of_sums(runs: Sequence[Run], gradient: Tensor) -> torch.dtype:
+    """float32 where a token is in several runs, otherwise that of the gradient, to which a zero is added."""
+    ends = np.maximum.accumulate([run.source + run.tokens for run in sorted(runs)])
+    several = any(run.source < end for run, end in zip(sorted(runs)[1:], ends, strict=False))
+    return torch.promote_types(gradient.dtype, torch.float32) if several else gradient.dtype
 
 
 class _AllToAll(torch.autograd.Function):

@@ -22,6 +22,7 @@ from torch_backend.context_parallel.exchange import (
     all_to_all,
     divides,
     heads_of,
+    lengthened,
     to_heads,
     to_tokens,
     with_earlier_tokens,
@@ -47,10 +48,10 @@ def convolve_pieces(
     if not share.straddles:
         return convolve(x, share.segments)
     layout = share.earlier(width)
-    (x,), (fetched,), wait = with_earlier_tokens(layout, share.group, x)
+    (x,), fetched, wait = with_earlier_tokens(layout, share.group, x)
     wait()
-    longer = torch.cat([x, fetched]).index_select(0, layout.key_index)
-    return convolve(torch.cat([x[: layout.first], longer]), layout.extended).index_select(0, layout.own)
+    (x,) = lengthened(layout, fetched, x, whole=True)
+    return convolve(x, layout.extended).index_select(0, layout.own_of_extended)
 
 
 def scan_by_heads(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,19 @@ Int64 = NDArray[np.int64]
 Value = TypeVar("Value")
 
 
+class Run(NamedTuple):
+    """Tokens that follow each other where they are and where they go.
+
+    Attributes:
+        source, target: places of the first one.
+        tokens: their number.
+    """
+
+    source: int
+    target: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class KeyLayout:
     """The earlier tokens that the pieces of a rank need, for layers that look back ``reach`` tokens.
@@ -33,18 +46,19 @@ class KeyLayout:
     The pieces that begin a document stand first among a rank's tokens; the others continue one.
 
     Attributes:
-        send_index: int64, the rank's tokens that others need, by receiving rank.
+        sent: the rank's tokens that others need, as they are sent, by receiving rank.
         send, receive: tokens to and from each rank.
-        key_index: int64, for each piece that continues a document the tokens that it needs and its own, as places among
-            the rank's tokens followed by the received ones.
+        own, fetched: for each piece that continues a document the tokens that it needs and its own, from the rank's
+            tokens and from the received ones; targets count from the first such piece.
         beginning: segments of the pieces that begin a document; None without one.
         continuing: segments of the others, with ``keys``; None without one.
     """
 
-    send_index: Tensor
+    sent: list[Run]
     send: list[int]
     receive: list[int]
-    key_index: Tensor
+    own: list[Run]
+    fetched: list[Run]
     beginning: PackedMetadata | None
     continuing: PackedMetadata | None
 
@@ -53,24 +67,49 @@ class KeyLayout:
         """Counts the tokens of the pieces that begin a document."""
         return 0 if self.beginning is None else self.beginning.tokens
 
+    def runs(self, *, whole: bool) -> tuple[list[Run], list[Run]]:
+        """Returns :attr:`own` and :attr:`fetched`; if ``whole``, behind the pieces that begin documents."""
+        if not whole or not self.first:
+            return self.own, self.fetched
+        own, fetched = ([run._replace(target=run.target + self.first) for run in x] for x in (self.own, self.fetched))
+        return [Run(0, 0, self.first), *own], fetched
+
     @cached_property
     def extended(self) -> PackedMetadata:
         """Segments of the pieces that begin a document, and of the others with the earlier tokens that they need."""
-        lengths = () if self.beginning is None else host_lengths(self.beginning)
-        keys = None if self.continuing is None else self.continuing.keys
-        return PackedMetadata.from_lengths(
-            lengths if keys is None else (*lengths, *host_lengths(keys)), device=self.key_index.device
+        continuing = self.continuing
+        keys = () if continuing is None or continuing.keys is None else host_lengths(continuing.keys)
+        return PackedMetadata.from_lengths((*self._of_beginning, *keys), device=self._device)
+
+    @cached_property
+    def queries(self) -> PackedMetadata:
+        """Segments of all pieces, as the last tokens of those of :attr:`extended`."""
+        lengths = () if self.continuing is None else host_lengths(self.continuing)
+        return PackedMetadata.of_last_tokens(
+            (*self._of_beginning, *lengths), host_lengths(self.extended), device=self._device
         )
 
     @cached_property
-    def own(self) -> Tensor:
+    def own_of_extended(self) -> Tensor:
         """int64 [T]: where the rank's own tokens stand in :attr:`extended`."""
-        lengths = () if self.continuing is None else host_lengths(self.continuing)
-        ends = list(accumulate(host_lengths(self.extended)))
-        ends = ends[len(ends) - len(lengths) :]
-        parts = [torch.arange(self.first)]
-        parts += [torch.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)]
-        return to_device(torch.cat(parts), self.key_index.device)
+        lengths, ends = host_lengths(self.queries), accumulate(host_lengths(self.extended))
+        parts = [torch.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+        return to_device(torch.cat(parts), self._device)
+
+    @cached_property
+    def longest(self) -> int:
+        """Counts the tokens of the longest piece that continues a document."""
+        return 0 if self.continuing is None else max(host_lengths(self.continuing))
+
+    @property
+    def _of_beginning(self) -> tuple[int, ...]:
+        return () if self.beginning is None else host_lengths(self.beginning)
+
+    @property
+    def _device(self) -> torch.device:
+        known = self.beginning or self.continuing
+        assert known is not None, "a rank without tokens"
+        return known.device
 
 
 @dataclass(frozen=True)
@@ -212,42 +251,41 @@ class RankShare:
 
     def _earlier(self, reach: int | None) -> KeyLayout:
         start, length, offsets = self.plan.start, self.plan.length, self._offsets
-        sent: list[Int64] = []
+        sent: list[Run] = []
         send, receive = [0] * self.ranks, [0] * self.ranks
-        held: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # document -> first, end, place in the buffer
+        # document -> (first, end, where the first is, among the rank's tokens or those that it received)
+        held: dict[int, list[tuple[int, int, int, bool]]] = defaultdict(list)
         for piece in self.pieces.tolist():
             first = int(start[piece])
-            held[int(self.plan.document[piece])].append((first, first + int(length[piece]), int(offsets[piece])))
-        end = sum(self.lengths)
+            held[int(self.plan.document[piece])].append((first, first + int(length[piece]), int(offsets[piece]), False))
         for rank in range(self.ranks):
             if rank == self.rank:
                 continue
             for piece, low, high in _transfers(self.plan, self.rank, rank, reach):
-                place = int(offsets[piece] - start[piece])
-                sent.append(np.arange(place + low, place + high))
+                sent.append(Run(int(offsets[piece] - start[piece]) + low, sum(send), high - low))
                 send[rank] += high - low
             for piece, low, high in _transfers(self.plan, rank, self.rank, reach):
-                held[int(self.plan.document[piece])].append((low, high, end))
+                held[int(self.plan.document[piece])].append((low, high, sum(receive), True))
                 receive[rank] += high - low
-                end += high - low
-        keys: list[Int64] = []
+        own: list[Run] = []
+        fetched: list[Run] = []
         lengths: dict[bool, list[int]] = {False: [], True: []}
-        key_lengths = []
+        key_lengths: list[int] = []
         for piece in self.pieces.tolist():
             begin, stop = int(start[piece]), int(start[piece] + length[piece])
             lengths[begin > 0].append(stop - begin)
             if begin > 0:
-                low = _first_seen(begin, reach)
-                key_lengths.append(stop - low)
-                for first, last, place in sorted(held[int(self.plan.document[piece])]):
+                low, target = _first_seen(begin, reach), sum(key_lengths)
+                for first, last, place, received in sorted(held[int(self.plan.document[piece])]):
                     a, b = max(first, low), min(last, stop)
                     if a < b:
-                        keys.append(np.arange(place + a - first, place + b - first))
+                        (fetched if received else own).append(Run(place + a - first, target + a - low, b - a))
+                key_lengths.append(stop - low)
         beginning = PackedMetadata.from_lengths(lengths[False], device=self.device) if lengths[False] else None
         continuing = None
         if lengths[True]:
             continuing = PackedMetadata.of_last_tokens(lengths[True], key_lengths, device=self.device)
-        return KeyLayout(self._index(sent), send, receive, self._index(keys), beginning, continuing)
+        return KeyLayout(sent, send, receive, own, fetched, beginning, continuing)
 
     def tokens_sent(self, reach: int | None) -> int:
         """Counts the tokens that leave their rank, each once for every rank they go to, see :meth:`earlier`."""

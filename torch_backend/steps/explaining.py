@@ -32,8 +32,8 @@ def compiled_layers(model: nn.Module, *, any_length: bool = False, pieces: bool 
     """
     lengths = ", for rows of any length" if any_length else ""
     named, kernels = named_level(model, inside=level_inside(model) != "none"), _in_place_of_kernels(model)
-    if pieces and (level := level_of(model)) != "none":
-        reason = f'its layers exchange between graphs, each of which would keep more than memory="{level}" says'
+    if pieces and level_of(model) == "selective":
+        reason = 'its layers exchange between graphs, among whose operations memory="selective" cannot choose'
         if not whole:
             return plain_layers(model, reason)
         return f"compiled where no document straddles ranks{named}{kernels}, else not: {reason}"
@@ -41,6 +41,8 @@ def compiled_layers(model: nn.Module, *, any_length: bool = False, pieces: bool 
     if pieces:
         as_one = "as on one rank where no document straddles ranks, else " if whole else ""
         around = f", {as_one}around what exchanges between ranks"
+        if level_of(model) == "offload":
+            around += ", with the inputs of layers on the device"
     return f"compiled{lengths}{named}{kernels}{around}"
 
 

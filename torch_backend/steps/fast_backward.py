@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from traceback import format_exception
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ from torch_backend.steps.explaining import compiled_layers, loss_without_logits,
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_of
 from torch_backend.steps.graph_limits import enough_graphs, whole_layers
-from torch_backend.steps.memory import level_layers, level_of, recomputing_inside
+from torch_backend.steps.memory import Level, level_layers, level_of, recomputed_as_whole, recomputing_inside
 from torch_backend.steps.memory_fit import group_on_host, tokens_of
 from torch_backend.steps.progress import announced
 from torch_backend.steps.tiled_layers import Parts, tiled, tiled_modules
@@ -95,6 +95,20 @@ class LossPath:
     why_logits: str | None = None
 
 
+class CompiledLayers(NamedTuple):
+    """Layers of a model, compiled for one level of memory.
+
+    Attributes:
+        calls: each module with its compiled call.
+        recomputed: those that do not keep all that their backward reads.
+        requests: of attention, that they know how to run.
+    """
+
+    calls: dict[nn.Module, Any]
+    recomputed: list[Any]
+    requests: Any
+
+
 class Gradients:
     """``loss = gradients(inputs)``: adds the gradients of a microbatch to those of the parameters.
 
@@ -103,9 +117,8 @@ class Gradients:
     memory than a compiled one. Batches of another size run as usual. Batches with images run no graph: their vision
     tower runs as usual, in front of compiled layers. Layers of documents that are cut over ranks are compiled for any
     number of tokens: as on one rank where each document of a batch lies on one, otherwise around attention,
-    convolutions and scans, which exchange other pieces in every batch. Layers that recompute are not compiled then:
-    each graph between two exchanges would keep what it reads. Outside of a call the layers are as they were,
-    so evaluation and generation run as usual too.
+    convolutions and scans, which exchange other pieces in every batch, and then torch's checkpoint stands around
+    layers that recompute. Outside of a call the layers are as they were, so evaluation and generation run as usual too.
 
     Args:
         model: what is called, with all its wrappers.
@@ -144,14 +157,13 @@ class Gradients:
         self.forests = False  # whether layers are compiled for batches whose forests differ in shape
         self.path: LossPath | None = None
         self.images = False  # whether a batch with images has run, so that attention was asked about its spans
-        self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
+        # by the level at which they recompute, and whether each is several graphs between exchanges
+        self.layers: dict[tuple[Level, bool], CompiledLayers] = {}
         self.foreign: dict[nn.Module, Any] = {}  # modules in them that run a library's kernels otherwise
         self.tiles: dict[int, Parts] = {}  # parts of layers that batches of so many tokens compute by tiles
         self.groups: dict[int, int] = {}  # layers that share an input on the host, for batches of so many tokens
-        self.recomputed: list[Any] = []  # of them, those that do not keep all that their backward reads
         self.host = Host()
         self.announced = False  # that layers are being compiled
-        self.requests: Any = set()
         self.form: Any = None  # of the batches that graphs serve
         self.last: Any = None
         self.graphs: CapturedBackward | None = None
@@ -200,7 +212,7 @@ class Gradients:
         """Through compiled layers. What fails on one rank is raised there: trying again, it would exchange alone."""
         share = inputs.batch.get(SHARE)  # straddles on all ranks alike
         whole = share is not None and not share.straddles and self._run_whole(inputs.batch)
-        if not whole and level_of(self.model) != "none":
+        if not whole and level_of(self.model) == "selective":
             return path.backward(inputs)
         with self._compiled(whole=whole):
             return path.backward(inputs)
@@ -258,32 +270,46 @@ class Gradients:
             return
         state = state_of(causal_lm(self.model))
         assert state is not None
-        if not self.layers:
-            level = level_inside(self.model)
-            # blocks of a vision tower stay under torch's checkpoint, inside or outside of their graphs
-            self.recomputed = [] if level == "none" else level_layers(state.decoder)
-            self.foreign = replaced_modules(layers_of(state.decoder))
-            any_length = self.pieces or (self.forests and self.fixed is None)
-            compile_layers(self.model, memory=level, dynamic=None if any_length else False)
-            if self.pieces:
-                state.compiled = set()  # attention runs between graphs
-            self.layers = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
-            if level == "offload":
-                self.layers |= {m: self.host.around(self.layers[m]) for m in self.recomputed if m in self.layers}
-            self.requests = state.compiled
-        for module, call in self.layers.items():
+        crosses = self.pieces and not whole
+        level = level_inside(self.model)
+        in_parts = crosses and level != "none"
+        compiled = self.layers.get((level, in_parts)) or self._compile(level, in_parts=in_parts)
+        for module, call in compiled.calls.items():
             module._compiled_call_impl = call
-        state.compiled = self.of_whole if whole else self.requests
-        state.crosses = self.pieces and not whole
+        # between the graphs of pieces attention runs as usual
+        state.compiled = set() if crosses else self.of_whole if whole else compiled.requests
+        state.crosses = crosses
         self.host.begin()
         try:
-            with whole_layers(), enough_graphs(), recomputing_inside(self.recomputed), without_kernels(self.foreign):
+            with (
+                whole_layers(),
+                enough_graphs(),
+                recomputing_inside(compiled.recomputed),
+                without_kernels(self.foreign),
+            ):
                 yield
         finally:
-            for module in self.layers:
+            for module in compiled.calls:
                 module._compiled_call_impl = None
             state.compiled, state.crosses = set(), False
             self.host.begin()  # free what a backward left
+
+    def _compile(self, level: Level, *, in_parts: bool) -> CompiledLayers:
+        """The layers compiled for a level at which they recompute; ``in_parts`` with exchanges between their graphs."""
+        state = state_of(causal_lm(self.model))
+        assert state is not None
+        # blocks of a vision tower stay under torch's checkpoint, inside or outside of their graphs
+        recomputed: list[Any] = [] if level == "none" else level_layers(state.decoder)
+        self.foreign = replaced_modules(layers_of(state.decoder))
+        any_length = self.pieces or (self.forests and self.fixed is None)
+        compile_layers(self.model, memory="none" if in_parts else level, dynamic=None if any_length else False)
+        calls = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
+        if in_parts:
+            calls |= {m: recomputed_as_whole(calls[m]) for m in recomputed if m in calls}
+        elif level == "offload":
+            calls |= {m: self.host.around(calls[m]) for m in recomputed if m in calls}
+        found = self.layers[level, in_parts] = CompiledLayers(calls, recomputed, state.compiled)
+        return found
 
     def _captured(self, path: LossPath, inputs: StepInputs) -> Tensor:
         weights = [(place_of(p), p.requires_grad) for p in self.model.parameters()]

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     _CachingTorchDispatchMode,
+    checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
@@ -181,7 +182,7 @@ def draws_random_numbers(model: nn.Module) -> bool:
 
 @contextmanager
 def recomputing_inside(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, compiled layers recompute by themselves, and transformers' checkpointing of them is off."""
+    """Inside, the compiled calls of layers recompute, and transformers' checkpointing of them is off."""
     for layer in layers:
         layer.gradient_checkpointing = False  # type: ignore[assignment]
     try:
@@ -189,6 +190,18 @@ def recomputing_inside(layers: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+def recomputed_as_whole(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``call`` of a layer under torch's checkpoint, as at ``"full"``: for one compiled as several graphs.
+
+    Transformers puts its own checkpoint inside of what is compiled or around it, depending on its version.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(call, **kwargs), *args, use_reentrant=False)
+
+    return run
 
 
 @cache

@@ -266,8 +266,8 @@ def _launch_backward(
 
     dq, dk, dv, stats = _backward_outputs(dout, q, k, v)
     strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
-    options = causal, window > 0, softcap > 0, slopes is not None, parts_q is not None
-    options += work_q.shape[1] == LAST_TOKENS, ends is not None
+    last = work_q.shape[1] == LAST_TOKENS
+    options = causal, window > 0, softcap > 0, slopes is not None, parts_q is not None, last, ends is not None
     kernels.backward_queries[work_q.shape[0] * k.shape[1],](
         q, k, v, out, dout, lse, slopes, dq, stats, work_q, parts_q, ends, q.shape[0], scale, softcap, window,
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_q),

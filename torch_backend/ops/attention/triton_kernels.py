@@ -4,6 +4,8 @@ The queries of all heads that share a key head are rows of one tile: row r is to
 ``r % G`` of the group, so one load of K and V serves the group, and a tile of many rows spans few tokens, which is what
 keeps the tiles of short documents full. Each program takes one item of a work list, ``(segment's first token, segment's
 length, the tile's first token in the segment)`` int32, so no program visits keys of another segment and none is empty.
+With LAST, queries are the last tokens of longer key segments, and the item has the other segment too; with FOREST it
+says which ``parts`` the tile meets (:mod:`.triton_work`).
 ``add_shares`` adds the shares of a long walk in their order, in float32: results do not depend on that of programs.
 
 Names: i query, j key, both within the segment; r row; d channel of q and k, e of v. Strides along tokens and heads
@@ -246,7 +248,8 @@ def backward_queries(
     else:
         acc = over_keys_again(
             acc, q_rows, do_rows, lse_rows, delta_rows, i + gap, first_i + gap, last_i + gap,
-            sees, first_sees, last_sees, k_group, v_group, first_key, keys, slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
+            sees, first_sees, last_sees, k_group, v_group, first_key, keys,
+            slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
             CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_N,
         )  # fmt: skip
     acc = (acc * scale).to(dq.dtype.element_ty)

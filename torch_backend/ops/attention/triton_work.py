@@ -8,9 +8,11 @@ are short ones.
 Where queries are the last tokens of longer key segments, an item goes on with the other segment, of queries that of
 keys and the reverse, as ``(first token, length, tokens from the start of the keys' segment to that of the queries')``.
 Where segments continue others, an item says instead where in a second list its tile's parts stand, of the same form:
-of queries the segments of keys that they see, of keys the segments of queries that see them. Where the lengths are on the host the list is made there and is exact; else the same arithmetic runs on the
-device, without reading back, in a list whose length depends on shapes alone, with items of length 0 at its end. So do
-the parts, where the device knows which segment each one continues.
+of queries the segments of keys that they see, of keys the segments of queries that see them.
+
+Where the lengths are on the host the list is made there and is exact; else the same arithmetic runs on the device,
+without reading back, in a list whose length depends on shapes alone, with items of length 0 at its end. So do the
+parts, where the device knows which segment each one continues.
 
 The queries of all answers see the keys of a prompt. Where the walk over them is long it is cut into shares, each an
 item of its own, so items of keys in parts end with ``(first query, end, place of the share's sums)``: counted along the
@@ -62,7 +64,7 @@ def query_tiles(packed: PackedMetadata, tokens: int, *, fixed_shape: bool = Fals
 
 
 def key_tiles(packed: PackedMetadata, tokens: int, heads: int = 1, *, fixed_shape: bool = False) -> Tensor:
-    """Items of blocks of ``tokens`` keys, int32 [items, 3, 6 or 8]; in causal attention the first is seen by most queries.
+    """Items of blocks of ``tokens`` keys, int32 [items, 3, 6 or 8]; in causal attention most queries see the first.
 
     Args:
         packed: the segments.
