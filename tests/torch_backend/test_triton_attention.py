@@ -12,6 +12,7 @@ from packing_core import reference
 from packing_core.errors import UnsupportedError
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
 from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention
+from torch_backend.ops.attention.request import request_of
 from torch_backend.ops.attention.triton import TRITON, KernelTiles, Tile, choose_tiles
 from torch_backend.ops.attention.triton_work import key_tiles, query_tiles
 from torch_backend.segments import PackedMetadata
@@ -110,6 +111,25 @@ def test_every_option_is_the_oracle(where, small_tiles, options):
 )
 def test_queries_at_the_end_of_longer_segments_are_the_oracle(where, small_tiles, options):
     assert_is_the_oracle(where, (4, 2, 16, 16), options, (5, 19, 31), queries=(1, 19, 9))
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("queries", [None, (1, 19, 9)], ids=["all tokens", "last tokens"])
+def test_programs_of_a_head_may_follow_each_other(where, small_tiles, monkeypatch, queries):
+    monkeypatch.setattr(implementation, "_CACHED", 0)
+    assert_is_the_oracle(where, (4, 2, 16, 16), OPTIONS["all at once"], (5, 19, 31), queries=queries)
+
+
+@pytest.mark.parametrize(("tokens", "by_heads"), [(16_384, False), (32_768, True)])
+def test_they_do_where_keys_and_values_of_a_document_are_more_than_a_cache_holds(tokens, by_heads):
+    def of(packed: PackedMetadata, window: int | None = None) -> bool:
+        sizes = (packed.tokens, 32), (tokens, 8), (tokens, 8)
+        q, k, v = (torch.empty(*size, 128, dtype=torch.bfloat16) for size in sizes)
+        return implementation._by_heads(packed, request_of(q, k, v, packed, window=window))
+
+    documents = PackedMetadata.from_lengths([tokens])
+    assert of(documents) == of(PackedMetadata.of_last_tokens([2], [tokens], device="cpu")) == by_heads
+    assert not of(documents, window=4_096)
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)

@@ -28,6 +28,9 @@ from torch_backend.ops.operators import operator, runs_triton, shared_memory
 from torch_backend.segments import PackedMetadata
 
 LOG2E = 1.4426950408889634
+# Bytes, twice the L2 cache of an H100: below, programs of one item's heads may as well run next to each other, which is
+# up to 14% faster for the gradients of keys of short documents; for one of 262,144 tokens it is 25% slower.
+_CACHED = 100e6
 
 
 class Tile(NamedTuple):
@@ -108,10 +111,17 @@ def packed_attention(
     """Attention with given tile shapes; see :func:`torch_backend.ops.attention.attention` for the rest."""
     lists = _work_lists(packed, request, tiles)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    options = request.causal, request.window or 0, request.softcap or 0.0, request.scale
+    options = request.causal, request.window or 0, request.softcap or 0.0, request.scale, _by_heads(packed, request)
     parts = query_parts(packed), key_parts(packed) if request.requires_grad else None
     begins, ends = (None, None) if packed.spans is None else packed.spans
     return _Attention.apply(q, k, v, sinks, alibi_slopes, *lists, *parts, begins, ends, tiles, options)
+
+
+def _by_heads(packed: PackedMetadata, request: AttentionRequest) -> bool:
+    """Returns whether the keys and values of the longest document, of all heads, are more than a cache holds."""
+    longest = (packed if packed.keys is None else packed.keys).max_seqlen
+    seen = longest if request.window is None else min(longest, request.window)
+    return seen * request.kv_heads * (request.head_dim + request.value_dim) * request.dtype.itemsize > _CACHED
 
 
 def _work_lists(
@@ -148,7 +158,7 @@ class _Attention(torch.autograd.Function):
         begins: Tensor | None,
         ends: Tensor | None,
         tiles: KernelTiles,
-        options: tuple[bool, int, float, float],
+        options: tuple[bool, int, float, float, bool],
     ) -> Tensor:
         out, lse = _forward(q, k, v, sinks, slopes, work, parts_q, ends, list(tiles.forward), *options)
         lists = work if work_q is None else work_q, work_k, sums_k, parts_q, parts_k, begins, ends
@@ -227,6 +237,7 @@ def _launch_forward(
     window: int,
     softcap: float,
     scale: float,
+    by_heads: bool,
 ) -> tuple[Tensor, Tensor]:
     from torch_backend.ops.attention import triton_kernels as kernels
 
@@ -235,7 +246,7 @@ def _launch_forward(
         q, k, v, sinks, slopes, out, lse, work, parts, ends, q.shape[0], scale, softcap, window,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *_shape(q, k, v),
         causal, window > 0, softcap > 0, sinks is not None, slopes is not None, parts is not None,
-        work.shape[1] == LAST_TOKENS, ends is not None, **_blocks(q, v, tile),
+        work.shape[1] == LAST_TOKENS, ends is not None, by_heads, **_blocks(q, v, tile),
     )  # fmt: skip
     return out, lse
 
@@ -261,13 +272,15 @@ def _launch_backward(
     window: int,
     softcap: float,
     scale: float,
+    by_heads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from torch_backend.ops.attention import triton_kernels as kernels
 
     dq, dk, dv, stats = _backward_outputs(dout, q, k, v)
     strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
     last = work_q.shape[1] == LAST_TOKENS
-    options = causal, window > 0, softcap > 0, slopes is not None, parts_q is not None, last, ends is not None
+    forms = parts_q is not None, last, ends is not None, by_heads
+    options = causal, window > 0, softcap > 0, slopes is not None, *forms
     kernels.backward_queries[work_q.shape[0] * k.shape[1],](
         q, k, v, out, dout, lse, slopes, dq, stats, work_q, parts_q, ends, q.shape[0], scale, softcap, window,
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_q),
@@ -313,7 +326,7 @@ def _backward_outputs(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) ->
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), lse.new_empty(*lse.shape, 2)
 
 
-_OPTIONS = "bool causal, int window, float softcap, float scale"
+_OPTIONS = "bool causal, int window, float softcap, float scale, bool by_heads"
 _forward = operator(
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor work, Tensor? parts, "
     "Tensor? ends, int[] tile, "

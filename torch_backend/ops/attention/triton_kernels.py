@@ -23,6 +23,7 @@ from torch_backend.ops.attention.triton_tiles import (
     LOG2E,
     LOWEST,
     exponent,
+    item_of,
     keys_of,
     logits,
     queries_of,
@@ -77,13 +78,13 @@ def forward(
     Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
-    FOREST: tl.constexpr, LAST: tl.constexpr, SPANS: tl.constexpr,
+    FOREST: tl.constexpr, LAST: tl.constexpr, SPANS: tl.constexpr, BY_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: out [T, H, Dv] and the denominator's base-2 log, lse [K, T, H / K]. Grid: (items * K,)."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    item = work + tl.program_id(0) // KV_HEADS * (5 if FOREST else 6 if LAST else 3)
-    group = tl.program_id(0) % KV_HEADS
+    number, group = item_of(KV_HEADS, BY_HEADS)
+    item = work + number * (5 if FOREST else 6 if LAST else 3)
     start, length, first_i = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
     if length == 0:
         return
@@ -186,7 +187,7 @@ def backward_queries(
     DO_T: tl.constexpr, DO_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
-    LAST: tl.constexpr, SPANS: tl.constexpr,
+    LAST: tl.constexpr, SPANS: tl.constexpr, BY_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: dq [T, H, D], and for backward_keys stats [K, T, H / K, 2]. Grid: (items * K,).
@@ -194,8 +195,8 @@ def backward_queries(
     The two are lse and delta, the sum of out * dout.
     """
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    item = work + tl.program_id(0) // KV_HEADS * (5 if FOREST else 6 if LAST else 3)
-    group = tl.program_id(0) % KV_HEADS
+    number, group = item_of(KV_HEADS, BY_HEADS)
+    item = work + number * (5 if FOREST else 6 if LAST else 3)
     start, length, first_i = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
     if length == 0:
         return
@@ -322,7 +323,7 @@ def backward_keys(
     DO_T: tl.constexpr, DO_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
-    LAST: tl.constexpr, SPANS: tl.constexpr,
+    LAST: tl.constexpr, SPANS: tl.constexpr, BY_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One block of keys over the queries that see it: dk [T, K, D] and dv [T, K, Dv]. Grid: (items * K,).
@@ -330,8 +331,8 @@ def backward_keys(
     A share of a block's walk goes to shares [S, K, BLOCK_N, D + Dv] instead, in float32.
     """
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    item = work + tl.program_id(0) // KV_HEADS * (8 if FOREST else 6 if LAST else 3)
-    group = tl.program_id(0) % KV_HEADS
+    number, group = item_of(KV_HEADS, BY_HEADS)
+    item = work + number * (8 if FOREST else 6 if LAST else 3)
     start, length, first_j = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
     if length == 0:
         return

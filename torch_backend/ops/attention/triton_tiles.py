@@ -102,6 +102,18 @@ def queries_of(first_j, last_j, first_from, last_from, length, window, CAUSAL: t
 
 
 @triton.jit
+def item_of(KV_HEADS: tl.constexpr, BY_HEADS: tl.constexpr):
+    """The program's item and head of keys: all heads of an item follow each other, with BY_HEADS all items of a head.
+
+    Programs of one head that run at the same time read the same keys, or queries, from the cache.
+    """
+    place, items = tl.program_id(0), tl.num_programs(0) // KV_HEADS
+    if BY_HEADS:
+        return place % items, place // items
+    return place // KV_HEADS, place % KV_HEADS
+
+
+@triton.jit
 def rows_of(first_i, length, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """The rows of a tile: token within the tile, head within the group, and how many rows there are."""
     r = tl.arange(0, BLOCK_M)
