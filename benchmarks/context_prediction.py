@@ -4,23 +4,24 @@
     python -m benchmarks.context_prediction --products 700     # other rates of the device
 
 Rows are those of ``benchmarks.gpu_context``. A rank takes the time of its tokens and of its attention pairs at the
-rates given, three forwards for a step. Then, with nothing beside it, it exchanges keys and values or heads, what is
-less, and the operands of scans by heads, once forward and once back. Left out: reducing the gradients of weights, the
-optimizer, launches. So the share of linear is what planning and exchange leave of it, not that of a step.
+rates given, a step with 3 times the products of a forward and 3.5 times its attention. Then, with nothing beside it, it
+exchanges keys and values or heads, what is less, and the operands of scans by heads, once forward and once back. Left
+out: reducing the gradients of weights, the optimizer, launches. So the share of linear is what planning and exchange
+leave of it, not that of a step.
 """
 
 from __future__ import annotations
 
 import argparse
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks._report import table
-from benchmarks.gpu_context import config_of, lengths_of
+from benchmarks.gpu_context import lengths_of
+from benchmarks.gpu_workload import llama3, qwen35
 from packing_core import ContextPlan, Cost, context_plan
 from torch_backend.context_parallel.share import RankShare
 
@@ -33,14 +34,14 @@ ROWS = (
     (1_048_576,) * 2,
 )
 RANKS = (2, 4, 8)
-LAYERS = {"llama": 32, "hybrid": 8}
+SHAPES = {"llama": llama3(False), "hybrid": qwen35(False, toy=False)}
 BYTES = 2  # of a number in bfloat16
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--products", type=float, default=590, help="TFLOP/s of products; measured for a whole step")
-    options.add_argument("--attention", type=float, default=350, help="TFLOP/s of attention")
+    options.add_argument("--products", type=float, default=600, help="TFLOP/s of products; measured for a whole step")
+    options.add_argument("--attention", type=float, default=400, help="TFLOP/s of attention")
     options.add_argument("--link", type=float, default=300, help="GB/s that a rank sends")
     chosen = options.parse_args()
     header = (
@@ -51,21 +52,18 @@ def main() -> None:
         "GB sent a layer",
         "of linear",
     )
-    lines = [
-        _line(chosen, shape, row, mean, ranks)
-        for shape, (row, mean), ranks in product(("llama", "hybrid"), ROWS, RANKS)
-    ]
+    lines = [_line(chosen, shape, row, mean, ranks) for shape, (row, mean), ranks in product(SHAPES, ROWS, RANKS)]
     print(table(header, lines))
 
 
 def _line(rates: argparse.Namespace, shape: str, row: int, mean: int, ranks: int) -> list[str]:
-    config = config_of(SimpleNamespace(shape=shape, layers=LAYERS[shape]))
+    config = SHAPES[shape]
     lengths, cost = lengths_of(row, mean), Cost.operations(config)
     plan = context_plan(lengths, ranks, cost=Cost.from_config(config), contiguous=shape == "hybrid")
     ends = plan.start + plan.length
     tokens = np.bincount(plan.rank, plan.length, ranks)
     pairs = np.bincount(plan.rank, ends.astype(float) ** 2 - plan.start.astype(float) ** 2, ranks)
-    times = 3 * (cost.tokens * tokens / rates.products + cost.squares * pairs / rates.attention) / 1e12
+    times = (3 * cost.tokens * tokens / rates.products + 3.5 * cost.squares * pairs / rates.attention) / 1e12
     sent = numbers_sent(config, plan) * BYTES
     step = times.max() + 2 * sent / ranks / (rates.link * 1e9)
     return [

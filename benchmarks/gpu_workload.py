@@ -66,15 +66,15 @@ def llama3(few: bool) -> Any:
     )  # fmt: skip
 
 
-def qwen35(few: bool) -> Any:
+def qwen35(few: bool, *, toy: bool = TOY) -> Any:
     from transformers import Qwen3_5TextConfig
 
-    layers = 4 if few or TOY else 8
+    layers = 4 if few or toy else 8
     size = {
         "hidden_size": 1_024, "intermediate_size": 3_584, "num_attention_heads": 8, "num_key_value_heads": 2,
         "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16, "vocab_size": 248_320,
     }  # fmt: skip
-    if TOY:
+    if toy:
         size = {
             "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
             "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,

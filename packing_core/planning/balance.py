@@ -224,12 +224,11 @@ def _deal(costs: Float64, world_size: int, rows_per_step: int, seed: int | None)
     whole = (n_steps - bool(rest)) * per_step
     random = None if seed is None else np.random.default_rng(seed)
 
-    parts = []
+    last, of_last = _bundles(order[whole:].reshape(rows_per_step, -1), costs)
+    parts = [last]
     if whole:
         bundles, loads = _bundles(order[:whole].reshape(rows_per_step, -1), costs)
-        parts.append(bundles[_by_cost(loads, world_size, random)])
-    if rest:
-        parts.append(_bundles(order[whole:].reshape(rows_per_step, -1), costs)[0])
+        parts.insert(0, bundles[_by_cost(loads, world_size, random, of_last if rest >= world_size else of_last[:0])])
     steps = np.concatenate(parts).reshape(n_steps, world_size, rows_per_step)
 
     if random is not None:
@@ -239,16 +238,20 @@ def _deal(costs: Float64, world_size: int, rows_per_step: int, seed: int | None)
     return steps
 
 
-def _by_cost(loads: Float64, world_size: int, random: np.random.Generator | None) -> Int64:
-    """The order of bundles for steps of ``world_size``: by falling cost, those of close costs shuffled."""
+def _by_cost(loads: Float64, world_size: int, random: np.random.Generator | None, of_last: Float64) -> Int64:
+    """The order of bundles for steps of ``world_size``: by falling cost, those of close costs shuffled.
+
+    ``of_last`` are the loads of a last step that does not fill all places, which counts in how even the steps are.
+    """
     if random is None:
         return np.argsort(-loads, kind="stable")
     drawn = random.permutation(len(loads))
     loads = loads[drawn]
+    waits = EVEN * of_last.sum() / world_size - of_last.max(initial=0)  # what the last step adds to what is even
     for close in CLOSE:
         order = np.argsort(-np.floor(np.log(loads) / close), kind="stable")
         ranks = loads[order].reshape(-1, world_size)
-        if ranks.max(axis=1).sum() <= EVEN * ranks.mean(axis=1).sum():
+        if ranks.max(axis=1).sum() <= EVEN * ranks.mean(axis=1).sum() + waits:
             return drawn[order]
     return drawn[np.argsort(-loads, kind="stable")]
 
