@@ -8,13 +8,14 @@
     python -m benchmarks.gpu_ranks --tiny               # two processes on the CPU by gloo, where nothing is sharded
 
 Every contender trains random weights on the same documents, one row per rank and step, in processes of its own that
-torchrun starts, by ``Trainer`` and ``enable_packing`` unless its name says ``make_train_step``. Documents are
-heavy-tailed: a lognormal with sigma 1.3, at most as long as a row, so rows of few long documents cost several times as
-much attention as rows of many short ones. ``balance`` puts rows of about equal cost into one step, ``equal cost`` makes
-the rows for their step, as ``enable_packing(equal_cost=True)`` does, and ``as they come`` leaves the plan's random
-order. The first epoch warms up and the next ones are timed as a whole, on rank 0 after all ranks have ended. Tokens per
-second count real tokens of all ranks; the ratio is to one GPU on the rows as they come. ``--shape experts`` is that of
-Qwen3-30B-A3B, trained whole by ``make_train_step`` with all its layers sharded, or with ``--layers`` of them.
+torchrun starts, by ``Trainer`` and ``enable_packing`` unless its name says ``make_train_step``. Documents are heavy-
+tailed: a lognormal with sigma 1.3, at most as long as a row, so rows of few long documents cost several times as much
+attention as rows of many short ones. ``balance`` puts rows of about equal cost into one step, ``equal cost`` makes the
+rows for their step, as ``enable_packing(equal_cost=True)`` does, and ``as they come`` leaves the plan's random order.
+The first epochs warm up, as many as make 6 steps, and the next ones are timed as a whole, on rank 0 after all ranks
+have ended. Tokens per second count real tokens of all ranks; the ratio is to one GPU on the rows as they come.
+``--shape experts`` is that of Qwen3-30B-A3B, trained whole by ``make_train_step`` with all its layers sharded, or with
+``--layers`` of them.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ SHAPES = {
     "experts": ("Qwen3-30B-A3B", lambda layers: qwen3_experts(layers, 8 if TOY else 128)),
 }
 LEARNING_RATE = 1e-5
+WARM_UP = 6  # steps at least: layers are compiled, and the third or fourth is recorded as a CUDA graph
 PROFILED = 3  # steps after the warm-up
 # What may cost DDP time: a search through the graph of every step, small messages.
 VARIANTS: list[dict[str, Any]] = [
@@ -122,29 +124,30 @@ def dealt(lengths: list[int], capacity: int, contender: Contender, cost: Cost) -
 
 
 class Clock:
-    """Takes the time after the first epoch and after the last one, and profiles what follows the first.
+    """Takes the time after the warm-up and after the last epoch, and profiles what follows the warm-up.
 
     Args:
         steps: of an epoch.
-        last: step of the run.
+        epochs: that are timed.
         profiled: whether to profile, on rank 0.
     """
 
-    def __init__(self, steps: int, last: int, profiled: bool) -> None:
-        self.steps, self.last = steps, last
+    def __init__(self, steps: int, epochs: int, profiled: bool) -> None:
+        self.steps, self.warm = steps, -(-WARM_UP // steps) * steps
+        self.last = self.warm + epochs * steps
         self.ticks: list[float] = []
         self.profile = Profile() if profiled and os.environ["RANK"] == "0" else None
 
     def ended(self, step: int) -> None:
         """Call it after each step, counted from 1."""
-        if step in (self.steps, self.last):
+        if step in (self.warm, self.last):
             synchronize()
             if dist.is_initialized():
                 dist.barrier()
             self.ticks.append(time.perf_counter())
-        if self.profile is not None and step == self.steps:
+        if self.profile is not None and step == self.warm:
             self.profile.start()
-        if self.profile is not None and step == self.steps + PROFILED:
+        if self.profile is not None and step == self.warm + PROFILED:
             self.profile.stop()
 
 
@@ -159,7 +162,7 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     docs = documents(chosen.capacity, chosen.documents)
     rows, imbalance = dealt([len(each) for each in docs], chosen.capacity, contender, Cost.from_config(config))
     steps = rows.n_rows // contender.ranks
-    clock = Clock(steps, steps * (1 + chosen.epochs), chosen.profile)
+    clock = Clock(steps, chosen.epochs, chosen.profile)
     data = PackedDataset(docs, rows)
     if contender.by_step:
         losses, note = by_step(contender, model, data, clock, chosen.memory)
@@ -280,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--shape", choices=SHAPES, default="qwen2")
     options.add_argument("--layers", type=int, default=2 if TOY else 48, help="of --shape experts")
     options.add_argument("--memory", default="none", help="level of memory")
-    options.add_argument("--epochs", type=int, default=1 if TOY else 3, help="timed, after the first")
+    options.add_argument("--epochs", type=int, default=1 if TOY else 3, help="timed, after the warm-up")
     options.add_argument("--documents", type=int, default=60 if TOY else 2_400)
     options.add_argument("--limit", type=float, default=240, help="seconds for a contender")
     options.add_argument("--profile", action="store_true", help="the kernels of three steps of rank 0; no speed then")
