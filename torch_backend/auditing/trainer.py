@@ -36,6 +36,7 @@ from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.trl_trainers import kind_of
 from torch_backend.hf.patch import context_of
 from torch_backend.hf.router import no_router_loss
+from torch_backend.known_rows import refuse_lost_lengths
 
 FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and where anything is computed in fewer bits
 # Keys that say which tokens belong together, of which a document alone has no need.
@@ -126,7 +127,8 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
         batches: how many are compared, each by itself; the report has the worst.
 
     Raises:
-        LayoutError: a document that the collator was given is not in its rows as it was.
+        LayoutError: a document that the collator was given is not in its rows as it was, or it is given rows of
+            ``pack_dataset`` without the lengths of their documents.
         PackingError: a batch holds one document only, or nothing is trained in it.
         UnsupportedError: the trainer runs on several devices, but for those of one group of context parallelism, before
             ``train()`` has sharded its model; or it trains a classifier or a masked language model, or its
@@ -339,6 +341,8 @@ def _batches(trainer: Any, count: int) -> Iterator[tuple[Batch, list[Any]]]:
             found = [batch for _, batch in zip(range(count), iter(trainer.get_train_dataloader()), strict=False)]
     finally:
         trainer.data_collator = collator
+    for features in seen:
+        refuse_lost_lengths(features, f"example of {type(trainer).__name__}", trainer.train_dataset)
     for batch, features in zip(found, seen, strict=False):
         yield dict(trainer._prepare_inputs(dict(batch))), features
 

@@ -32,7 +32,7 @@ from torch_backend.hf.inputs.context import SHARE, cut_batch
 from torch_backend.hf.inputs.forests import check_forest, check_shared_row, refuse_over_ranks
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.inputs.spans import add_spans
-from torch_backend.hf.inputs.unmarked import check_unmarked, refuse_other_marks
+from torch_backend.hf.inputs.unmarked import check_unmarked, refuse_joined, refuse_other_marks
 from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
 from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
@@ -130,7 +130,7 @@ class BatchReader:
         if kwargs.get(SHARE) is not None:
             return self._forward_of_share(names, kwargs)
         if not is_packed(kwargs):
-            check_unmarked(kwargs, self.guard, wait=wait)
+            check_unmarked(kwargs, self.guard, starts=self._start_token, wait=wait)
             return None, kwargs
         self._require_fit()
         tokens, numbers = inputs.tokens_of(kwargs), kwargs.get("packed_documents")
@@ -149,6 +149,7 @@ class BatchReader:
             axes=self.anatomy.takes_axes,
             wait=wait,
         )
+        refuse_joined(kwargs.get("input_ids"), segments, self.guard, wait=wait)
         rows, row_length = tokens.shape[:2]
         if self.anatomy.numbering is not None:
             kwargs["position_ids"] = self.anatomy.numbering(kwargs.get("input_ids"), segments).view(rows, row_length)
@@ -228,6 +229,14 @@ class BatchReader:
             method=self.context.method,
         )
         return forward, kwargs
+
+    @property
+    def _start_token(self) -> int | None:
+        """The token with which documents alone begin; None if it also ends them or fills rows, or there is none."""
+        config = self.root.config.get_text_config()
+        bos, *others = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+        ends = [token for other in others for token in (other if isinstance(other, list) else [other])]
+        return bos if isinstance(bos, int) and bos not in ends else None
 
     # -- what the layers need -----------------------------------------------------------------------------------------
 
