@@ -17,7 +17,7 @@ from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.adapters import why_not_adapters
-from torch_backend.hf.anatomy.additions import kinds_added
+from torch_backend.hf.anatomy.additions import Structure, is_known_hook, kinds_added
 from torch_backend.hf.anatomy.encoders import check_lengths
 from torch_backend.hf.anatomy.heads import targets_among
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
@@ -25,6 +25,8 @@ from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.seen import CHANGED, Seen
 from torch_backend.hf.edits.experts import experts_overrides
 from torch_backend.hf.edits.head_rows import HeadRows
+from torch_backend.hf.edits.late_hooks import accept_hooks, watch_hooks
+from torch_backend.hf.entry import running
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed, take_metadata
@@ -55,8 +57,9 @@ class BatchReader:
         compiled: the attention requests of compiled layers, see ``steps.cuda_graph.compile_layers``.
         crosses: whether layers run as between ranks in batches too whose documents lie on one rank each.
         seen: what of the model the edits rest on.
-        added: classes of modules that somebody added to the model before it was patched, with their numbers.
-        compared: whether a packed call has compared them with what the model holds.
+        added: what somebody added to the model before it was patched, by class, with the numbers.
+        hooks: the numbers of its hooks then.
+        structure: the model as a packed call compared it with them; of no model before the first one.
     """
 
     def __init__(self, anatomy: Anatomy, implementation: str | Sequence[str], context: ContextGroup | None) -> None:
@@ -91,18 +94,28 @@ class BatchReader:
         return True
 
     def accept_additions(self) -> None:
-        """Take the modules that the model holds now for those that it was patched with."""
+        """Take the modules and hooks that the model holds now for those that it was patched with."""
         self.added = kinds_added(self.root)
-        self.compared = False
+        self.hooks = accept_hooks(self.root)
+        self.structure = Structure()
 
     def _compare_additions(self) -> None:
-        """Raise for modules that were added since; in the first packed call alone, because it takes a millisecond."""
-        if not self.compared and (later := kinds_added(self.root) - self.added):
+        """Raise for modules and forwards that were added since, and watch hooks that were."""
+        if self.structure.unchanged():
+            return
+        if later := kinds_added(self.root) - self.added:
             raise UnsupportedModelError(
                 f"{', '.join(sorted(later))} was added to {type(self.root).__name__} after crosspack.patch(model), and "
                 "documents could see each other in it: call crosspack.patch(model) again, which proves it"
             )
-        self.compared = True
+        watch_hooks(self.root, self.hooks, self._on_packed, is_known_hook)
+        self.structure = Structure(self.root)
+
+    def _on_packed(self, module: nn.Module) -> bool:
+        """Returns whether a module of the model runs on a packed batch; losses call its decoder and head themselves."""
+        if (call := running(self)) is not None:
+            return call.forward is not None
+        return module is self.decoder or module is self.root.get_output_embeddings()
 
     def _require_fit(self) -> None:
         """Raise where the model was changed since it was patched, so that its documents could see each other."""
