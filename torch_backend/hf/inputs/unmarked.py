@@ -17,13 +17,12 @@ from packing_core.batches.marks import LENGTHS, NUMBERS, OTHER_NAMES
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
 from torch_backend.hf.inputs.arguments import CACHES, place_of
-from torch_backend.hf.inputs.boundaries import METADATA_KEYS, PAGED_CACHE, WAY_OUT
+from torch_backend.hf.inputs.boundaries import LOOKED_AT, METADATA_KEYS, PAGED_CACHE, WAY_OUT
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.known_rows import LOST_LENGTHS, begins_packed, fingerprints, knows_beginnings, packed_rows
 from torch_backend.segments import PackedMetadata, to_device
 
 _OTHER_MARKS = {*LENGTHS, *NUMBERS, *OTHER_NAMES} - set(METADATA_KEYS)
-_LOOKED_AT = 8  # batches of a model that are looked at where each batch would cost time
 
 
 def refuse_other_marks(kwargs: Mapping[str, Any], names: Collection[str]) -> None:
@@ -119,7 +118,7 @@ def _refuse_packed_rows(ids: Tensor, guard: Guard, *, wait: bool) -> None:
 def refuse_joined(ids: Any, packed: PackedMetadata, guard: Guard, *, wait: bool) -> None:
     """Raise for a segment that is a row of ``pack_dataset``; the first batches of a model are looked at."""
     known = isinstance(ids, Tensor) and not torch.compiler.is_compiling() and knows_beginnings()
-    if not (known and guard.begins("segments", _LOOKED_AT)):
+    if not (known and guard.begins("segments", LOOKED_AT)):
         return
 
     def find() -> Tensor:
@@ -141,7 +140,7 @@ def _warn_of_labels(labels: Any, ids: Tensor, mask: Any, guard: Guard, *, starts
     """Log once that labels look like those of packed documents; the first batches of a model are looked at."""
     if not isinstance(labels, Tensor) or labels.shape != ids.shape or torch.compiler.is_compiling():
         return
-    if not guard.begins("labels", _LOOKED_AT):
+    if not guard.begins("labels", LOOKED_AT):
         return
 
     def error(i: int) -> PackingError:
