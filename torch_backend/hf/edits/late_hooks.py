@@ -69,4 +69,4 @@ def _hooks_inside(root: nn.Module) -> Iterator[Hooks]:
     """The hooks of all modules but the outermost one, whose hooks run before and after a packed call."""
     for module in root.modules():
         if module is not root:
-            yield from (module._forward_pre_hooks, module._forward_hooks)  # type: ignore[misc]
+            yield from (module._forward_pre_hooks, module._forward_hooks)
