@@ -157,6 +157,18 @@ def test_what_lets_documents_see_each_other_is_refused(add: Callable[[Any], None
     assert not any(isinstance(hook, WatchedHook) for m in model.modules() for hook in m._forward_hooks.values())
 
 
+@pytest.mark.parametrize("ran", [False, True], ids=["before the first call", "between calls"])
+@pytest.mark.parametrize("add", [hook_on_mlp, forward_of_mlp, head])
+def test_an_audit_sees_it_and_accepts_nothing(add: Callable[[Any], None], ran: bool) -> None:
+    model, batch = patched(), collate(documents())
+    if ran:
+        model(**batch)
+    add(model)
+    for run in (torch_backend.audit, torch_backend.audit, lambda model: model(**batch)):
+        with pytest.raises(UnsupportedModelError, match=AGAIN):
+            run(model)
+
+
 @pytest.mark.parametrize("add", [hook_on_decoder, hook_before_head, forward_of_attention, head, hook_on_mlp])
 def test_losses_and_steps_see_it_too(add: Callable[[Any], None]) -> None:
     model, batch = patched(), collate(documents())

@@ -25,7 +25,7 @@ from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.seen import CHANGED, Seen
 from torch_backend.hf.edits.experts import experts_overrides
 from torch_backend.hf.edits.head_rows import HeadRows
-from torch_backend.hf.edits.late_hooks import accept_hooks, watch_hooks
+from torch_backend.hf.edits.late_hooks import accept_hooks, hook_numbers, watch_hooks
 from torch_backend.hf.entry import running
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.inputs import arguments as inputs
@@ -77,7 +77,7 @@ class BatchReader:
         self.shifted = anatomy.head == "next token"
         parts = self.decoder, *self.rows.parts, *anatomy.layers.values(), *anatomy.rotaries.values()
         self.seen = Seen(self.root, (anatomy.head, anatomy.route, anatomy.sizes), parts)
-        self.accept_additions()
+        self._note_additions()
 
     @property
     def device(self) -> torch.device:
@@ -95,8 +95,12 @@ class BatchReader:
 
     def accept_additions(self) -> None:
         """Take the modules and hooks that the model holds now for those that it was patched with."""
+        accept_hooks(self.root)
+        self._note_additions()
+
+    def _note_additions(self) -> None:
         self.added = kinds_added(self.root)
-        self.hooks = accept_hooks(self.root)
+        self.hooks = hook_numbers(self.root)
         self.structure = Structure()
 
     def _compare_additions(self) -> None:

@@ -41,15 +41,17 @@ class WatchedHook:
         return found
 
 
-def accept_hooks(root: nn.Module) -> set[int]:
-    """Takes the watch from all hooks of a model, and returns their numbers."""
-    accepted = set()
+def hook_numbers(root: nn.Module) -> set[int]:
+    """Returns the numbers of all hooks of a model."""
+    return {number for hooks in _hooks_inside(root) for number in hooks}
+
+
+def accept_hooks(root: nn.Module) -> None:
+    """Takes the watch from all hooks of a model."""
     for hooks in _hooks_inside(root):
         for number, hook in hooks.items():
-            accepted.add(number)
             if isinstance(hook, WatchedHook):
                 hooks[number] = hook.hook
-    return accepted
 
 
 def watch_hooks(
