@@ -33,6 +33,7 @@ LOST_LENGTHS = (
     "one: keep the column (select_columns, remove_columns, with_format and a collator can drop it), and let "
     "crosspack.PackedCollator(model) or crosspack.enable_packing(trainer) read it"
 )
+DOCUMENTS_AGAIN = "If the data set holds documents again, say so: dataset.info.description = ''"
 _MARKS = [name for name in MARKS if name != "attention_mask"]
 _batch_rows: deque[tuple[int, int]] = deque(maxlen=_BATCH_ROWS)
 _beginnings: deque[int] = deque(maxlen=_BEGINNINGS)
@@ -142,5 +143,7 @@ def refuse_lost_lengths(examples: Iterable[Any], place: str, data: Any = None) -
         if any(example.get(name) is not None for name in _MARKS):
             continue
         ids = torch.as_tensor(np.asarray(example["input_ids"], np.int64)).reshape(1, -1)
-        if packed or (knows_beginnings() and bool(begins_packed(ids).any())):
+        if knows_beginnings() and bool(begins_packed(ids).any()):
             raise LayoutError(f"{place} {number} {LOST_LENGTHS}")
+        if packed:
+            raise LayoutError(f"{place} {number} {LOST_LENGTHS}. {DOCUMENTS_AGAIN}")

@@ -141,6 +141,19 @@ def test_packing_and_audits_refuse_rows_without_lengths(tmp_path: Path, loaded: 
         enable_packing(trainer, capacity=64, verify=False)
 
 
+def test_documents_that_were_made_of_rows_again_are_packed(tmp_path: Path) -> None:
+    def cut_up(rows: Any) -> dict[str, Any]:
+        given = zip(rows["input_ids"], rows["seq_lengths"], strict=True)
+        return {"input_ids": [part.tolist() for ids, lengths in given for part in torch.tensor(ids).split(lengths)]}
+
+    rows = packed_rows()
+    documents_again = rows.map(cut_up, batched=True, remove_columns=rows.column_names)
+    with pytest.raises(LayoutError, match=r"If the data set holds documents again, say so: dataset\.info\.description"):
+        pack_dataset(documents_again, 64)
+    documents_again.info.description = ""
+    assert len(pack_dataset(documents_again, 64)) == len(rows)
+
+
 def test_an_sft_trainer_of_a_patched_model_that_pads_rows_raises(tmp_path: Path) -> None:
     """TRL's collator reads seq_lengths under padding_free=True alone."""
     trl = pytest.importorskip("trl", reason="its SFTTrainer")

@@ -25,6 +25,7 @@ from packing_core.hints import hinted
 from torch_backend.collate import labels_every_token
 from torch_backend.collate.tokens import check_first_labels, every_label
 from torch_backend.known_rows import (
+    DOCUMENTS_AGAIN,
     LOST_LENGTHS,
     PACKED_DESCRIPTION,
     ROWS_OF_DATASET,
@@ -81,7 +82,7 @@ def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, model: Any
     if "input_ids" not in dataset.column_names:
         raise LayoutError(f"the dataset has no input_ids, only {', '.join(dataset.column_names)}: tokenise it first")
     if is_packed_dataset(dataset) and not any(name in dataset.column_names for name in LENGTHS):
-        raise LayoutError(f"the dataset {LOST_LENGTHS}")
+        raise LayoutError(f"the dataset {LOST_LENGTHS}. {DOCUMENTS_AGAIN}")
     options = {"capacity": capacity, **plan_options}
     every_token = labels_every_token(model)
     make = partial(_targets, model_known=model is not None, every_token=every_token) if labels else None
