@@ -78,8 +78,8 @@ def log_stays_on() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_rows_are_remembered() -> None:
     """A patched model refuses the tokens of rows that were packed before, and other tests packed some of the same."""
-    if (seal := sys.modules.get("torch_backend.seal")) is not None:
-        seal._packed_rows.clear()
+    if (known_rows := sys.modules.get("torch_backend.known_rows")) is not None:
+        known_rows.forget()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

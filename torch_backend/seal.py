@@ -9,25 +9,20 @@ Checking the model in the collator or in the trainer would be simpler, but neith
 a trainer may rebuild it, and loops of users are nobody's.
 
 Code that picks ``input_ids`` out of a batch leaves the seal behind. So a seal also remembers the rows that it stands
-for, by a fingerprint of their tokens, which is the same on every device: ``packed_rows`` names those of the last
-batches, and a patched model refuses them without their boundaries. Loops that shift tokens themselves call the model
-on ``ids[:, :-1]``, so rows are remembered without their last token and without their first one, too. A seal that comes
-from another process, a DataLoader's worker, brings them along.
+for (:mod:`.known_rows`), and a patched model refuses those of the last batches without their boundaries. Loops that
+shift tokens themselves call the model on ``ids[:, :-1]``, so rows are remembered without their last token and without
+their first one, too. A seal that comes from another process, a DataLoader's worker, brings them along.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from packing_core.errors import UnsupportedModelError
-
-_REMEMBERED = 3 * 1024  # rows, and their parts of one token less; more than prefetched batches hold
-_ODD = 0x1E3779B97F4A7C15
-_packed_rows: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+from torch_backend.known_rows import fingerprints, remember_rows
 
 
 class SealedBatchError(UnsupportedModelError, AttributeError):
@@ -51,7 +46,7 @@ class Seal:
 
     def __init__(self, rows: tuple[tuple[int, int], ...] = ()) -> None:
         self.rows = rows
-        _packed_rows.extend(rows)
+        remember_rows(rows)
 
     def __bool__(self) -> NoReturn:
         raise SealedBatchError
@@ -96,18 +91,6 @@ def sealed(ids: Tensor, starts: Tensor) -> dict[str, Any]:
     parts = [(ids, documents), (ids[:, :-1], documents - last_alone), (ids[:, 1:], documents - first_alone)]
     found = [(part.shape[1], row) for part, held in parts for row in fingerprints(part[held > 1]).tolist()]
     return _under_names(Seal(tuple(found)))
-
-
-def packed_rows(length: int) -> list[int]:
-    """The fingerprints of the last packed rows of so many tokens."""
-    return [row for tokens, row in tuple(_packed_rows) if tokens == length]
-
-
-def fingerprints(ids: Tensor) -> Tensor:
-    """A number of each row of tokens [B, S], int64 [B]; other tokens, or another order, give another."""
-    places = torch.arange(1, ids.shape[1] + 1, device=ids.device) * _ODD  # integers wrap around
-    places = (places ^ (places >> 29)) * _ODD
-    return (places * (ids.long() + 1)).sum(1)
 
 
 def unsealed(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,8 @@ def read_segments(
         marks: any of ``MARKS``. Values per token are flat, [T]; position_ids may be [3, T], or [4, T] with the text
             positions first. Lengths are a list per row, or one list over all rows.
         row_offsets: int64 [R+1], the first token of each row, then T.
-        tokens: [T], the token ids, of which ``segment_ids`` that count from 0 are told from padding.
+        tokens: [T], the token ids, by which documents are told from padding: where ``segment_ids`` count from 0, and
+            after the last document that lengths or boundaries mark if no token is ``needed``.
         needed: bool [T], tokens that must not be padding merely because they stand after the last document of their
             row; None for none.
         row_name: what messages call a row.
@@ -105,6 +106,8 @@ def read_segments(
     for name in (*LENGTHS, *BOUNDARIES):
         if name in marks:
             found[name], uncovered = rows.divided(name, marks[name], None if needed is None else needed & ~padding)
+            if tokens is not None and (needed is None or not needed.any()):
+                rows.check_one_token(name, uncovered, uncovered & ~padding, tokens)
             padding = padding | uncovered
     found |= {name: rows.numbered(values, padding) for name, values in numbers.items()}
 
@@ -212,6 +215,26 @@ class _Rows:
             why = "mark what follows the last document as padding, 0 in attention_mask and -100 in labels"
             raise self._misfit(name, held[self.row[token]], self.row[token], why)
         return starts, uncovered
+
+    def check_one_token(self, name: str, uncovered: Bool, unmarked: Bool, tokens: Array) -> None:
+        """Check that what stands after each row's last document repeats one token, where nothing else says padding.
+
+        Args:
+            name: of the lengths or boundaries; uncovered: bool [T], the tokens after their last ones.
+            unmarked: bool [T], those of them that no other mark calls padding.
+            tokens: [T], the token ids.
+
+        Raises:
+            LayoutError: other tokens are there, as where lengths of one row stand beside a longer one.
+        """
+        last = np.repeat(tokens[np.maximum(self.offsets[1:] - 1, 0)], self.sizes) if len(tokens) else tokens
+        if (token := first_true(unmarked & (tokens != last))) is not None:
+            row = self.row[token]
+            why = (
+                "the tokens after the last document differ, as those of documents do. Give the lengths of all "
+                "documents, or mark what follows the last one as padding, 0 in attention_mask"
+            )
+            raise self._misfit(name, np.count_nonzero(~uncovered & (self.row == row)), row, why)
 
     def _lengths_of_rows(self, name: str, given: Any) -> tuple[Int64, Int64]:
         """All lengths [N], and which of them belong to each row, as offsets [R+1]."""

@@ -10,7 +10,7 @@ import pytest
 from crosspack.cli.concerns import DocumentFigures, concerns, near_empty_steps
 from packing_core import plan
 from packing_core.training.schedule import Document
-from tests.cli.test_commands import run
+from tests.cli.console import run
 
 
 def document(first: int, tokens: int, trained: int) -> Document:

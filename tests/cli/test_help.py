@@ -9,7 +9,7 @@ import typer
 
 from crosspack.cli import COMMANDS, app
 from crosspack.cli.help import options_of
-from tests.cli.test_commands import one_line, run
+from tests.cli.console import one_line, run
 
 
 def shown(*arguments: str, width: int, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.cli.test_commands import one_line, run
+from tests.cli.console import one_line, run
 
 RECORDS = [
     {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, 7, -100, 9], "seq_lengths": [3, 2]},

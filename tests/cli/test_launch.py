@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from crosspack.cli import launch
-from tests.cli.test_commands import losses, one_line, run
+from tests.cli.console import losses, one_line, run
 from tests.torch_backend.torchrun import on_ranks
 
 

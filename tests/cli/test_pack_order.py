@@ -14,7 +14,8 @@ from packing_core.planning.cost import Cost
 from packing_core.planning.epochs import plan_steps
 from packing_core.planning.order import octaves
 from packing_core.planning.plan import plan
-from tests.cli.test_pack_runs import killed_after, pack, result
+from tests.cli.packs import pack, result
+from tests.cli.test_pack_runs import killed_after
 
 CAPACITY = 64
 ORDERS = [("curriculum", None), ("sorted", "day"), ("grouped", "topic")]

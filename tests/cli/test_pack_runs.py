@@ -1,21 +1,17 @@
-"""Packing runs: the same bytes for any number of workers, after any kill, and from parts; formats; bad records."""
+"""Packing runs: the same bytes for any number of workers, after any kill, and from parts."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import shutil
 import signal
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -30,53 +26,12 @@ from crosspack.reading.places import Piece
 from packing_core.planning.plan import plan
 from packing_core.training.schedule import Document
 from tests import processes
+from tests.cli.packs import arguments, documents, pack, result, rows_of
+from tests.cli.packs import corpus as corpus
 from tests.packing_core import naive
 
 # With one worker and with two, which cost more; 200 and more in a long run.
 KILLS = [int(os.environ.get("CROSSPACK_KILLS", n)) for n in (3, 3 if "CROSSPACK_TEST_ALL" in os.environ else 1)]
-WORDS = np.array(["fox", "dog", "box", "jugs", "quick", "lazy", "zebras", "jump"])
-
-
-def pack(*arguments: object, code: int = 0) -> str:
-    result = CliRunner(env={"NO_COLOR": "1"}).invoke(app, ["pack", *map(str, arguments)])
-    assert result.exit_code == code, result.output + result.stderr
-    return " ".join((result.output if not code else result.stderr).split())
-
-
-@pytest.fixture(scope="module")
-def corpus(tokenizer, tmp_path_factory) -> tuple[Path, Path]:
-    """A folder with 600 documents in several formats and files, and a tokenizer."""
-    folder = tmp_path_factory.mktemp("corpus")
-    tokenizer.save_pretrained(folder / "tokenizer")
-    rng = np.random.default_rng(3)
-    texts = [" ".join(rng.choice(WORDS, rng.integers(1, 20))) for _ in range(600)]
-    lines = "".join(json.dumps({"text": text, "id": n}) + "\n" for n, text in enumerate(texts))
-    (folder / "data.jsonl").write_text(lines)
-    (folder / "data.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
-    pq.write_table(pa.table({"text": texts, "id": range(600)}), folder / "data.parquet", row_group_size=250)
-    return folder, folder / "tokenizer"
-
-
-def arguments(corpus: tuple[Path, Path], *more: object, name: str = "data.jsonl") -> tuple[object, ...]:
-    folder, tokenizer = corpus
-    return ("--data", folder / name, "--tokenizer", tokenizer, "--capacity", 64, "--block-size", 4000, *more)
-
-
-def result(folder: Path) -> dict[str, bytes]:
-    """Every file of a result but the listing, whose order of files follows from the rest."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "crosspack-files.json"
-    }
-
-
-def documents(folder: Path) -> list[tuple[int, ...]]:
-    found = []
-    for row in crosspack.read(folder):
-        ends = np.cumsum(row["seq_lengths"])[:-1]
-        found += [tuple(part.tolist()) for part in np.split(np.asarray(row["input_ids"]), ends)]
-    return sorted(found)
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz", "data.parquet"])
@@ -276,146 +231,6 @@ def test_workers_end_with_their_parent(corpus, tmp_path):
     pack(*given)
     pack(*given[:-1], tmp_path / "expected")
     assert result(tmp_path / "out") == result(tmp_path / "expected")
-
-
-BAD = [{"text": "fox"}, {"other": 1}, {"text": 7}, {"text": "dog jump"}, {"input_ids": [1, "x"]}, {"text": ""}]
-
-
-@pytest.fixture
-def damaged(tmp_path) -> Path:
-    path = tmp_path / "damaged.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in BAD) + "{broken\n")
-    return path
-
-
-def test_a_bad_record_stops_the_run_is_skipped_or_kept_aside(corpus, damaged, tmp_path):
-    given = ("--data", damaged, "--tokenizer", corpus[1], "--capacity", 64, "--block-size", 40)
-    stopped = pack(*given, "--output", tmp_path / "stop", code=2)
-    assert "damaged.jsonl:2 has the columns other: a record needs text" in stopped
-    with processes.limited():
-        assert pack(*given, "--output", tmp_path / "stop", "--workers", 3, code=2) == stopped
-    for policy in ("skip", "quarantine"):
-        said = pack(*given, "--output", tmp_path / policy, "--on-error", policy)
-        assert "4 records could not be used, see bad_records.jsonl" in said
-        manifest = json.loads((tmp_path / policy / "manifest.json").read_text())
-        counted = {name: manifest[name] for name in ("records", "bad_records", "documents", "left_out")}
-        assert counted == {"records": 7, "bad_records": 4, "documents": 2, "left_out": 1}
-        lines = [json.loads(x) for x in (tmp_path / policy / "bad_records.jsonl").read_text().splitlines()]
-        assert [line["where"] for line in lines] == [f"{damaged}:{n}" for n in (2, 3, 5, 7)]
-        assert [line["error"].split(":")[0].split(",")[0] for line in lines] == [
-            "has the columns other",
-            "text is a int",
-            "input_ids is not a list of whole numbers of at most 64 bits",
-            "it is not JSON",
-        ]
-        records = [line.get("record") for line in lines]
-        assert records == (
-            [None] * 4 if policy == "skip" else [*map(json.dumps, BAD[1:3]), json.dumps(BAD[4]), "{broken"]
-        )
-
-
-def test_what_was_finished_before_a_bad_record_counts_under_another_policy(corpus, damaged, tmp_path):
-    given = ("--data", damaged, "--tokenizer", corpus[1], "--capacity", 64, "--block-size", 10, "--workers", 1)
-    damaged.write_text("".join(json.dumps({"text": "fox " * n}) + "\n" for n in range(1, 9)) + "{broken\n")
-    pack(*given, "--output", tmp_path / "out", code=2)
-    assert "going on: " in pack(*given, "--output", tmp_path / "out", "--on-error", "skip")
-
-
-@pytest.mark.parametrize("change", ["rewritten", "replaced", "gone"])
-def test_a_file_that_changes_while_it_is_read_is_refused(corpus, tmp_path, monkeypatch, change):
-    data = tmp_path / "data.jsonl"
-    shutil.copy(corpus[0] / "data.jsonl", data)
-    given = ("--data", data, "--tokenizer", corpus[1], "--capacity", 64, "--block-size", 8192, "--workers", 1)
-
-    def changing(*arguments: Any) -> Any:
-        made = make_unit(*arguments)
-        if made.key.piece == 0 and made.key.stretch == 1:
-            lines, before = data.read_bytes(), data.stat()
-            if change == "rewritten":
-                data.write_bytes(lines[len(lines) // 2 :] + lines)
-            elif change == "replaced":  # same size, same time
-                (tmp_path / "other").write_bytes(lines.replace(b"fox", b"box"))
-                os.utime(tmp_path / "other", ns=(before.st_atime_ns, before.st_mtime_ns))
-                os.replace(tmp_path / "other", data)
-            else:
-                data.unlink()
-        return made
-
-    with monkeypatch.context() as patched:
-        patched.setattr("crosspack.packing.run.make_unit", changing)
-        said = pack(*given, "--output", tmp_path / "out", code=2)
-    assert f"{data.name} changed while it was read" in said
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    assert (tmp_path / "out" / ".crosspack-partial-run" / "journal").exists()
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [dict(row) for row in crosspack.read(path)]
-
-
-def test_columns_and_weights_of_tokens_are_carried(corpus, tmp_path):
-    pack(*arguments(corpus), "--output", tmp_path / "out", "--keep", "id", "--keep", "where")
-    seen = []
-    for row in rows_of(tmp_path / "out"):
-        assert len(row["id"]) == len(row["seq_lengths"]) == len(row["where"])
-        assert [place.rpartition(":")[2] for place in row["where"]] == [str(n + 1) for n in row["id"]]
-        seen += list(row["id"])
-    assert sorted(seen) == list(range(600))
-    records = [
-        {
-            "input_ids": list(range(n)),
-            "weights": [n / 8 + i for i in range(n)],
-            "odd": [i % 2 == 1 for i in range(n)],
-            "tag": str(n),
-        }
-        for n in (2, 3, 5, 6, 8)
-    ]
-    path = tmp_path / "tokens.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    options = ("--tokenizer", corpus[1], "--capacity", 6, "--overflow", "split", "--keep", "weights", "--keep", "odd")
-    pack("--data", path, *options, "--keep", "tag", "--output", tmp_path / "tokens")
-    total = 0
-    for row in rows_of(tmp_path / "tokens"):
-        tags = np.repeat([int(tag) for tag in row["tag"]], row["seq_lengths"])
-        assert np.array_equal(row["weights"], tags / 8 + row["input_ids"])
-        assert np.array_equal(row["odd"], np.asarray(row["input_ids"]) % 2 == 1)
-        total += len(tags)
-    assert total == 24
-
-
-@pytest.mark.parametrize(
-    ("records", "options", "reads"),
-    [
-        ([{"body": "fox", "text": "dog"}], ("--text-column", "body"), "fox"),
-        ([{"q": "fox", "a": " dog"}], ("--prompt-column", "q", "--completion-column", "a"), "fox dog"),
-        (
-            [{"conversations": [{"from": "human", "value": "fox"}, {"from": "gpt", "value": "dog"}]}],
-            (),
-            "<|im_start|>user\nfox<|im_end|>\n<|im_start|>assistant\ndog<|im_end|>\n",
-        ),
-        (
-            [{"instruction": "jump", "input": "fox", "output": "dog"}],
-            (),
-            "Below is an instruction that describes a task, paired with an input that provides further context. Write "
-            "a response that appropriately completes the request.\n\n### Instruction:\njump\n\n### Input:\nfox\n\n"
-            "### Response:\ndog",
-        ),
-        (
-            [{"instruction": "jump", "input": "", "output": "dog"}],
-            (),
-            "Below is an instruction that describes a task. Write a response that appropriately completes the "
-            "request.\n\n### Instruction:\njump\n\n### Response:\ndog",
-        ),
-    ],
-)
-def test_common_layouts_and_columns_of_other_names_are_read(corpus, tokenizer, tmp_path, records, options, reads):
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    pack("--data", path, "--tokenizer", corpus[1], "--no-eos", *options, "--output", tmp_path / "out")
-    (row,) = rows_of(tmp_path / "out")
-    assert tokenizer.decode(row["input_ids"]) == reads
-    trained = np.asarray(row["input_ids"])[np.asarray(row["labels"]) != -100]
-    assert len(trained) < len(row["input_ids"]) and reads.rstrip().endswith(tokenizer.decode(trained).strip())
 
 
 def test_data_sets_are_mixed_by_weight_in_every_unit(corpus, tmp_path):

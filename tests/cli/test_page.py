@@ -15,7 +15,7 @@ from crosspack.cli.page import DARK, LIGHT, _lengths
 from crosspack.cli.report import pictured
 from crosspack.cli.speed import SHAPES, Speed, of_run
 from packing_core import Cost, PackingError, plan
-from tests.cli.test_commands import one_line, run
+from tests.cli.console import one_line, run
 
 VOID = {"meta", "rect", "line"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from crosspack.cli.recipes import _files, about
-from tests.cli.test_commands import one_line, run
+from tests.cli.console import one_line, run
 from tests.cli.test_tasks import RECORDS, weights  # noqa: F401  (a fixture)
 
 NAMES = [path.stem for path in _files()]

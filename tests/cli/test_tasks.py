@@ -14,7 +14,7 @@ from crosspack.cli.settings import read_settings
 from packing_core.errors import PackingError
 from packing_core.training.job import Audit
 from tests.cli.conftest import LLAMA
-from tests.cli.test_commands import one_line, run
+from tests.cli.console import one_line, run
 
 ANSWERS = ["The quick brown fox.", "Pack my box with five dozen liquor jugs.", "How daft!", "zebras jump"]
 PAIRS = [

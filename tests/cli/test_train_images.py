@@ -11,7 +11,7 @@ import pytest
 
 from crosspack.cli import images
 from crosspack.reading.places import Place, Row
-from tests.cli.test_commands import run
+from tests.cli.console import run
 
 USER, ASSISTANT = "w5 w6 w7", "w8 w9"
 

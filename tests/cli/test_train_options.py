@@ -16,7 +16,7 @@ import pytest
 
 from crosspack.cli import checks, traincommand
 from packing_core.planning.cost import Cost
-from tests.cli.test_commands import losses, one_line, run, words
+from tests.cli.console import losses, one_line, run, words
 
 
 def test_a_file_of_options_takes_the_place_of_defaults_and_the_command_line_wins(small, tmp_path):

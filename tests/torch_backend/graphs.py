@@ -1,4 +1,4 @@
-"""CUDA graphs on the CPU."""
+"""Stand-ins for CUDA graphs and compiled layers on the CPU, and the fixtures that put them in place."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -59,3 +60,26 @@ def stand_in(put: Callable[[Any, str, Any], None] = setattr) -> SimpleNamespace:
     put(eligibility, "_why_not_fixed", lambda model, batch: None)
     put(nn.Module, "compile", lambda module, **options: None)
     return seen
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    return stand_in(monkeypatch.setattr)
+
+
+@pytest.fixture
+def compiled(graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Layers that only count their calls in place of being compiled; ``fails`` may be an error that they raise."""
+    graphs.calls, graphs.error = 0, None
+
+    def compile(module: nn.Module, **options: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            graphs.calls += 1
+            if graphs.error is not None:
+                raise graphs.error
+            return module._call_impl(*args, **kwargs)
+
+        module._compiled_call_impl = call
+
+    monkeypatch.setattr(nn.Module, "compile", compile)
+    return graphs

@@ -72,6 +72,16 @@ def collate(docs: list[Tensor], **options: Any) -> dict[str, Any]:
     return PackedCollator(**options)([{"input_ids": document} for document in docs])
 
 
+def batch_of(**changes: Any) -> dict[str, Any]:
+    """The rows of :func:`collate`, with other arguments."""
+    return {**collate(documents()), **changes}
+
+
+def ones() -> Tensor:
+    """A mask of the rows without padding."""
+    return torch.ones(2, 64, dtype=torch.long)
+
+
 def with_mask(batch: dict[str, Any]) -> dict[str, Any]:
     """The batch with its padding marked, which is token 0 and in no document."""
     return {**batch, "attention_mask": (batch["input_ids"] != 0).long()}

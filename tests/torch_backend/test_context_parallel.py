@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.torch_backend.context_audits import AUDITS
 from tests.torch_backend.test_torchrun import RANKS
 from tests.torch_backend.torchrun import torchrun
 from tests.torch_backend.torchrun_context import (
-    AUDITS,
     CASES,
     COMPILED_HYBRIDS,
     COMPILED_LEVELS,

@@ -1,4 +1,4 @@
-"""Routed experts against the float64 oracle, by implementation, layout, activation and routing; errors; compiling."""
+"""Routed experts against the float64 oracle, by implementation, layout, activation and routing; compiling."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from packing_core import reference
-from packing_core.errors import LayoutError, UnsupportedError
-from packing_core.reference import ExpertActivation
+from packing_core.errors import LayoutError
+from tests.torch_backend.expert_layers import CLAMPED, LAYERS, SMALL, Layer
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
 from torch_backend.hf import experts as packed_experts
 from torch_backend.hf.edits import experts as edits
@@ -24,111 +23,6 @@ from torch_backend.ops.experts import Adapter, experts, grouped_mm, triton
 from torch_backend.ops.experts.dispatch import order
 from torch_backend.ops.experts.products import Places
 from torch_backend.ops.experts.request import request_of
-
-SILU = ExpertActivation()
-CLAMPED = ExpertActivation(alpha=1.702, limit=0.9, offset=1.0)
-UNGATED = ExpertActivation("relu2", gated=False)
-SMALL = {"tokens": 12, "inner": 16, "count": 3}  # for comparisons of the kernels with themselves
-
-
-class Layer:
-    """A layer as it would be stored, what a call of ``experts`` takes, and what the oracle takes of it.
-
-    Args:
-        transposed: weights are stored [E, in, out]. interleaved: gates and values alternate.
-        rank: of adapters on both products, 0 for none.
-    """
-
-    def __init__(
-        self, where: Where, *, tokens=21, width=24, inner=20, count=5, top_k=2, activation=SILU, biased=False,
-        transposed=False, interleaved=False, rank=0,
-    ):  # fmt: skip
-        self.where, self.activation, self.interleaved, self.transposed = where, activation, interleaved, transposed
-        outer = 2 * inner if activation.gated else inner
-        self.count = count
-        self.leaves = {
-            "x": where.draw(tokens, width),
-            "weights": where.draw(tokens, top_k, seed=1).abs() + 0.1,
-            "up": where.draw(count, outer, width, seed=2) / width**0.5,
-            "down": where.draw(count, width, inner, seed=3) / inner**0.5,
-        }
-        if biased:
-            self.leaves |= {"up_bias": where.draw(count, outer, seed=4), "down_bias": where.draw(count, width, seed=5)}
-        if rank:
-            self.leaves |= {
-                "up_a": where.draw(count, rank, width, seed=6) / width**0.5,
-                "up_b": where.draw(count, outer, rank, seed=7) / rank**0.5,
-                "down_a": where.draw(count, rank, inner, seed=8) / inner**0.5,
-                "down_b": where.draw(count, width, rank, seed=9) / rank**0.5,
-            }
-        if transposed:
-            self.leaves |= {name: self.leaves[name].mT.contiguous() for name in ("up", "down")}
-        for leaf in self.leaves.values():
-            leaf.requires_grad_()
-        self.dy = where.draw(tokens, width, seed=10)
-        scores = torch.rand(tokens, count, generator=torch.Generator().manual_seed(0))
-        self.indices = scores.topk(top_k).indices.to(where.device)
-
-    def run(self, implementation: Any = "auto", tile: int | None = None) -> torch.Tensor:
-        given = dict(self.leaves)
-        if self.transposed:
-            given |= {name: given[name].mT for name in ("up", "down")}
-        for name in ("up", "down"):
-            if f"{name}_a" in given:
-                given[f"{name}_adapter"] = Adapter(given.pop(f"{name}_a"), given.pop(f"{name}_b"), 0.5)
-        x, weights, up, down = (given.pop(name) for name in ("x", "weights", "up", "down"))
-        return experts(
-            x, self.indices, weights, up, down, activation=self.activation, interleaved=self.interleaved,
-            implementation=implementation, tile=tile, **given,
-        )  # fmt: skip
-
-    def found(self, implementation: Any = "auto", tile: int | None = None) -> dict[str, torch.Tensor]:
-        y = self.run(implementation, tile)
-        gradients = torch.autograd.grad(y, list(self.leaves.values()), self.dy)
-        return {"y": y, **dict(zip(self.leaves, gradients, strict=True))}
-
-    def oracle(self, dtype: str) -> dict[str, np.ndarray]:
-        """The oracle with gates first, weights [E, out, in] and adapters added up, its gradients taken back."""
-        given = {name: numpy(leaf) for name, leaf in self.leaves.items()}
-        low = {name: given.pop(name) for name in ("up_a", "up_b", "down_a", "down_b") if name in given}
-        if self.transposed:
-            given |= {name: given[name].swapaxes(1, 2) for name in ("up", "down")}
-        for name in ("up", "down"):
-            if low:
-                given[name] = given[name] + 0.5 * low[f"{name}_b"] @ low[f"{name}_a"]
-        first = [slice(0, None, 2), slice(1, None, 2)] if self.interleaved else []
-        halves = [n for n in ("up", "up_bias") if n in given] if first else []
-        for name in halves:
-            given[name] = np.concatenate([given[name][:, part] for part in first], axis=1)
-        arguments = [given.pop(name) for name in ("x", "weights", "up", "down")]
-        arguments.insert(1, self.indices.cpu().numpy())
-        options: Any = {"activation": self.activation, "dtype": dtype, **given}
-        results = {"y": reference.experts(*arguments, **options)}
-        results |= reference.experts_vjp(*arguments, numpy(self.dy), **options)
-        for name in halves:
-            stored = np.empty_like(results[name])
-            half = stored.shape[1] // 2
-            stored[:, first[0]], stored[:, first[1]] = results[name][:, :half], results[name][:, half:]
-            results[name] = stored
-        for name in ("up", "down"):
-            if low:
-                results[f"{name}_a"] = 0.5 * low[f"{name}_b"].swapaxes(1, 2) @ results[name]
-                results[f"{name}_b"] = 0.5 * results[name] @ low[f"{name}_a"].swapaxes(1, 2)
-            if self.transposed:
-                results[name] = results[name].swapaxes(1, 2)
-        return results
-
-
-LAYERS = [
-    pytest.param({}, id="silu"),
-    pytest.param({"activation": CLAMPED, "biased": True, "interleaved": True, "transposed": True}, id="gpt-oss"),
-    pytest.param({"activation": CLAMPED, "biased": True}, id="clamped, halves"),
-    pytest.param({"activation": UNGATED, "top_k": 1}, id="no gate"),
-    pytest.param({"activation": ExpertActivation("gelu_tanh"), "top_k": 5, "transposed": True}, id="gelu, all"),
-    pytest.param({"width": 16, "inner": 24, "count": 70, "tokens": 12, "top_k": 3}, id="many experts"),
-    pytest.param({"rank": 8}, id="adapters"),
-    pytest.param({"rank": 3, "activation": CLAMPED, "biased": True, "interleaved": True}, id="adapters, gpt-oss"),
-]
 
 
 def check(layer: Layer, implementation: str) -> None:
@@ -383,79 +277,3 @@ def test_no_line_of_what_runs_on_a_gpu_reads_from_it():
 def test_no_tokens_give_no_rows():
     layer = Layer(Where(torch.device("cpu"), torch.float32), tokens=0)
     assert layer.run().shape == (0, 24)
-
-
-def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"x": zeros(1, 3, 4)}, LayoutError, r"takes x \[T, D\], .*, got x \[1, 3, 4\]"),
-        ({"up": zeros(2, 5, 4)}, LayoutError, r"up must be \[2, 6, 4\], got \[2, 5, 4\]"),
-        ({"weights": zeros(3, 2)}, LayoutError, r"weights must be \[3, 1\], got \[3, 2\]"),
-        ({"up_bias": zeros(2, 3)}, LayoutError, r"up_bias must be \[2, 6\], got \[2, 3\]"),
-        (
-            {"indices": zeros(3, 3, dtype=torch.int64), "weights": zeros(3, 3)},
-            LayoutError,
-            "each token chooses 3 experts and there are 2",
-        ),
-        (
-            {"indices": zeros(3, 1)},
-            LayoutError,
-            r"indices are int32 or int64, got torch.float32: cast them, indices.int\(\)",
-        ),
-        ({"indices": torch.tensor([[0], [3], [1]])}, LayoutError, "an index names expert 3 and there are 2"),
-        ({"indices": torch.tensor([[0], [-2], [1]])}, LayoutError, "an index names expert -2 and there are 2"),
-        (
-            {"indices": zeros(3, 0, dtype=torch.int64), "weights": zeros(3, 0)},
-            LayoutError,
-            "each token chooses 0 experts and there are 2",
-        ),
-        ({"down": zeros(2, 4, 3, dtype=torch.float64)}, LayoutError, "down is torch.float64 and x torch.float32"),
-        ({"up": zeros(2, 6, 4).half()}, LayoutError, "up is torch.float16 and x torch.float32: give both one dtype"),
-        ({"down_bias": zeros(2, 4).bfloat16()}, LayoutError, "down_bias is torch.bfloat16 and x torch.float32"),
-        (
-            {"up_adapter": Adapter(zeros(2, 1, 4), zeros(2, 6, 1).half(), 1.0)},
-            LayoutError,
-            "up_adapter.b is torch.float16 and x torch.float32",
-        ),
-        (
-            {"weights": zeros(3, 1, dtype=torch.int64)},
-            LayoutError,
-            "must be floating-point, got torch.float32 and torch.i",
-        ),
-        (
-            {"interleaved": True, "activation": UNGATED, "up": zeros(2, 3, 4)},
-            LayoutError,
-            "need an activation with gates",
-        ),
-        ({"x": zeros(3, 4).to("meta")}, LayoutError, "is on cpu and x on meta: move both to one device"),
-        (
-            {"up_adapter": Adapter(zeros(2, 1, 4), zeros(2, 6, 2), 1.0)},
-            LayoutError,
-            r"up_adapter.b must be \[2, 6, 1\], got \[2, 6, 2\]",
-        ),
-        ({"implementation": "cutlass"}, UnsupportedError, "no experts implementation 'cutlass'; there are triton"),
-        (
-            {"implementation": "grouped_mm"},
-            UnsupportedError,
-            "no experts for 1 of 2 experts of 4 x 3, float32 on cpu, silu with gates: grouped_mm: ",
-        ),
-    ],
-)
-@pytest.mark.parametrize("implementation", ["auto", "triton", "grouped_mm", "plain"])
-def test_what_cannot_be_run_says_why_before_it_runs(change, error, message, implementation, monkeypatch):
-    for name in ("_forward", "_backward"):
-        monkeypatch.setattr(f"torch_backend.ops.experts.{name}", None)
-    given = {
-        "x": zeros(3, 4),
-        "indices": zeros(3, 1, dtype=torch.int64),
-        "weights": zeros(3, 1),
-        "up": zeros(2, 6, 4),
-        "down": zeros(2, 4, 3),
-        "implementation": implementation,
-    }
-    with pytest.raises(error, match=message):
-        experts(**given | change)

@@ -18,9 +18,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
 from packing_core.errors import UnsupportedModelError
+from tests.torch_backend.graphs import graphs as graphs
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.test_packed_step import assert_same, built
-from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama
 from torch_backend import explain, make_train_step, patch
 from torch_backend.hf.edits.override import override

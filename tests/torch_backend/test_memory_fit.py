@@ -14,9 +14,9 @@ import transformers
 from packing_core.errors import CapacityError, PackingError, UnsupportedError
 from packing_core.training import memory_model
 from packing_core.training.memory_model import LEVELS, USABLE
+from tests.torch_backend.graphs import graphs as graphs
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.test_packed_step import adapted, built
-from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama
 from torch_backend import enable_packing, explain, make_train_step, patch
 from torch_backend.steps import memory_fit

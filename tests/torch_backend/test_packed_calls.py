@@ -15,6 +15,8 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.torch_backend.graphs import compiled as compiled
+from tests.torch_backend.graphs import graphs as graphs
 from tests.torch_backend.models import documents, error, tiny
 from tests.torch_backend.preference import assert_same_training, trained
 from tests.torch_backend.test_classification_trainer import trainer as classifying
@@ -22,8 +24,6 @@ from tests.torch_backend.test_document_heads import classifier, features
 from tests.torch_backend.test_encoders import encoder
 from tests.torch_backend.test_preference import dpo
 from tests.torch_backend.test_reward import reward
-from tests.torch_backend.test_train_step import compiled as compiled
-from tests.torch_backend.test_train_step import graphs as graphs
 from torch_backend import PackedCollator, explain, make_train_step, patch
 from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import state_of

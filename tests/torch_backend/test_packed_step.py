@@ -15,8 +15,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import functional as F
 
 from packing_core.errors import UnsupportedError
+from tests.torch_backend.graphs import graphs as graphs
 from tests.torch_backend.models import PLAIN_SGD
-from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import CAPACITY, differences, documents, gpt_oss, llama, peft
 from torch_backend import audit, explain
 from torch_backend.losses.causal_lm import causal_lm_loss

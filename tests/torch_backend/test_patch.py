@@ -225,8 +225,8 @@ def test_a_model_that_loses_the_segments_on_the_way_raises() -> None:
     model = tiny("llama")
     layer = model.model.layers[1].self_attn
     plain = layer.forward
-    torch_backend.patch(model, verify=False)
     layer.forward = lambda *args, **kwargs: plain(*args, **{**kwargs, "attention_mask": None})
+    torch_backend.patch(model, verify=False)
     with pytest.raises(UnsupportedModelError, match=r"did not hand the segments to layers\.1\.self_attn"):
         model(**collate(documents()))
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,46 +15,12 @@ import transformers
 from packing_core import Cost, plan
 from packing_core.errors import CapacityError, PackingError, UnsupportedError
 from tests.processes import limited
-from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, differences, documents, llama, sft
+from tests.torch_backend.row_trainers import build, enabled, held, lengths_of, numbered
+from tests.torch_backend.test_trainer import CAPACITY, datasets, differences, documents, llama, sft
 from tests.torch_backend.torchrun import torchrun
 from torch_backend import PackedCollator, pack_dataset
 from torch_backend.trainers.dataloader import rows_of
-from torch_backend.trainers.enable_packing import enable_packing
 from torch_backend.trainers.epoch_rows import EpochRows, RowBatches
-from torch_backend.trainers.resuming import SameRows
-
-
-def numbered(count: int = 60, longest: int = 24) -> datasets.Dataset:
-    """Document d is the token d + 3, 2 to ``longest`` times."""
-    lengths = np.random.default_rng(0).integers(2, longest + 1, count)
-    return datasets.Dataset.from_dict({"input_ids": [[d + 3] * n for d, n in enumerate(lengths.tolist())]})
-
-
-def build(tmp_path, data, *, kind=transformers.Trainer, size: int = 2, **options):
-    given = arguments(transformers.TrainingArguments, tmp_path)
-    given.per_device_train_batch_size = size
-    for name, value in options.items():
-        setattr(given, name, value)
-    return kind(llama(), given, train_dataset=data)
-
-
-def enabled(trainer, capacity: int | None = CAPACITY, **options):
-    return enable_packing(trainer, capacity=capacity, verify=False, **options)
-
-
-def held(batches) -> list[tuple[int, int]]:
-    """(document, tokens) of every segment in some batches."""
-    found = []
-    for batch in batches:
-        for ids in batch["input_ids"].flatten().split(batch["packed_lengths"]):
-            assert (ids == ids[0]).all()
-            if ids[0]:
-                found.append((int(ids[0]) - 3, len(ids)))
-    return found
-
-
-def lengths_of(data) -> list[tuple[int, int]]:
-    return [(d, len(ids)) for d, ids in enumerate(data["input_ids"])]
 
 
 @pytest.mark.parametrize("size", [1, 4, 8])
@@ -164,108 +128,6 @@ def test_rows_of_equal_cost_are_dealt_to_the_ranks_and_refused_where_they_have_n
         enabled(build(tmp_path, data, train_sampling_strategy="sequential"), equal_cost=True)
     with pytest.raises(PackingError, match='leave it or order="curriculum" out'):
         enabled(build(tmp_path, data), equal_cost=True, order="curriculum")
-
-
-# Orders, and documents longer than a row.
-
-
-def ordered(tmp_path, **options) -> list[tuple[int, int]]:
-    data = numbered()
-    data = data.add_column("topic", ["abc"[d % 3] for d in range(len(data))])
-    return held(enabled(build(tmp_path, data), **options).get_train_dataloader())
-
-
-def test_rows_follow_the_curriculum_and_the_groups_of_a_column(tmp_path) -> None:
-    found = ordered(tmp_path, order="curriculum")
-    assert sorted(found) == lengths_of(numbered())
-    octaves = [(length - 1).bit_length() for _, length in found]
-    late = sum(
-        length
-        for octave, (_, length), before in zip(octaves, found, np.maximum.accumulate(octaves), strict=True)
-        if octave < before
-    )
-    assert late <= 5 * CAPACITY, "one row of each octave moves on"
-    found = ordered(tmp_path, order="grouped", keys="topic")
-    assert sorted(found) == lengths_of(numbered())
-    changes = sum(a % 3 != b % 3 for (a, _), (b, _) in pairwise(found))
-    assert changes < 26, "of 59 neighbours, two thirds differ at random, 39"
-    found = ordered(tmp_path, order="weighted", keys="topic", weights={"a": 8, "b": 1, "c": 1})
-    assert sum(document % 3 == 0 for document, _ in found[:15]) >= 10
-
-
-def test_an_order_that_has_no_effect_or_no_column_is_refused(tmp_path) -> None:
-    with pytest.raises(PackingError, match='keys="topic" is no column of the training data, which have input_ids'):
-        enabled(build(tmp_path, numbered()), order="grouped", keys="topic")
-    lacking = build(tmp_path, [{"input_ids": [5, 6], "topic": "a"}, {"input_ids": [5, 6]}])
-    with pytest.raises(PackingError, match='training example 1 has no "topic", which keys names: it has input_ids'):
-        enabled(lacking, order="grouped", keys="topic")
-    rows = pack_dataset(numbered(), CAPACITY)
-    rows = rows.add_column("topic", ["ab"[row % 2] for row in range(len(rows))])
-    says = 'keys="topic" gives 20 training examples a key, which hold 60 documents: pass the documents as examples'
-    with pytest.raises(PackingError, match=says):
-        enabled(build(tmp_path, rows), order="grouped", keys="topic")
-    with pytest.raises(PackingError, match="keys is a list: pass the name of the column that holds each"):
-        enabled(build(tmp_path, numbered()), order="grouped", keys=["a"] * 60)
-    with pytest.raises(PackingError, match='order="curriculum" has no effect, because a stream gives its documents'):
-        enabled(build(tmp_path, numbered().to_iterable_dataset(), max_steps=2), order="curriculum")
-    with pytest.raises(PackingError, match='order="curriculum" has no effect, because the training data are rows'):
-        enabled(build(tmp_path, pack_dataset(numbered(), CAPACITY)), None, order="curriculum")
-
-
-def test_limits_that_have_no_effect_are_refused(tmp_path) -> None:
-    rows = build(tmp_path, pack_dataset(numbered(), CAPACITY))
-    with pytest.raises(PackingError, match="max_segments=3 has no effect, because the training data are rows already"):
-        enabled(rows, None, max_segments=3)
-    made = numbered().with_transform(lambda batch: batch)
-    with pytest.raises(PackingError, match="overflow='truncate' has no effect, because the documents of each batch"):
-        enabled(build(tmp_path, made), None, overflow="truncate")
-    enabled(build(tmp_path, made), CAPACITY, overflow="truncate")
-    with pytest.raises(PackingError, match='keys has no effect under order="random"'):
-        enabled(build(tmp_path, numbered()), keys="input_ids")
-
-
-@pytest.mark.parametrize("overflow", ["overlap", "restart"])
-@pytest.mark.parametrize("streamed", [False, True])
-def test_pieces_with_context_train_every_token_once(tmp_path, overflow, streamed) -> None:
-    """Token t of document d is 1000 d + t; a first token is trained by no piece, after a restart nor is the next."""
-    lengths = [90, 12, 41, 7]
-    data = datasets.Dataset.from_dict({"input_ids": [[1000 * d + t for t in range(n)] for d, n in enumerate(lengths)]})
-    options = {"overflow": overflow, "context": 8, "min_piece": 5, "max_segments": 2}
-    given = data.to_iterable_dataset() if streamed else data
-    trainer = enabled(build(tmp_path, given, max_steps=2), **options)
-    trained = torch.cat([b["labels"][b["labels"] != -100] for b in trainer.get_train_dataloader()]).tolist()
-    pieces = plan(lengths, CAPACITY, **options)
-    wanted = [
-        1000 * d + t
-        for d, start, n, skipped in zip(pieces.source, pieces.start, pieces.length, pieces.untrained, strict=True)
-        for t in range(start + max(skipped, 1), start + n)
-    ]
-    assert len(set(trained)) == len(trained)
-    assert sorted(trained) == sorted(wanted)
-    assert max(map(len, (b["packed_documents"] for b in trainer.get_train_dataloader()))) <= 2 * 2
-
-
-def test_a_note_that_names_no_rows_goes_on_over_as_many_ranks(caplog: pytest.LogCaptureFixture) -> None:
-    """Checkpoints of before rows were compared, and those of other trainers, which have no note."""
-    callback = SameRows(EpochRows(documents(60), ["input_ids", "labels"], CAPACITY))
-    args = SimpleNamespace(gradient_accumulation_steps=1, world_size=1, train_batch_size=2)
-
-    def resume(**note: int) -> None:
-        state = SimpleNamespace(global_step=7, stateful_callbacks={"crosspack.rows": {"attributes": note}})
-        callback.on_train_begin(args, state, None, train_dataloader=range(5))
-
-    resume()
-    assert "the checkpoint does not name its rows, as that of a run without packing: its 7 steps" in caplog.text
-    caplog.clear()
-    resume(ranks=1)
-    assert not caplog.text
-    with pytest.raises(UnsupportedError, match="2 steps into an epoch whose rows were dealt to 2 ranks, and 1 rank"):
-        resume(ranks=2)
-
-
-def test_a_trainer_that_was_given_no_rows_has_none() -> None:
-    assert rows_of(SimpleNamespace()) is None
-    assert rows_of(SimpleNamespace(get_train_dataloader=list)) is None
 
 
 # What is said at the call.

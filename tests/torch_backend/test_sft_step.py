@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.torch_backend.graphs import graphs as graphs
 from tests.torch_backend.models import PLAIN_SGD
 from tests.torch_backend.test_packed_step import FAST, assert_same, trained
-from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import (
     CAPACITY,
     arguments,

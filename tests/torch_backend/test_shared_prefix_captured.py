@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import UnsupportedError
+from tests.torch_backend.graphs import graphs as graphs
 from tests.torch_backend.models import documents, error, patched, tiny
-from tests.torch_backend.test_train_step import graphs as graphs
 from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.losses.next_tokens import NextTokens
 from torch_backend.ops.attention import triton_work

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.torch_backend.expert_layers import LAYERS, Layer
 from tests.torch_backend.kernels import Where, numpy
 from tests.torch_backend.models import collate, documents, tiny
-from tests.torch_backend.test_experts import LAYERS, Layer
 from tests.torch_backend.test_tiled_layers import short as short
 from tests.torch_backend.test_tiled_layers import without_rounding
 from torch_backend import patch

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.torch_backend.graphs import graphs as graphs
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import collate, documents, in_float64, tiny
 from tests.torch_backend.test_memory import recording
-from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama, peft
 from torch_backend import make_train_step, patch
 from torch_backend.hf.anatomy.structure import causal_lm

@@ -14,7 +14,7 @@ from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.planning.plan import plan
 from packing_core.training.job import TrainJob, TrainResult
 from packing_core.training.schedule import Corpus, Document, Schedule
-from tests.torch_backend.test_train_step import graphs as graphs
+from tests.torch_backend.graphs import graphs as graphs
 from tests.training_jobs import LLAMA, begun_and_resumed, losses, small_job
 from torch_backend.job import train as training_job
 from torch_backend.job.models import build_model

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any, NamedTuple
 from unittest.mock import Mock
 from unittest.mock import patch as mocked
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,12 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertModel, LlamaForSequenceClassification, Trainer, TrainingArguments
 
+from tests.torch_backend.context_audits import AUDITS, audited
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.torchrun import leave, whole
 from tests.torch_backend.torchrun_loss import sharded
 from torch_backend import (
     PackedCollator,
-    audit,
     enable_packing,
     explain,
     make_train_step,
@@ -39,13 +36,10 @@ from torch_backend import (
     unpad,
 )
 from torch_backend.context_parallel import attention, exchange
-from torch_backend.context_parallel.share import KeyLayout, RankShare
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.edits import stand_ins
 from torch_backend.hf.forward import AttentionChoice
-from torch_backend.hf.patch import Patched, state_of
+from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.segments import PackedMetadata, host_lengths
 from torch_backend.steps import cuda_graph, fast_backward
 from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.trainers.over_ranks import OverRanks
@@ -297,28 +291,6 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _lost_halo(x: Tensor, share: RankShare, width: int, convolve: Any) -> Tensor:
-    return convolve(x, share.segments)
-
-
-def _leaked_state(share: RankShare, args: Any, kwargs: Any, scan: Any) -> Any:
-    return scan(PackedMetadata.from_lengths([len(share.tokens)]), args, kwargs)
-
-
-def _mean_of_means(self: Patched, kwargs: dict[str, Any]) -> dict[str, Any]:
-    return kwargs
-
-
-def _boundaries_divided_by_ranks(share: RankShare, reach: int | None) -> KeyLayout:
-    layout = share._earlier(reach)
-    if layout.beginning is None:
-        return layout
-    ends = np.cumsum(host_lengths(layout.beginning))
-    starts = np.unique(np.append(0, ends[:-1] // share.ranks))
-    lengths = np.diff(starts, append=ends[-1]).tolist()
-    return replace(layout, beginning=PackedMetadata.from_lengths(lengths))
-
-
 METHODS = ("keys", "heads")
 
 
@@ -373,30 +345,6 @@ def dropped(mesh: Any) -> dict[str, Any]:
         "recomputed": torch.equal(forward, recomputed),
         "afterwards": [x.tolist() for x in of_ranks(torch.rand(3))],
     }
-
-
-# name -> the family that is audited, and what is broken in it, if anything
-AUDITS: dict[str, tuple[str, tuple[Any, str, Any] | None]] = {
-    "qwen3": ("qwen3", None),
-    "gpt_oss": ("gpt_oss", None),
-    "qwen3_5_text": ("qwen3_5_text", None),
-    "mamba": ("mamba", None),
-    "lost halo": ("lfm2", (stand_ins, "convolve_pieces", _lost_halo)),
-    "leaked state": ("qwen3_5_text", (stand_ins, "scan_by_heads", _leaked_state)),
-    "mean of means": ("qwen3", (Patched, "with_count", _mean_of_means)),
-    "boundaries divided by ranks": ("qwen3", (RankShare, "earlier", _boundaries_divided_by_ranks)),
-}
-
-
-def audited(name: str, mesh: Any) -> tuple[str, str, int]:
-    """The verdict on a family, the report in words, and over how many ranks it was measured."""
-    family, broken = AUDITS[name]
-    with nullcontext() if broken is None else mocked.object(*broken):
-        if broken is None:
-            report = audit(tiny(family), mesh=mesh)
-        else:
-            report = audit(patch(tiny(family), verify=False, mesh=mesh, context_method="keys"))
-    return report.verdict, str(report), report.ranks
 
 
 def attempt(what: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ import transformers
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from tests.torch_backend.test_rows import held, numbered
+from tests.torch_backend.row_trainers import held, numbered
 from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, differences, llama
 from tests.torch_backend.torchrun import leave
 from torch_backend.trainers.enable_packing import enable_packing

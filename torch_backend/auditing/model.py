@@ -170,7 +170,8 @@ def audit(
             that lie on several ranks with each document alone, and get the same report.
 
     Raises:
-        UnsupportedModelError: no tiny clone can be made of the model.
+        UnsupportedModelError: no tiny clone can be made of the model, or something was added to it after it was
+            patched, which packed batches refuse until it is patched again.
         PackingError: ``implementation`` is given for a model that is judged unpatched, or the trainer's batches cannot
             be judged.
     """

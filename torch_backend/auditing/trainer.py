@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from packing_core import PackedBatch
-from packing_core.batches.columns import READ, documents_of
 from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.errors import LayoutError, PackingError, UnsupportedError
+from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.auditing.compare import MOVED, cosine, gradients_error
-from torch_backend.auditing.images import alone_with, images_of, is_placeholder, rows_with_images
+from torch_backend.auditing.images import alone_with, images_of, is_placeholder
 from torch_backend.auditing.ranks import averaged, mean_over, refuse_several_devices
-from torch_backend.auditing.scored import ScoredStep, scored_batches, without_workers
+from torch_backend.auditing.scored import ScoredStep, scored_batches
+from torch_backend.auditing.trainer_batches import first_batches, pieces_of, places_of
 from torch_backend.collate import Batch
 from torch_backend.collate.image_tensors import Images
-from torch_backend.collate.vision import VisionRows
 from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import is_packed
@@ -126,7 +123,8 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
         batches: how many are compared, each by itself; the report has the worst.
 
     Raises:
-        LayoutError: a document that the collator was given is not in its rows as it was.
+        LayoutError: a document that the collator was given is not in its rows as it was, or it is given rows of
+            ``pack_dataset`` without the lengths of their documents.
         PackingError: a batch holds one document only, or nothing is trained in it.
         UnsupportedError: the trainer runs on several devices, but for those of one group of context parallelism, before
             ``train()`` has sharded its model; or it trains a classifier or a masked language model, or its
@@ -143,7 +141,7 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
         if kind_of(trainer) is not None:
             figures = [ScoredStep(trainer, batch).measure() for batch in scored_batches(trainer, batches)]
         else:
-            figures = [_Step(trainer, batch, features).measure() for batch, features in _batches(trainer, batches)]
+            figures = [_Step(trainer, batch, features).measure() for batch, features in first_batches(trainer, batches)]
         reports = [_report(trainer, found) for found in figures]
     if not reports:
         raise PackingError(
@@ -172,7 +170,7 @@ class _Step:
         self.trainer = trainer
         self.context = context_of(trainer.model)
         self.batch = batch
-        self.places = _find([p for f in features for p in _pieces(f)], batch["input_ids"].cpu().numpy())
+        self.places = places_of([p for f in features for p in pieces_of(f)], batch["input_ids"].cpu().numpy())
         if len(self.places) < 2:
             raise PackingError("the trainer's first batch holds one document: raise its batch size to audit packing")
         self.images = images_of(features, len(self.places))
@@ -319,30 +317,6 @@ def _half(trainer: Any) -> str:
     return str(min(dtypes, key=str)).removeprefix("torch.") if dtypes else ""
 
 
-def _flat(features: Any) -> list[Any]:
-    """Returns the features of a batch; those of a row that is a list of documents one by one."""
-    return [x for each in features for x in (each if isinstance(each, list) else [each])]
-
-
-def _batches(trainer: Any, count: int) -> Iterator[tuple[Batch, list[Any]]]:
-    """The first batches of the trainer's own dataloader, on its device, each with what its collator was given."""
-    collator, seen = trainer.data_collator, []
-
-    def recorded(features: Any) -> Any:
-        rows = rows_with_images(collator, features)
-        seen.append(_flat(features) if rows is None else [rows])
-        return collator(features if rows is None else rows)
-
-    trainer.data_collator = recorded
-    try:
-        with without_workers(trainer):
-            found = [batch for _, batch in zip(range(count), iter(trainer.get_train_dataloader()), strict=False)]
-    finally:
-        trainer.data_collator = collator
-    for batch, features in zip(found, seen, strict=False):
-        yield dict(trainer._prepare_inputs(dict(batch))), features
-
-
 @contextmanager
 def _model_of_train(trainer: Any) -> Iterator[None]:
     """Inside, a trainer has a model as ``train()`` will make it, if it makes one."""
@@ -391,49 +365,6 @@ def _as_before(trainer: Any) -> Iterator[None]:
         del trainer.accelerator._dataloaders[loaders:]
         if metrics is not None:
             trainer._metrics = metrics
-
-
-def _pieces(feature: Any) -> list[NDArray[np.int64]]:
-    """Splits a feature into documents at its own boundaries; without any, it is one document."""
-    if isinstance(feature, VisionRows):
-        feature = feature.batch
-    if isinstance(feature, PackedBatch):
-        flat, starts = feature.input_ids.reshape(-1), feature.flat_starts
-        return [np.asarray(flat[a : a + n], np.int64) for a, n in zip(starts, feature.lengths, strict=True)]
-    if not isinstance(feature, Mapping) or "input_ids" not in feature:
-        raise LayoutError(
-            "the trainer's collator is given features without input_ids, which cannot be audited: tokenise the data set"
-        )
-    read = {name: feature[name] for name in ("input_ids", *READ) if name in feature}  # others may be one number each
-    return [np.asarray(document["input_ids"], np.int64) for document in documents_of(read)]
-
-
-def _find(documents: list[NDArray[np.int64]], rows: NDArray[np.int64]) -> list[tuple[int, slice]]:
-    """Row and tokens of every document; two equal documents get a place each."""
-    rows = np.ascontiguousarray(rows, np.int64)
-    text, free = [row.tobytes() for row in rows], np.ones(rows.shape, np.bool_)
-    places = []
-    for number, document in enumerate(documents):
-        wanted = document.tobytes()
-        place = next(_free_places(text, wanted, free), None)
-        if place is None:
-            raise LayoutError(
-                f"document {number} of the batch, {len(document):,} tokens, is not in the collator's rows as it was "
-                "given: the audit compares whole documents, so let the dataset hold what is trained"
-            )
-        free[place] = False
-        places.append(place)
-    return places
-
-
-def _free_places(text: list[bytes], wanted: bytes, free: NDArray[np.bool_]) -> Iterator[tuple[int, slice]]:
-    for row, tokens in enumerate(text):
-        at = tokens.find(wanted)
-        while at >= 0:
-            place = slice(at // 8, (at + len(wanted)) // 8)
-            if at % 8 == 0 and free[row, place].all():
-                yield row, place
-            at = tokens.find(wanted, at + 1)
 
 
 def _targets(inputs: Batch) -> int:

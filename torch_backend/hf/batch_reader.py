@@ -17,7 +17,7 @@ from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.adapters import why_not_adapters
-from torch_backend.hf.anatomy.additions import kinds_added
+from torch_backend.hf.anatomy.additions import Structure, is_known_hook, kinds_added
 from torch_backend.hf.anatomy.encoders import check_lengths
 from torch_backend.hf.anatomy.heads import targets_among
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
@@ -25,6 +25,8 @@ from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.seen import CHANGED, Seen
 from torch_backend.hf.edits.experts import experts_overrides
 from torch_backend.hf.edits.head_rows import HeadRows
+from torch_backend.hf.edits.late_hooks import accept_hooks, hook_numbers, watch_hooks
+from torch_backend.hf.entry import running
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed, take_metadata
@@ -32,7 +34,7 @@ from torch_backend.hf.inputs.context import SHARE, cut_batch
 from torch_backend.hf.inputs.forests import check_forest, check_shared_row, refuse_over_ranks
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.inputs.spans import add_spans
-from torch_backend.hf.inputs.unmarked import check_unmarked, refuse_other_marks
+from torch_backend.hf.inputs.unmarked import check_unmarked, refuse_joined, refuse_other_marks
 from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
 from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
@@ -55,8 +57,9 @@ class BatchReader:
         compiled: the attention requests of compiled layers, see ``steps.cuda_graph.compile_layers``.
         crosses: whether layers run as between ranks in batches too whose documents lie on one rank each.
         seen: what of the model the edits rest on.
-        added: classes of modules that somebody added to the model before it was patched, with their numbers.
-        compared: whether a packed call has compared them with what the model holds.
+        added: what somebody added to the model before it was patched, by class, with the numbers.
+        hooks: the numbers of its hooks then.
+        structure: the model as a packed call compared it with them; of no model before the first one.
     """
 
     def __init__(self, anatomy: Anatomy, implementation: str | Sequence[str], context: ContextGroup | None) -> None:
@@ -74,7 +77,7 @@ class BatchReader:
         self.shifted = anatomy.head == "next token"
         parts = self.decoder, *self.rows.parts, *anatomy.layers.values(), *anatomy.rotaries.values()
         self.seen = Seen(self.root, (anatomy.head, anatomy.route, anatomy.sizes), parts)
-        self.accept_additions()
+        self._note_additions()
 
     @property
     def device(self) -> torch.device:
@@ -91,18 +94,32 @@ class BatchReader:
         return True
 
     def accept_additions(self) -> None:
-        """Take the modules that the model holds now for those that it was patched with."""
+        """Take the modules and hooks that the model holds now for those that it was patched with."""
+        accept_hooks(self.root)
+        self._note_additions()
+
+    def _note_additions(self) -> None:
         self.added = kinds_added(self.root)
-        self.compared = False
+        self.hooks = hook_numbers(self.root)
+        self.structure = Structure()
 
     def _compare_additions(self) -> None:
-        """Raise for modules that were added since; in the first packed call alone, because it takes a millisecond."""
-        if not self.compared and (later := kinds_added(self.root) - self.added):
+        """Raise for modules and forwards that were added since, and watch hooks that were."""
+        if self.structure.unchanged():
+            return
+        if later := kinds_added(self.root) - self.added:
             raise UnsupportedModelError(
                 f"{', '.join(sorted(later))} was added to {type(self.root).__name__} after crosspack.patch(model), and "
                 "documents could see each other in it: call crosspack.patch(model) again, which proves it"
             )
-        self.compared = True
+        watch_hooks(self.root, self.hooks, self._on_packed, is_known_hook)
+        self.structure = Structure(self.root)
+
+    def _on_packed(self, module: nn.Module) -> bool:
+        """Returns whether a module of the model runs on a packed batch; losses call its decoder and head themselves."""
+        if (call := running(self)) is not None:
+            return call.forward is not None
+        return module is self.decoder or module is self.root.get_output_embeddings()
 
     def _require_fit(self) -> None:
         """Raise where the model was changed since it was patched, so that its documents could see each other."""
@@ -130,7 +147,7 @@ class BatchReader:
         if kwargs.get(SHARE) is not None:
             return self._forward_of_share(names, kwargs)
         if not is_packed(kwargs):
-            check_unmarked(kwargs, self.guard, wait=wait)
+            check_unmarked(kwargs, self.guard, starts=self._start_token, wait=wait)
             return None, kwargs
         self._require_fit()
         tokens, numbers = inputs.tokens_of(kwargs), kwargs.get("packed_documents")
@@ -149,6 +166,7 @@ class BatchReader:
             axes=self.anatomy.takes_axes,
             wait=wait,
         )
+        refuse_joined(kwargs.get("input_ids"), segments, self.guard, wait=wait)
         rows, row_length = tokens.shape[:2]
         if self.anatomy.numbering is not None:
             kwargs["position_ids"] = self.anatomy.numbering(kwargs.get("input_ids"), segments).view(rows, row_length)
@@ -228,6 +246,14 @@ class BatchReader:
             method=self.context.method,
         )
         return forward, kwargs
+
+    @property
+    def _start_token(self) -> int | None:
+        """The token with which documents alone begin; None if it also ends them or fills rows, or there is none."""
+        config = self.root.config.get_text_config()
+        bos, *others = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+        ends = [token for other in others for token in (other if isinstance(other, list) else [other])]
+        return bos if isinstance(bos, int) and bos not in ends else None
 
     # -- what the layers need -----------------------------------------------------------------------------------------
 

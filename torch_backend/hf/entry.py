@@ -96,7 +96,7 @@ class CallCount:
 _thread = _CurrentCall()
 
 
-def running(patched: Entered) -> Running | None:
+def running(patched: object) -> Running | None:
     """The innermost call of a patched model that runs on this thread, None between its calls."""
     call = _thread.call
     while call is not None and call.patched is not patched:

@@ -36,6 +36,7 @@ from torch_backend.hf.edits.kinds import (
     LayerOverride,
     Rotation,
 )
+from torch_backend.hf.edits.late_hooks import accept_hooks
 from torch_backend.hf.edits.mixers import overrides, run_per_document
 from torch_backend.hf.edits.override import is_reached
 from torch_backend.hf.edits.rotary import override_frequencies, restore_frequencies
@@ -173,6 +174,7 @@ class Patched(BatchReader):
 
     def remove(self) -> None:
         """Undo all edits, the last one first."""
+        accept_hooks(self.root)
         self._undo()
         del self.root.__dict__[_STATE]
 

@@ -31,7 +31,7 @@ from torch_backend.trainers.dataloader import use_rows
 from torch_backend.trainers.fast_step import speed_up
 from torch_backend.trainers.inspection import PackingPlan, inspect
 from torch_backend.trainers.neftune import add_noise_by_document
-from torch_backend.trainers.own_loss import require_boundaries, warn_of_means
+from torch_backend.trainers.own_loss import require_boundaries, warn_of_last_tokens, warn_of_means
 from torch_backend.trainers.predictions import predict_documents
 from torch_backend.trainers.row_options import RowOptions
 from torch_backend.trainers.tree_rows import serve_tree_rows
@@ -175,6 +175,7 @@ def _apply(trainer: Any, plan: PackingPlan, *, fast: bool) -> None:
     trainer.accelerator.dataloader_config.dispatch_batches = False
     sft.warn_of_room(trainer)
     warn_of_means(trainer)
+    warn_of_last_tokens(trainer)
     require_boundaries(trainer)
     add_noise_by_document(trainer)
     if fast:

@@ -18,11 +18,20 @@ import numpy as np
 
 from packing_core import PackedBatch, PackedDataset, PackPlan, plan
 from packing_core.batches.columns import READ, Documents, read_columns
+from packing_core.batches.marks import LENGTHS
 from packing_core.errors import LayoutError
 from packing_core.extras import require
 from packing_core.hints import hinted
 from torch_backend.collate import labels_every_token
 from torch_backend.collate.tokens import check_first_labels, every_label
+from torch_backend.known_rows import (
+    DOCUMENTS_AGAIN,
+    LOST_LENGTHS,
+    PACKED_DESCRIPTION,
+    ROWS_OF_DATASET,
+    is_packed_dataset,
+    remember_beginnings,
+)
 
 BLOCK_TOKENS = 1 << 20  # tokens copied and written at a time, in whole rows
 RULES = 3  # raise it whenever the same arguments give other rows, so that no cached file of before is read
@@ -49,15 +58,18 @@ def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, model: Any
             of a document's first token, which is -100 for every other model.
         plan_options: ``overflow``, ``strategy``, ``seed`` and the other options of ``packing_core.plan``.
 
+    A patched model raises for rows of this process that reach it without their ``seq_lengths``, and ``enable_packing``,
+    ``audit`` and this function for those of any process, by the ``info.description`` that they carry.
+
     Returns:
         A ``datasets.Dataset`` of packed rows without padding: ``input_ids`` in the dtype they have, ``labels`` (-100 at
         segment starts) and ``seq_lengths``, as TRL's own collator reads them under
         ``SFTConfig(padding_free=True, max_length=None)``.
 
     Raises:
-        LayoutError: there is no ``input_ids``, columns contradict each other, a document's first token has a label
-            other than itself and no ``model`` says that it is trained, or the dataset says what is trained and
-            ``labels=False`` would forget it.
+        LayoutError: there is no ``input_ids``, they are rows of this function without their lengths, columns contradict
+            each other, a document's first token has a label other than itself and no ``model`` says that it is
+            trained, or the dataset says what is trained and ``labels=False`` would forget it.
         PackingError: what ``packing_core.plan`` and ``packing_core.pack`` raise.
     """
     datasets = require("datasets", extra="hf")
@@ -69,6 +81,8 @@ def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, model: Any
         raise LayoutError("the dataset is empty: there is nothing to pack")
     if "input_ids" not in dataset.column_names:
         raise LayoutError(f"the dataset has no input_ids, only {', '.join(dataset.column_names)}: tokenise it first")
+    if is_packed_dataset(dataset) and not any(name in dataset.column_names for name in LENGTHS):
+        raise LayoutError(f"the dataset {LOST_LENGTHS}. {DOCUMENTS_AGAIN}")
     options = {"capacity": capacity, **plan_options}
     every_token = labels_every_token(model)
     make = partial(_targets, model_known=model is not None, every_token=every_token) if labels else None
@@ -78,12 +92,26 @@ def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, model: Any
     )
     if not dataset.cache_files:
         table = require("pyarrow", extra="hf").Table.from_batches(_rows(dataset, options, make))
-        return datasets.Dataset(datasets.table.InMemoryTable(table), split=dataset.split, fingerprint=fingerprint)
+        rows = datasets.Dataset(datasets.table.InMemoryTable(table), split=dataset.split, fingerprint=fingerprint)
+        return _described(rows)
     path = Path(dataset._get_cache_file_path(fingerprint))
     if not path.exists():
         _write(_rows(dataset, options, make), path)
     rows = datasets.Dataset.from_file(str(path), split=dataset.split)
     rows._fingerprint = fingerprint
+    return _described(rows)
+
+
+def _described(rows: Any) -> Any:
+    """The rows, which say that they are packed and are recognised in this process, also without ``seq_lengths``."""
+    rows.info.description = PACKED_DESCRIPTION
+    every, begun = -(-len(rows) // ROWS_OF_DATASET), 0
+    for batch in rows.data.to_batches():
+        ids, lengths = (batch.column(name) for name in ("input_ids", "seq_lengths"))
+        chosen, begun = np.arange(-begun % every, len(ids), every), begun + len(ids)
+        starts, documents = (x.offsets.to_numpy().astype(np.int64) for x in (ids, lengths))
+        first = lengths.values.to_numpy()[documents[chosen]].astype(np.int64)
+        remember_beginnings(ids.values.to_numpy(), starts[chosen], np.diff(starts)[chosen], first)
     return rows
 
 

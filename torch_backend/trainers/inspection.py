@@ -25,6 +25,7 @@ from torch_backend.collate.vision import VisionRows
 from torch_backend.hf.anatomy.heads import head_of, predicts_masked
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.trl_trainers import why_per_example
+from torch_backend.known_rows import is_packed_dataset, refuse_lost_lengths
 from torch_backend.trainers.dataloader import pack_training_data
 from torch_backend.trainers.epoch_rows import EpochRows, RowStream
 from torch_backend.trainers.over_ranks import context_mesh
@@ -75,6 +76,9 @@ def inspect(trainer: Any, *, options: RowOptions, fast: bool) -> PackingPlan:
         UnsupportedError, LayoutError, CapacityError, PackingError: as ``enable_packing``, but for the model's.
     """
     _refuse_trainer(trainer)
+    for kind, data in _datasets(trainer).items():
+        if is_packed_dataset(data):
+            refuse_lost_lengths(islice(iter(data), 1), f"{kind} example", data)
     mesh = context_mesh(trainer, fast=fast)
     _refuse_split_model(trainer)
     trainer._set_signature_columns_if_needed()
@@ -212,19 +216,26 @@ def _masking_collator(trainer: Any) -> PackedCollator:
     return PackedCollator(trainer.model, masking=trainer.data_collator)
 
 
+def _datasets(trainer: Any) -> dict[str, Any]:
+    """The training and the evaluation data, by what messages call them."""
+    evaluation: Any = getattr(trainer, "eval_dataset", None)
+    return {
+        "training": getattr(trainer, "train_dataset", None),
+        **(evaluation if isinstance(evaluation, dict) else {"evaluation": evaluation}),
+    }
+
+
 def _sample(trainer: Any) -> list[tuple[str, Any]]:
     """Examples from all over the training and the evaluation data, each with what messages call it."""
-    evaluation: Any = getattr(trainer, "eval_dataset", None)
-    datasets: dict[str, Any] = {"training": getattr(trainer, "train_dataset", None)}
-    datasets |= evaluation if isinstance(evaluation, dict) else {"evaluation": evaluation}
     found = []
-    for kind, data in datasets.items():
+    for kind, data in _datasets(trainer).items():
         if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             first = range(min(COMPARED // 8, len(data)))
             spread = np.linspace(0, len(data) - 1, min(COMPARED, len(data))).astype(int).tolist()
             found += [(f"{kind} example {number}", data[number]) for number in sorted({*first, *spread})]
         elif data is not None:
             found += [(f"{kind} example {number}", x) for number, x in enumerate(islice(iter(data), COMPARED))]
+    refuse_lost_lengths((example for _, example in found), "sampled example")
     return found
 
 

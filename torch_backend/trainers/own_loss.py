@@ -6,16 +6,22 @@ import dis
 import inspect
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
-from packing_core.errors import LayoutError
+import torch
+from torch import Tensor
+
+from packing_core.errors import LayoutError, PackingError
 from packing_core.extras import require
+from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.entry import counted_calls
 from torch_backend.hf.inputs.boundaries import is_packed
-from torch_backend.hf.patch import context_of
+from torch_backend.hf.inputs.guard import Guard
+from torch_backend.hf.patch import context_of, state_of
 from torch_backend.hf.router import asks_for_router_loss
+from torch_backend.segments import to_device
 from torch_backend.trainers import sft
 
 require("transformers", extra="hf")
@@ -24,6 +30,7 @@ from transformers import Trainer  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
+_LOOKED_AT = 4  # packed batches whose gradients are looked at
 COUNT = "num_items_in_batch"  # the argument by which transformers hands the step's targets to a loss
 
 
@@ -87,6 +94,45 @@ def require_boundaries(trainer: Any) -> None:
         return loss
 
     trainer.compute_loss = checked
+
+
+def warn_of_last_tokens(trainer: Any) -> None:
+    """Log once where a loss of the trainer's own trains what the last tokens of documents predict.
+
+    The next token is another document's there, so labels are -100; a loss that shifts ``input_ids`` trains it. It is
+    seen by the gradient of the logits in the first packed batches. Losses of hidden states are not seen.
+    """
+    root = causal_lm(trainer.model)
+    if not (has_own_loss(trainer) or trainer.compute_loss_func is not None) or context_of(root) is not None:
+        return
+    watched = any(getattr(hook, "func", None) is _watch_last_tokens for hook in root._forward_hooks.values())
+    if head_of(root) == "next token" and not watched:
+        name = f"{type(trainer).__name__}.compute_loss" if has_own_loss(trainer) else "compute_loss_func"
+        root.register_forward_hook(partial(_watch_last_tokens, name), with_kwargs=True)
+
+
+def _watch_last_tokens(name: str, root: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    logits, lengths, state = getattr(output, "logits", None), kwargs.get("packed_lengths"), state_of(root)
+    if not (root.training and isinstance(logits, Tensor) and logits.requires_grad and lengths and state is not None):
+        return
+    if logits.shape[:2].numel() == sum(lengths) and state.guard.begins("last tokens", _LOOKED_AT):
+        logits.register_hook(partial(_check_last_tokens, name, lengths, state.guard))
+
+
+def _check_last_tokens(name: str, lengths: tuple[int, ...], guard: Guard, gradient: Tensor) -> None:
+    ends = to_device(torch.tensor(lengths).cumsum(0) - 1, gradient.device)
+
+    def error(i: int) -> PackingError:
+        return LayoutError(
+            f"{name} trains what the last token of segment {i} predicts. Where it shifts input_ids, this is the first "
+            "token of another document: take the targets from labels, which are -100 there. Where it is a penalty on "
+            "the logits of all tokens, crosspack.audit(trainer) says whether documents stay apart"
+        )
+
+    def find() -> Tensor:
+        return (gradient.flatten(0, 1).index_select(0, ends) != 0).any(1)
+
+    guard.check("last tokens", find, error, wait=False, warns=True)
 
 
 def warn_of_means(trainer: Any) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from torch_backend.hf.edits.override import OUTER, has_own_forward, original_class
+from torch_backend.hf.edits.late_hooks import WatchedHook
+from torch_backend.hf.edits.override import added_forward, original_class
 
 # Packages whose classes and hooks are a model's own, or act on each token alone. Code that comes with a checkpoint
 # (trust_remote_code) is in transformers_modules.
 _KNOWN = (
     *("torch", "transformers", "transformers_modules", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel"),
+    *("deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "composer"),
     *("torch_backend", "crosspack"),
 )
 # torch's modules that read several tokens, where no model of transformers made them
@@ -44,9 +46,9 @@ def additions(model: nn.Module) -> dict[str, nn.Module]:
         place, kind = name or "the model", _kind(module)
         if not _is_known(kind.__module__):
             found[f"{place} ({kind.__name__})"] = module
-        elif has_own_forward(module) and not _is_known(_module_of(_own_forward(module))):
+        elif _has_added_forward(module):
             found[f"forward of {place}"] = module
-        elif any(not _is_known(_module_of(hook)) for hook in _hooks(module)):
+        elif any(not is_known_hook(hook) for hook in _hooks(module)):
             found[f"a hook on {place}"] = module
         if not kind.__module__.startswith("transformers"):
             inside = ((f"{name}.{child}".lstrip("."), m) for child, m in module.named_children())
@@ -55,9 +57,66 @@ def additions(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def kinds_added(model: nn.Module) -> Counter[str]:
-    """Counts the modules that were added to a model by their class, which is the same in its copies."""
-    kinds = map(_kind, model.modules())
-    return Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if not _is_known(kind.__module__))
+    """Counts what was added to a model by its class or function, which are the same in its copies.
+
+    Modules of torch that read several tokens are counted wherever they stand: only what was added after others were
+    counted says something. The forward of ``model`` itself is left out, because it calls a decoder that takes packed
+    batches, and hooks are (:mod:`~..edits.late_hooks`).
+    """
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        kind = _kind(module)
+        if not _is_known(kind.__module__) or isinstance(module, _READ_SEVERAL):
+            found[f"{kind.__module__}.{kind.__qualname__}"] += 1
+        if module is not model and _has_added_forward(module):
+            found[f"another forward of {kind.__name__}"] += 1
+    return found
+
+
+class Structure:
+    """The modules of a model with their classes, forwards and hooks, compared by identity.
+
+    A comparison costs 0.4 microseconds a module, a tenth of what :func:`kinds_added` costs. The output layer may be
+    exchanged for another that reads each token alone, as losses do during a call. A copied or unpickled structure is of
+    no model, and so is the one that is made without a model.
+    """
+
+    def __init__(self, model: Any = None) -> None:
+        self.modules: list[nn.Module] = [] if model is None else list(model.modules())
+        self.hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        output = None if model is None else model.get_output_embeddings()
+        children = [(m._modules, name, child) for m in self.modules for name, child in m._modules.items()]
+        self.slots = [(of, name) for of, name, child in children if child is not output or child is None]
+        self.outputs = [(of, name) for of, name, child in children if child is output and child is not None]
+        self.seen = self._look() if self.modules else None
+
+    def unchanged(self) -> bool:
+        """Returns whether the model is as it was."""
+        return self.seen is not None and self.seen == self._look()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Structure, ()
+
+    def _look(self) -> tuple[Any, ...]:
+        own = [m.__dict__ for m in self.modules[1:]]
+        return (
+            list(map(type, self.modules)),
+            list(map(len, self.hooks)),
+            [id(d.get("_old_forward") or d.get("forward")) for d in own],
+            [len(m._modules) for m in self.modules],
+            [id(of.get(name)) for of, name in self.slots],
+            [_reads_each_token_alone(of.get(name)) for of, name in self.outputs],
+        )
+
+
+def _reads_each_token_alone(layer: nn.Module | None) -> bool:
+    parts = () if layer is None else layer.modules()
+    return all(_is_known(_kind(part).__module__) and not isinstance(part, _READ_SEVERAL) for part in parts)
+
+
+def _has_added_forward(module: nn.Module) -> bool:
+    own = added_forward(module)
+    return own is not None and not _is_known(_module_of(own))
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
@@ -80,9 +139,9 @@ def _is_known(module: str) -> bool:
     return module.partition(".")[0] in _KNOWN
 
 
-def _own_forward(module: nn.Module) -> Any:
-    own = module.__dict__
-    return own.get(OUTER, own.get("_old_forward", own.get("forward")))
+def is_known_hook(hook: Callable[..., Any]) -> bool:
+    """Returns whether a hook is of a package whose hooks act on each token alone."""
+    return _is_known(_module_of(hook.hook if isinstance(hook, WatchedHook) else hook))
 
 
 def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:

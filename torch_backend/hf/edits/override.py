@@ -78,12 +78,20 @@ def original_class(layer: nn.Module) -> type[nn.Module]:
     return type(layer) if found is None else found.__dict__[_ORIGINAL]
 
 
-def has_own_forward(layer: nn.Module) -> bool:
-    """Returns whether the instance has a forward that hides its class's; accelerate's hooks do not count."""
-    if _ACTIVE in layer.__dict__:
-        return OUTER in layer.__dict__
+def added_forward(layer: nn.Module) -> Any:
+    """The forward that was set on the instance, before :func:`override` or over it; None if there is none.
+
+    Accelerate's hooks do not count.
+    """
     own = layer.__dict__.get("_old_forward", layer.__dict__.get("forward"))
-    return own is not None and not _is_method_of(own, type(layer))
+    if own is not None and not _is_method_of(own, type(layer)):
+        return own
+    return layer.__dict__.get(OUTER) if _ACTIVE in layer.__dict__ else None
+
+
+def has_own_forward(layer: nn.Module) -> bool:
+    """Returns whether the instance had a forward before :func:`override`, which hides its class's."""
+    return OUTER in layer.__dict__ if _ACTIVE in layer.__dict__ else added_forward(layer) is not None
 
 
 def is_reached(layer: nn.Module) -> bool:

@@ -40,6 +40,7 @@ METADATA_KEYS = (
     "max_length_k",
     "seq_idx",
 )
+LOOKED_AT = 8  # batches of a model that are looked at where each batch would cost time
 PAGED_CACHE = "cache"  # of transformers' continuous batching
 WAY_OUT = (
     "let PackedCollator build the batches, or wrap the present collator, crosspack.with_boundaries(collator), "
@@ -80,6 +81,8 @@ def take_metadata(
     lengths: Sequence[int] | None = found.get("packed_lengths")
     parents = _parents(found, row_length)
     longest: Any = found.get("max_length_q")
+    if boundaries is not None and lengths is None and not embedded and batch.get("labels") is None:
+        _check_tail(tokens, boundaries, guard, wait=wait)
     if boundaries is not None and torch.compiler.is_compiling() and not host_lengths:
         lengths = None  # values on the host would be compiled in, one graph per batch
     elif (
@@ -335,6 +338,29 @@ def _check_on_device(packed: PackedMetadata, guard: Guard, *, rows: int, wait: b
         )
 
     guard.check("cu_seq_lens_q", find, error, wait=wait)
+
+
+def _check_tail(ids: Tensor, boundaries: Tensor, guard: Guard, *, wait: bool) -> None:
+    """Raise where tokens [B, S] after the last boundary are no padding, which repeats one token.
+
+    On a device the first batches of a model are looked at.
+    """
+    if not (guard.immediate(boundaries) or guard.begins("tail", LOOKED_AT)):
+        return
+
+    def find() -> Tensor:
+        flat = ids.flatten()
+        after = torch.arange(len(flat), device=flat.device) >= to_device(boundaries[-1:], flat.device)
+        return after & (flat != flat[-1])
+
+    def error(i: int) -> PackingError:
+        row, token = divmod(i, ids.shape[1])
+        return LayoutError(
+            f"cu_seq_lens_q ends before the last token, and the tokens after it differ (row {row}, token {token}), as "
+            f"those of documents do and padding does not: {WAY_OUT}"
+        )
+
+    guard.check("tokens after the last boundary", find, error, wait=wait)
 
 
 def check_no_restart(positions: Tensor, packed: PackedMetadata, guard: Guard, *, wait: bool = True) -> None:

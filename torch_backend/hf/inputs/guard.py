@@ -7,7 +7,9 @@ one-element result has reached pinned host memory. Under ``torch.compile`` the r
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from packing_core.errors import PackingError
 
+logger = logging.getLogger(__name__)
 BROKEN = (
     "{}: a batch in a compiled model breaks a rule of packing. Call the model once on it without torch.compile: the "
     "error there says which token it is and the way out"
@@ -57,6 +60,7 @@ class PendingCheck:
     flag: Readback
     wrong: Tensor
     error: Callable[[int], PackingError]
+    warns: str | None = None  # the kind of a check that warns
 
 
 def on_host(x: Tensor) -> bool:
@@ -94,14 +98,27 @@ class Guard:
         self.immediate = immediate
         self.read_back = read_back
         self.seen: set[str] = set()
+        self.begun: Counter[str] = Counter()
+        self.warned: set[str] = set()
         self.pending: list[PendingCheck] = []
         self._polling = threading.Lock()  # several threads may call the model
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Guard, (self.immediate, self.read_back)
 
+    def begins(self, kind: str, batches: int) -> bool:
+        """Returns whether this is one of the first batches that a check looks at, and counts it."""
+        self.begun[kind] += 1
+        return self.begun[kind] <= batches
+
     def check(
-        self, kind: str, find: Callable[[], Tensor], error: Callable[[int], PackingError], *, wait: bool = True
+        self,
+        kind: str,
+        find: Callable[[], Tensor],
+        error: Callable[[int], PackingError],
+        *,
+        wait: bool = True,
+        warns: bool = False,
     ) -> None:
         """Raise ``error(i)``, now or in a later :meth:`poll`, if any element of ``find()`` is true.
 
@@ -110,7 +127,10 @@ class Guard:
             find: computes a bool tensor that marks violations; not called while a CUDA graph is captured.
             error: makes the exception from the flat index of the first violation.
             wait: False keeps the first check of a kind asynchronous, too.
+            warns: log the error once in place of raising it; compiled graphs do not look.
         """
+        if warns and (torch.compiler.is_compiling() or kind in self.warned):
+            return
         if torch.compiler.is_compiling():
             # the values come when the graph runs; an error of ours could only be made where it breaks the graph
             torch._assert_async(~find().any(), BROKEN.format(kind))
@@ -125,9 +145,9 @@ class Guard:
             if not immediate:
                 self.seen.add(kind)
             if bool(wrong.any()):
-                raise error(_first(wrong))
+                self._report(error(_first(wrong)), kind if warns else None)
         else:
-            self.pending.append(PendingCheck(self.read_back(wrong.any()), wrong, error))
+            self.pending.append(PendingCheck(self.read_back(wrong.any()), wrong, error, kind if warns else None))
 
     def poll(self, *, wait: bool = False) -> None:
         """Raise for the first earlier batch whose result has arrived and is a violation.
@@ -144,9 +164,17 @@ class Guard:
             while self.pending and (wait or self.pending[0].flag.ready()):
                 check = self.pending.pop(0)
                 if check.flag.value():
-                    self.pending.clear()
+                    if check.warns is None:
+                        self.pending.clear()
                     error = check.error(_first(check.wrong))
-                    raise type(error)(f"in an earlier batch: {error}")
+                    self._report(type(error)(f"in an earlier batch: {error}"), check.warns)
+
+    def _report(self, error: PackingError, warns: str | None) -> None:
+        if warns is None:
+            raise error
+        if warns not in self.warned:
+            self.warned.add(warns)
+            logger.warning("%s", error)
 
 
 def _first(wrong: Tensor) -> int:

@@ -7,19 +7,20 @@ the tokens of a row that a collator packed -> a PackingError before the forward 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from packing_core.batches.marks import LENGTHS, NUMBERS, OTHER_NAMES
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
 from torch_backend.hf.inputs.arguments import CACHES, place_of
-from torch_backend.hf.inputs.boundaries import METADATA_KEYS, PAGED_CACHE, WAY_OUT
+from torch_backend.hf.inputs.boundaries import LOOKED_AT, METADATA_KEYS, PAGED_CACHE, WAY_OUT
 from torch_backend.hf.inputs.guard import Guard
-from torch_backend.seal import fingerprints, packed_rows
-from torch_backend.segments import to_device
+from torch_backend.known_rows import LOST_LENGTHS, begins_packed, fingerprints, knows_beginnings, packed_rows
+from torch_backend.segments import PackedMetadata, to_device
 
 _OTHER_MARKS = {*LENGTHS, *NUMBERS, *OTHER_NAMES} - set(METADATA_KEYS)
 
@@ -43,12 +44,16 @@ def refuse_other_marks(kwargs: Mapping[str, Any], names: Collection[str]) -> Non
             )
 
 
-def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True) -> None:
+def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, starts: int | None = None, wait: bool = True) -> None:
     """Raise for a batch that looks packed and does not carry its segments.
 
     It does if it has a part of the metadata, a mask of segment numbers, positions that restart inside a row, or the
-    tokens of a row that a collator packed. A batch with a cache is not looked at: its positions and masks are those of
+    tokens of a row that a collator or ``pack_dataset`` packed. Labels that look like those of a packed row are logged
+    once, see :func:`_labels_of_starts`. A batch with a cache is not looked at: its positions and masks are those of
     generation. Neither are positions and tokens beside a mask that already says which token sees which.
+
+    Args:
+        starts: the token with which documents alone begin; None if there is none.
 
     Raises (now or later, see :class:`Guard`):
         LayoutError: what marks the batch, and the way out.
@@ -84,11 +89,17 @@ def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True
     ids = kwargs.get("input_ids")
     if isinstance(ids, Tensor) and ids.ndim == 2 and _says_nothing_of_segments(mask, ids):
         _refuse_packed_rows(ids, guard, wait=wait)
+        if wait:
+            _warn_of_labels(kwargs.get("labels"), ids, mask, guard, starts=starts)
 
 
 def _refuse_packed_rows(ids: Tensor, guard: Guard, *, wait: bool) -> None:
-    """Raise for rows [B, S] that were picked out of a packed batch; those of a compiled model are not looked at."""
-    if torch.compiler.is_compiling() or not (known := packed_rows(ids.shape[1])):
+    """Raise for rows [B, S] that were packed before; those of a compiled model are not looked at."""
+    if torch.compiler.is_compiling():
+        return
+    if knows_beginnings():
+        _refuse_beginnings(ids, lambda: begins_packed(ids), "row", guard, wait=wait)
+    if not (known := packed_rows(ids.shape[1])):
         return
 
     def error(row: int) -> PackingError:
@@ -102,6 +113,74 @@ def _refuse_packed_rows(ids: Tensor, guard: Guard, *, wait: bool) -> None:
         return torch.isin(fingerprints(ids), to_device(torch.tensor(known), ids.device))
 
     guard.check("input_ids", find, error, wait=wait)
+
+
+def refuse_joined(ids: Any, packed: PackedMetadata, guard: Guard, *, wait: bool) -> None:
+    """Raise for a segment that is a row of ``pack_dataset``; the first batches of a model are looked at."""
+    known = isinstance(ids, Tensor) and not torch.compiler.is_compiling() and knows_beginnings()
+    if not (known and guard.begins("segments", LOOKED_AT)):
+        return
+
+    def find() -> Tensor:
+        within = torch.arange(packed.tokens, device=packed.device)
+        within = within - packed.cu_seqlens.index_select(0, packed.seq_idx)
+        return begins_packed(to_device(ids, packed.device), within.view(ids.shape))
+
+    _refuse_beginnings(ids, find, "a segment of row", guard, wait=wait)
+
+
+def _refuse_beginnings(ids: Tensor, find: Callable[[], Tensor], what: str, guard: Guard, *, wait: bool) -> None:
+    def error(token: int) -> PackingError:
+        return LayoutError(f"{what} {token // ids.shape[1]} of input_ids {LOST_LENGTHS}")
+
+    guard.check(f"beginning of {what}", find, error, wait=wait)
+
+
+def _warn_of_labels(labels: Any, ids: Tensor, mask: Any, guard: Guard, *, starts: int | None) -> None:
+    """Log once that labels look like those of packed documents; the first batches of a model are looked at."""
+    if not isinstance(labels, Tensor) or labels.shape != ids.shape or torch.compiler.is_compiling():
+        return
+    if not guard.begins("labels", LOOKED_AT):
+        return
+
+    def error(i: int) -> PackingError:
+        return LayoutError(
+            f"labels are -100 at the first token of a row and at single tokens inside ({place_of(i, ids.shape[1])}), "
+            "as where packed documents begin, and the batch carries no boundaries, so the row is trained as one "
+            f"document. If it holds several, {WAY_OUT}"
+        )
+
+    guard.check(
+        "labels",
+        lambda: _labels_of_starts(to_device(labels, ids.device), ids, mask, starts),
+        error,
+        wait=False,
+        warns=True,
+    )
+
+
+def _labels_of_starts(labels: Tensor, ids: Tensor, mask: Tensor | None, starts: int | None) -> Tensor:
+    """bool [B, S]: tokens whose labels are -100 as those of document starts are, in rows that train all others.
+
+    Masks of prompts and turns cover several tokens each, or leave the first token out. Masks by token (padding that is
+    also the end of a turn) cover every token of that kind, so only tokens count that are trained elsewhere, or that
+    begin documents alone.
+    """
+    index = torch.arange(ids.shape[1], device=ids.device)
+    trained, left_out = labels == ids, labels == IGNORE_INDEX
+    inside = index <= (trained * index).amax(1, keepdim=True)
+    if mask is not None:
+        inside = inside & (to_device(mask, ids.device) != 0)
+    left_out = left_out & inside
+    first = inside.int().argmax(1, keepdim=True)
+    runs = (left_out[:, 1:] & left_out[:, :-1]).any(1, keepdim=True)
+    others = (inside & ~trained & ~left_out).any(1, keepdim=True)
+    known = torch.where(trained, ids, -1).flatten().sort().values
+    at = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+    elsewhere = known.index_select(0, at.flatten()).view(ids.shape) == ids
+    if starts is not None:
+        elsewhere = elsewhere | (ids == starts)
+    return left_out & (index > first) & elsewhere & left_out.gather(1, first) & ~runs & ~others
 
 
 def _says_nothing_of_segments(mask: Any, positions: Tensor) -> bool:
