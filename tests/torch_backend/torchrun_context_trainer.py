@@ -159,12 +159,12 @@ def audited(kind: str, broken: bool = False) -> tuple[str, str]:
         trainer = trainer_of(Case(kind=kind), folder)
         trainer.train_dataset = of_lengths((70, 20, 6))  # of which two ranks cut the first
         enable_packing(trainer, capacity=CAPACITY, verify=False)
-        with mocked.object(RankShare, "positions", property(_restarting)) if broken else nullcontext():
+        with mocked.object(RankShare, "positions", property(restarting)) if broken else nullcontext():
             report = audit(trainer)
     return report.verdict, str(report)
 
 
-def _restarting(share: RankShare) -> Any:
+def restarting(share: RankShare) -> Any:
     """Replaces positions in whole documents: they count from 0 in every piece."""
     return np.concatenate([np.arange(n) for n in share.lengths])
 
