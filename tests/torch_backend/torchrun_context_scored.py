@@ -26,9 +26,8 @@ from tests.torch_backend.test_preference import dpo, peft
 from tests.torch_backend.test_reward import reward
 from tests.torch_backend.test_scored_trainers import kto, policy
 from tests.torch_backend.torchrun import run_cases, whole
-from tests.torch_backend.torchrun_context_trainer import restarting
+from tests.torch_backend.torchrun_context_trainer import restarting, straddling
 from torch_backend import audit, enable_packing, patch
-from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
 
 GRADIENTS: dict[str, Any] = {"max_steps": 2, "gradient_accumulation_steps": 4, "logging_steps": 1, "max_grad_norm": 0.5}
@@ -104,20 +103,6 @@ def built(make: Callable[..., Any], folder: str, family: str = "qwen3", **option
     }
     with on_accelerators():
         return make(folder, family, **{**given, **options})
-
-
-@contextmanager
-def straddling() -> Iterator[list[bool]]:
-    """Collects of each row that is cut whether a document of it lies on both ranks."""
-    stock, found = ContextGroup.share, []
-
-    def share(*args: Any) -> Any:
-        made = stock(*args)
-        found.append(made.straddles)
-        return made
-
-    with mocked.object(ContextGroup, "share", share):
-        yield found
 
 
 def untimed(logs: dict[str, float]) -> dict[str, float]:

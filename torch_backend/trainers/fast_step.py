@@ -141,7 +141,8 @@ class PackedStep:
         assert self.gradients is not None
         tokens = partial(tokens_of, inputs)
         with naming_the_level(self.model, tokens, self.trainer.optimizer, self.autocast, **rule):
-            return self.losses(self.gradients(StepInputs(inputs, num_items_in_batch), last=last))
+            loss: Tensor = self.gradients(StepInputs(inputs, num_items_in_batch), last=last)
+        return self.losses(loss if self.over_ranks is None else self.over_ranks.mean(loss))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -153,6 +154,8 @@ class PackedStep:
                 refuse_outputs(self.over_ranks.context.ranks)
             if not self.model.training:
                 gather_means(self.trainer, self.over_ranks.context.ranks)
+                if self.metrics is not None:
+                    self.metrics.log_evaluation()
             of_part: Any = self.over_ranks.in_place_of(model)
             part = self.over_ranks.cut(inputs, model)
             return Trainer.compute_loss(self.trainer, of_part, part, return_outputs, num_items_in_batch)
