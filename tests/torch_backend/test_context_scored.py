@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.torch_backend.torchrun import torchrun
-from tests.torch_backend.torchrun_context_scored import CASES, REFUSED, train
+from tests.torch_backend.torchrun_context_scored import CASES, ON_FOUR, REFUSED, train
 
 pytestmark = pytest.mark.slow  # starts processes that train
 
@@ -23,16 +24,33 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_train_and_log_as_one_process_does(two: dict[str, Any], name: str) -> None:
-    many, one = two[name], train(name)
+def assert_same_weights(many: Any, one: dict[str, Any]) -> None:
+    """Several ranks, which cut documents, have trained the weights of one process."""
     assert not isinstance(many, str), many  # the text of an error
     assert any(many["straddled"]) and not one["straddled"]
     for name, weight in one["weights"].items():
         assert float((many["weights"][name] - weight).abs().max()) <= 1e-6 * max(1.0, float(weight.abs().max())), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_and_log_as_one_process_does(two: dict[str, Any], name: str) -> None:
+    many, one = two[name], train(name)
+    assert_same_weights(many, one)
     assert len(many["logs"]) == len(one["logs"]) and "num_tokens" in one["logs"][0]
     for found, expected in zip([*many["logs"], many["evaluated"]], [*one["logs"], one["evaluated"]], strict=True):
         assert found == pytest.approx(expected, rel=1e-5, abs=5e-6)  # rewards are differences of sums of some 200
+
+
+def test_two_groups_of_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+    """TRL takes the means of entropies and logits over the tokens of a micro-batch of all groups: those are others."""
+    torchrun("torchrun_context_scored.py", str(tmp_path / "results.pt"), ranks=4)
+    many, one = torch.load(tmp_path / "results.pt")[ON_FOUR], train(ON_FOUR)
+    assert_same_weights(many, one)
+    compared = ("loss", "grad", "num_", "total", "train_loss", "eval_loss")
+    for found, expected in zip(many["logs"], one["logs"], strict=True):
+        names = [name for name in expected if name.startswith((*compared, "rewards/", "logps/"))]
+        assert len(names) > 1
+        assert [found[name] for name in names] == pytest.approx([expected[name] for name in names], rel=1e-5, abs=5e-6)
 
 
 def test_an_audit_of_a_trainer_tells_what_is_exact(two: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Argument: the file to write to.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,8 @@ CASES: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
     "DPO, adapters": (preferences, "qwen3", LORA),
     "KTO": (kto, "qwen3", {**GRADIENTS, "per_device_train_batch_size": 2}),
 }
+ON_FOUR = "DPO, two groups"  # as many pairs of a step, a micro-batch of each group after the other
+HALVED = {"gradient_accumulation_steps": 2, "per_device_eval_batch_size": 1}
 
 
 def ranks() -> int:
@@ -92,12 +95,12 @@ def on_accelerators() -> Iterator[None]:
 
 
 def built(make: Callable[..., Any], folder: str, family: str = "qwen3", **options: Any) -> Any:
-    """A trainer over all ranks, of which FSDP2 shards the model and accelerate's ``cp_size`` cuts the rows."""
+    """A trainer over all ranks, whose model FSDP2 shards and whose rows each pair of ranks cuts (``cp_size``)."""
     if ranks() == 1:
         return make(folder, family, **options)
     layers: Sequence[str] = [LAYERS[family]]
     given = {
-        "parallelism_config": ParallelismConfig(cp_size=ranks()),
+        "parallelism_config": ParallelismConfig(cp_size=2, dp_shard_size=ranks() // 2),
         "fsdp": True,
         "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": layers},
     }
@@ -112,7 +115,11 @@ def untimed(logs: dict[str, float]) -> dict[str, float]:
 
 def train(name: str) -> dict[str, Any]:
     """Trains two steps: what is logged, the weights, and an evaluation."""
-    make, family, options = CASES[name]
+    make, family, options = CASES["DPO" if name == ON_FOUR else name]
+    if name == ON_FOUR:
+        options = {**options, "eval_dataset": few_long_pairs(6)}  # of five, two groups would evaluate one twice
+    if ranks() == 4:
+        options = {**options, **HALVED}
     with TemporaryDirectory() as folder, straddling() as straddled:
         trainer = enable_packing(built(make, folder, family, **options), verify=False)
         trainer.train()
@@ -171,8 +178,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 
 def run(name: str) -> Any:
-    return train(name) if name in CASES else {**AUDITED, **REFUSED}[name]()
+    return {**AUDITED, **REFUSED}[name]() if name in AUDITED or name in REFUSED else train(name)
 
 
 if __name__ == "__main__":
-    run_cases(Path(sys.argv[1]), [*CASES, *AUDITED, *REFUSED], run)
+    on_two = [*CASES, *AUDITED, *REFUSED]
+    run_cases(Path(sys.argv[1]), [ON_FOUR] if os.environ["WORLD_SIZE"] == "4" else on_two, run)
