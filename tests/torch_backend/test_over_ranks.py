@@ -17,10 +17,13 @@ from tests.torch_backend.models import tiny
 from tests.torch_backend.test_conditions import model_of
 from tests.torch_backend.test_rank_share import shares
 from tests.torch_backend.vision_models import vision_model
+from torch_backend import patch
 from torch_backend.context_parallel.random_numbers import draws_of_rank
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.edits import rotary
 from torch_backend.hf.inputs.context import refuse_context
+from torch_backend.hf.inputs.unpadding import unpad_calls
+from torch_backend.hf.patch import state_of
 from torch_backend.trainers import over_ranks
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -163,3 +166,11 @@ def test_operations_and_inputs_of_a_group_count_once() -> None:
     over_ranks.prepare_for_groups(trainer, 4)
     trainer._track_num_input_tokens(5)
     assert (trainer.floating_point_ops(1), trainer.state.num_input_tokens_seen) == (2, 8)
+
+
+def test_padded_calls_that_ask_for_more_than_log_probabilities_are_refused() -> None:
+    model: Any = patch(tiny("qwen3"), verify=False)
+    unpad_calls(model, always=True)
+    state_of(model).context = Mock()
+    with pytest.raises(UnsupportedModelError, match=r"a padded call runs packed, and its documents are cut over ranks"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long), attention_mask=torch.ones(1, 4, dtype=torch.long))
