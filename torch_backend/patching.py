@@ -20,7 +20,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits.rotary import rounded_frequencies
 from torch_backend.hf.entry import watch_wrapper
 from torch_backend.hf.inputs.unpadding import unpad_calls
-from torch_backend.hf.patch import install, state_of, unpatch
+from torch_backend.hf.patch import install, refuse_context_of, state_of, unpatch
 
 logger = logging.getLogger(__name__)
 __all__ = ["patch", "unpad", "unpatch"]
@@ -113,6 +113,7 @@ def unpad(model: Model, *, implementation: str | Sequence[str] = "auto", verify:
     Raises:
         UnsupportedModelError, ContaminationError: as :func:`patch`.
     """
+    refuse_context_of(model, "unpad(model)")
     patch(model, implementation=implementation, verify=verify)
     unpad_calls(model, always=True)
     return model

@@ -17,10 +17,13 @@ from tests.torch_backend.models import tiny
 from tests.torch_backend.test_conditions import model_of
 from tests.torch_backend.test_rank_share import shares
 from tests.torch_backend.vision_models import vision_model
+from torch_backend import patch
 from torch_backend.context_parallel.random_numbers import draws_of_rank
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.edits import rotary
 from torch_backend.hf.inputs.context import refuse_context
+from torch_backend.hf.inputs.unpadding import unpad_calls
+from torch_backend.hf.patch import state_of
 from torch_backend.trainers import over_ranks
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -34,7 +37,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "torch_compile": ({"torch_compile": True}, "their pieces differ in every batch: leave torch_compile out"),
     "seen tokens": (
         {"include_num_input_tokens_seen": "all"},
-        "each rank would count all of their tokens: leave include_num_input_tokens_seen out",
+        "in this transformers each rank would count all of their tokens: leave include_num_input_tokens_seen out",
     ),
     "DeepSpeed": ({"is_deepspeed_enabled": True}, "DeepSpeed averages gradients over ranks of its own choice: use DDP"),
     "tensors": ({"tp_enabled": True, "tp_size": 2}, "tensor parallelism beside it is not tested: leave tp_size=2 out"),
@@ -49,7 +52,7 @@ def reason(fast: bool = True, **changes: Any) -> str | None:
     } | changes  # fmt: skip
     one: Any = SimpleNamespace(**settings)  # the trainer, its arguments and its parallelism in one
     one.args, one.accelerator = one, SimpleNamespace(parallelism_config=one)
-    return over_ranks._why_not(one, fast)
+    return over_ranks._why_not(one, fast) or over_ranks._why_not_arguments(one)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -117,7 +120,7 @@ def test_ranks_that_are_seeded_alike_draw_other_numbers_and_go_on_alike() -> Non
 
 
 def test_a_trainer_over_ranks_counts_the_targets_of_a_step_and_leaves_smoothing_to_it() -> None:
-    trainer: Any = SimpleNamespace(label_smoother=SimpleNamespace(epsilon=0.1), accelerator=SimpleNamespace())
+    trainer = Mock(label_smoother=SimpleNamespace(epsilon=0.1))
     trainer.model_accepts_loss_kwargs = False  # by which transformers counts
     assert over_ranks.OverRanks(trainer, Mock()).smoothing == 0.1
     assert trainer.model_accepts_loss_kwargs is True and trainer.label_smoother is None
@@ -129,6 +132,45 @@ def test_an_evaluation_of_two_groups_weighs_the_mean_of_both_by_the_documents(la
     parts = torch.tensor([8.0, 8.0, 2.0, 2.0])  # of the loss of a batch, whose mean over all ranks is that loss
     state = SimpleNamespace(end_of_dataloader=last, remainder=2)
     accelerator = SimpleNamespace(gather=lambda losses: parts.repeat_interleave(len(losses)), gradient_state=state)
-    trainer: Any = SimpleNamespace(label_smoother=None, accelerator=accelerator)
-    over_ranks.OverRanks(trainer, Mock(ranks=2)).gather_means(trainer)
+    trainer: Any = SimpleNamespace(accelerator=accelerator)
+    over_ranks.gather_means(trainer, 2)
     assert trainer.gather_function(torch.full((3,), 8.0)).tolist() == [5.0] * documents
+
+
+class _Accelerator:
+    """Four ranks in two groups, of which the second one has ten more."""
+
+    num_processes = 4
+
+    def gather(self, found: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.atleast_1d(found) + 10 * (rank // 2) for rank in range(4)])
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1), torch.tensor([1, 2]), torch.tensor([[1], [2]])])
+def test_what_a_preference_trainer_gathers_is_that_of_each_group_once(value: torch.Tensor) -> None:
+    accelerator = _Accelerator()
+    trainer = Mock(accelerator=accelerator, compute_loss=lambda *_: accelerator.gather(value))
+    over_ranks.ScoresOverRanks(trainer, 2)
+    value = torch.atleast_1d(value)
+    assert torch.equal(trainer.compute_loss(None, {}), torch.cat([value, value + 10]))
+    assert len(accelerator.gather(value)) == 4 * len(value), "outside of its loss it gathers of all ranks"
+
+
+def test_operations_and_inputs_of_a_group_count_once() -> None:
+    trainer = Mock(floating_point_ops=lambda inputs: 8 * inputs, state=SimpleNamespace(num_input_tokens_seen=3))
+
+    def track(inputs: int) -> None:
+        trainer.state.num_input_tokens_seen += 4 * inputs
+
+    trainer._track_num_input_tokens = track
+    over_ranks.prepare_for_groups(trainer, 4)
+    trainer._track_num_input_tokens(5)
+    assert (trainer.floating_point_ops(1), trainer.state.num_input_tokens_seen) == (2, 8)
+
+
+def test_padded_calls_that_ask_for_more_than_log_probabilities_are_refused() -> None:
+    model: Any = patch(tiny("qwen3"), verify=False)
+    unpad_calls(model, always=True)
+    state_of(model).context = Mock()
+    with pytest.raises(UnsupportedModelError, match=r"a padded call runs packed, and its documents are cut over ranks"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long), attention_mask=torch.ones(1, 4, dtype=torch.long))

@@ -6,8 +6,8 @@ Argument: the file to write to.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,13 +29,25 @@ from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import arguments, tiny_tokenizer
 from tests.torch_backend.torchrun import leave, whole
 from torch_backend import audit, enable_packing, explain
+from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
 
 CAPACITY = 96
 ROUTED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 OF_TRL = {"router_aux_loss_coef": 0.5}  # the model was built with another one
 ROWS, MICROBATCHES = 4, 2  # of a step
-LOGGED = ("loss", "grad_norm", "num_tokens", "aux_loss", "eval_aux_loss")
+LOGGED = ("loss", "train_loss", "grad_norm", "learning_rate", "total_flos")  # by every trainer
+COUNTS = ("num_tokens", "eval_num_tokens", "num_input_tokens_seen")
+ROUTERS = ("aux_loss", "eval_aux_loss")
+# The last two steps are in train_loss alone, and the last one of the epoch has two rows.
+COUNTED: dict[str, Any] = {
+    "max_steps": 5,
+    "logging_first_step": True,
+    "logging_steps": 3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 1,
+    "include_num_input_tokens_seen": "all",
+}
 
 
 class Case(NamedTuple):
@@ -67,6 +79,8 @@ CASES = {
     "Trainer, smoothed": Case(smoothing=0.1),
     "Trainer, router": Case("qwen3_moe", changes=ROUTED),
     "Trainer, router, smoothed": Case("qwen3_moe", smoothing=0.1, changes=ROUTED),
+    "Trainer, counted": Case(options=COUNTED),
+    "SFTTrainer, counted": Case(kind="SFTTrainer", options=COUNTED),
     "SFTTrainer, router": Case("qwen3_moe", "SFTTrainer", options=OF_TRL),
     "SFTTrainer, router, smoothed": Case("qwen3_moe", "SFTTrainer", smoothing=0.1, options=OF_TRL),
 }
@@ -119,9 +133,23 @@ def trainer_of(case: Case, folder: str, **changes: Any) -> Any:
     return transformers.Trainer(model, given, **data)
 
 
+@contextmanager
+def straddling() -> Iterator[list[bool]]:
+    """Collects of each row that is cut whether a document of it lies on both ranks."""
+    stock, found = ContextGroup.share, []
+
+    def share(*args: Any) -> Any:
+        made = stock(*args)
+        found.append(made.straddles)
+        return made
+
+    with mocked.object(ContextGroup, "share", share):
+        yield found
+
+
 def train(case: Case) -> dict[str, Any]:
     """Losses, weights and the evaluation of two steps."""
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, straddling() as straddled:
         trainer = trainer_of(case, folder)
         enable_packing(trainer, capacity=CAPACITY, verify=False)
         trainer.train()
@@ -129,10 +157,11 @@ def train(case: Case) -> dict[str, Any]:
         evaluated = trainer.evaluate()["eval_loss"]
     history = trainer.state.log_history
     return {
-        **{key: [x[key] for x in history if key in x] for key in LOGGED},
+        **{key: [x[key] for x in history if key in x] for key in (*LOGGED, *COUNTS, *ROUTERS)},
         "eval_loss": evaluated,
         "weights": whole({name: p.detach() for name, p in trainer.model.named_parameters()}),
         "explained": explained,
+        "straddled": straddled,
     }
 
 
@@ -159,12 +188,12 @@ def audited(kind: str, broken: bool = False) -> tuple[str, str]:
         trainer = trainer_of(Case(kind=kind), folder)
         trainer.train_dataset = of_lengths((70, 20, 6))  # of which two ranks cut the first
         enable_packing(trainer, capacity=CAPACITY, verify=False)
-        with mocked.object(RankShare, "positions", property(_restarting)) if broken else nullcontext():
+        with mocked.object(RankShare, "positions", property(restarting)) if broken else nullcontext():
             report = audit(trainer)
     return report.verdict, str(report)
 
 
-def _restarting(share: RankShare) -> Any:
+def restarting(share: RankShare) -> Any:
     """Replaces positions in whole documents: they count from 0 in every piece."""
     return np.concatenate([np.arange(n) for n in share.lengths])
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from packing_core.errors import UnsupportedError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
+from torch_backend.context_parallel.whole import whole_tokens
 from torch_backend.hf.inputs.context import SHARE
 from torch_backend.hf.patch import context_of, cut_over_ranks
 
@@ -28,24 +28,7 @@ def whole_outputs(model: nn.Module, batch: Mapping[str, Any], outputs: Tensor) -
     Gradients that are averaged over ranks are those of one process, if every rank takes the same loss of the result.
     """
     share: RankShare = cut_over_ranks(model, batch)[SHARE]
-    found: Tensor = _Whole.apply(outputs, share)
-    return found
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: RankShare) -> Tensor:
-        ctx.share = share
-        whole = x.new_zeros(int(share.plan.lengths.sum()), *x.shape[1:])
-        whole[torch.from_numpy(share.tokens).to(x.device)] = x
-        dist.all_reduce(whole, group=share.group)  # of zeros but for the rank that has the token
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        share: RankShare = ctx.share
-        return gradient[torch.from_numpy(share.tokens).to(gradient.device)] * share.ranks, None
+    return whole_tokens(outputs, share)
 
 
 def mean_over(context: ContextGroup, x: Tensor) -> float:

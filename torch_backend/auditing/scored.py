@@ -20,6 +20,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.auditing.compare import cosine, gradients_error
 from torch_backend.auditing.images import images_of_rows, is_placeholder
+from torch_backend.auditing.ranks import averaged
 from torch_backend.collate import Batch
 from torch_backend.collate.image_tensors import Images
 from torch_backend.hf.anatomy.structure import causal_lm
@@ -27,6 +28,7 @@ from torch_backend.hf.inputs.boundaries import METADATA_KEYS
 from torch_backend.hf.inputs.padded_images import image_keys
 from torch_backend.hf.inputs.trl_trainers import generates
 from torch_backend.hf.inputs.unpadding import IDS, LENGTHS, Padded, lengths_of, padded_calls
+from torch_backend.hf.patch import context_of
 
 SMALLEST_LOSS = 1.0  # a smaller loss is compared with this much: advantages, whose mean is 0, cancel in it
 _MARKS = ("position_ids", *METADATA_KEYS)
@@ -83,7 +85,8 @@ class ScoredStep:
         loss.backward()
         gradients = {name: p.grad.float().clone() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
-        return float(loss.detach()), gradients
+        context = context_of(model)
+        return float(loss.detach()), gradients if context is None else averaged(model, gradients, context)
 
     def _probe(self) -> dict[str, float]:
         """Measures how far the scores of a document move, when it is replaced and when another one is.

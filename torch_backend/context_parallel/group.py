@@ -26,7 +26,7 @@ _WEIGHTS = 1_000_003  # of tokens in their checksum repeat after so many
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """A context-parallel group.
+    """A context-parallel group. Copies are the group itself; a process that loads a pickled one gets None.
 
     Attributes:
         mesh: of one dimension.
@@ -39,6 +39,12 @@ class ContextGroup:
     method: str
     cost: Cost
     contiguous: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextGroup:
+        return self  # processes are not copied with a model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_group, ()
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
@@ -86,6 +92,10 @@ class ContextGroup:
             torch._assert_async(same, message)
         elif not same:
             raise LayoutError(message)
+
+
+def _no_group() -> None:
+    """Stands for the group of a model that is loaded: it is not of these ranks."""
 
 
 def context_group(mesh: Any, config: Any, *, method: str = AUTO, contiguous: bool = False) -> ContextGroup | None:

@@ -261,7 +261,6 @@ class Patched(BatchReader):
         self.guard.poll()
         kwargs, expected = unsealed(kwargs), None
         if self.unpadding is not None:
-            refuse_context_of(self.root, "unpad(model)")
             expected, kwargs = self.unpadding.take_out(kwargs)
         whole = self.context is not None and is_packed(kwargs)
         if whole:
@@ -283,7 +282,7 @@ class Patched(BatchReader):
         output = self.rows.end(forward, output)
         if whole and kwargs.get("labels") is not None:
             output = with_loss_over_ranks(output, share)
-        return output if expected is None else self.unpadding.put_back(expected, output)
+        return output if expected is None else self.unpadding.put_back(expected, output, share)
 
     def run_decoder(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the decoder; ``call`` is its own forward."""

@@ -74,7 +74,7 @@ def enable_packing(
     Evaluation puts the documents of a batch into one row.
 
     Under accelerate's ``ParallelismConfig(cp_size=N)`` the documents of each row are cut over N ranks
-    (:mod:`torch_backend.trainers.over_ranks`), as by ``patch(model, mesh=...)``.
+    (:mod:`torch_backend.trainers.over_ranks`), as by ``patch(model, mesh=...)``, and so are those of TRL's DPO and KTO.
 
     TRL's DPO, KTO, reward, GRPO and RLOO trainers keep their batches, and their forwards run without padding
     (:mod:`torch_backend.trainers.preference`). Its AsyncGRPOTrainer, whose rows share prefixes by themselves, keeps

@@ -48,7 +48,12 @@ require("transformers", extra="hf")
 from transformers import Trainer  # noqa: E402
 
 from torch_backend.trainers.async_logging import without_waiting  # noqa: E402
-from torch_backend.trainers.over_ranks import WEIGHTS_REFUSED, OverRanks  # noqa: E402
+from torch_backend.trainers.over_ranks import (  # noqa: E402
+    WEIGHTS_REFUSED,
+    OverRanks,
+    gather_means,
+    refuse_outputs,
+)
 from torch_backend.trainers.own_loss import is_stock, loss_is_of_trl, why_logits  # noqa: E402
 
 
@@ -136,7 +141,8 @@ class PackedStep:
         assert self.gradients is not None
         tokens = partial(tokens_of, inputs)
         with naming_the_level(self.model, tokens, self.trainer.optimizer, self.autocast, **rule):
-            return self.losses(self.gradients(StepInputs(inputs, num_items_in_batch), last=last))
+            loss: Tensor = self.gradients(StepInputs(inputs, num_items_in_batch), last=last)
+        return self.losses(loss if self.over_ranks is None else self.over_ranks.mean(loss))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -145,9 +151,11 @@ class PackedStep:
         logits_wanted = return_outputs and not self.loss_only
         if self.over_ranks is not None:
             if logits_wanted:
-                self.over_ranks.refuse_outputs()
+                refuse_outputs(self.over_ranks.context.ranks)
             if not self.model.training:
-                self.over_ranks.gather_means(self.trainer)
+                gather_means(self.trainer, self.over_ranks.context.ranks)
+                if self.metrics is not None:
+                    self.metrics.log_evaluation()
             of_part: Any = self.over_ranks.in_place_of(model)
             part = self.over_ranks.cut(inputs, model)
             return Trainer.compute_loss(self.trainer, of_part, part, return_outputs, num_items_in_batch)

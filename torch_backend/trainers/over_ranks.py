@@ -22,12 +22,14 @@ from packing_core.errors import UnsupportedError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
+from torch_backend.hf.inputs.trl_trainers import generates, kind_of
 from torch_backend.hf.patch import context_of, cut_over_ranks, refuse_context_of
 from torch_backend.hf.router import SWITCH, asks_for_router_loss
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss, loss_and_router_loss
 from torch_backend.trainers import sft
 from torch_backend.trainers.own_loss import why_not_known
 
+WITHOUT_RANKS = "enable_packing(trainer) without ParallelismConfig(cp_size=...)"
 WEIGHTS_REFUSED = (
     'a Trainer divides its loss by the number of targets, and rows with weighting="document" weigh them: '
     'train by crosspack.make_train_step(model, optimizer), or pack with weighting="token"'
@@ -49,9 +51,9 @@ def context_mesh(trainer: Any, *, fast: bool) -> Any:
     refuse_split_rows(parallelism, kinds=("sequence",))
     size = trainer.get_cp_size() if hasattr(trainer, "get_cp_size") else getattr(parallelism, "cp_size", 1)
     if size == 1:
-        refuse_context_of(trainer.model, "enable_packing(trainer)")
+        refuse_context_of(trainer.model, WITHOUT_RANKS)
         return None
-    if (reason := _why_not(trainer, fast)) is not None:
+    if (reason := _why_not(trainer, fast) or _why_not_arguments(trainer)) is not None:
         raise UnsupportedError(f"context parallelism (cp_size={size}) cuts documents over ranks, and {reason}")
     if getattr(parallelism, "cp_enabled", False):
         return trainer.accelerator.torch_device_mesh["cp"]
@@ -61,22 +63,52 @@ def context_mesh(trainer: Any, *, fast: bool) -> Any:
 
 
 def _why_not(trainer: Any, fast: bool) -> str | None:
-    """Explains why a trainer cannot train parts of documents; None if it can."""
-    args, parallelism = trainer.args, trainer.accelerator.parallelism_config
+    """Explains why a trainer's loss is not computed from parts of documents; None if it is."""
+    args, kind = trainer.args, kind_of(trainer)
+    if kind is not None:
+        return _why_not_scored(trainer, kind)
     if not fast:
         return "the trainer's own step runs whole ones: leave fast=False out"
     if (reason := why_not_known(trainer)) is not None:
         return f"every rank computes its part of the loss without the logits of others: {reason}"
+    if not args.average_tokens_across_devices:
+        return "their targets are counted on all ranks: leave average_tokens_across_devices=False out"
+    return None
+
+
+def _why_not_scored(trainer: Any, kind: str) -> str | None:
+    """Explains why a trainer whose loss reads log-probabilities of documents cannot gather them; None if it can."""
+    if kind == "RewardTrainer":
+        return "a reward model scores each of them at its last token, on a model that is not causal: leave cp_size out"
+    if generates(trainer):
+        name = type(trainer).__name__
+        return f"{name} generates them, so the ranks of a group would have different ones: leave cp_size out"
+    if getattr(trainer, "precompute_ref_logps", False):
+        return (
+            "TRL computed the reference's log-probabilities when the trainer was built, under accelerate's own context "
+            "parallelism: leave precompute_ref_log_probs out"
+        )
+    models = [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
+    if getattr(trainer, "aux_loss_enabled", False) or any(asks_for_router_loss(causal_lm(m), {}) for m in models):
+        return "TRL computes a router's loss on the tokens of one rank: pass router_aux_loss_coef=0.0 to its arguments"
+    return None
+
+
+def _why_not_arguments(trainer: Any) -> str | None:
+    """Explains which argument or component of a trainer needs whole documents; None if none does."""
+    args, parallelism = trainer.args, trainer.accelerator.parallelism_config
     if trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None:
         return "no rank has the logits of whole ones: leave compute_metrics and preprocess_logits_for_metrics out"
     if args.neftune_noise_alpha is not None:
         return "NEFTune's noise depends on their lengths: leave neftune_noise_alpha out"
-    if not args.average_tokens_across_devices:
-        return "their targets are counted on all ranks: leave average_tokens_across_devices=False out"
     if args.torch_compile:
         return "their pieces differ in every batch: leave torch_compile out"
-    if getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False):
-        return "each rank would count all of their tokens: leave include_num_input_tokens_seen out"
+    counts = getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False)
+    if counts and not hasattr(trainer, "_track_num_input_tokens"):
+        return (
+            "in this transformers each rank would count all of their tokens: leave include_num_input_tokens_seen out, "
+            "or install a newer transformers"
+        )
     if trainer.is_deepspeed_enabled:
         return "DeepSpeed averages gradients over ranks of its own choice: use DDP or FSDP2"
     if getattr(parallelism, "tp_enabled", False):
@@ -98,8 +130,7 @@ class OverRanks:
         self.coefficient = None if metrics is None else sft.router_coefficient(trainer)
         self.smoothing = 0.0 if trainer.label_smoother is None else float(trainer.label_smoother.epsilon)
         trainer.label_smoother = None  # which reads the logits of whole rows
-        trainer._prepare_context_parallel_inputs = _as_they_are
-        trainer.accelerator._prepare_cp = _not_prepared
+        prepare_for_groups(trainer, context.ranks)
         trainer.model_accepts_loss_kwargs = True  # so that it counts the targets of a step
 
     @staticmethod
@@ -139,6 +170,12 @@ class OverRanks:
 
         return call
 
+    def mean(self, loss: Tensor) -> Tensor:
+        """Returns the mean of the losses of a group's ranks: what a training step logs, on each of them alike."""
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=self.context.group)
+        return total / self.context.ranks
+
     def _times_added(self) -> int:
         """Counts how often a step adds a router's loss that counts once, after the trainer multiplies by its ranks."""
         if self.coefficient is None:
@@ -170,24 +207,90 @@ class OverRanks:
         total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.smoothing)
         return total, (targets != IGNORE_INDEX).sum()
 
-    def gather_means(self, trainer: Any) -> None:
-        """Let an evaluation weigh the mean loss of each batch of all groups by its documents.
 
-        By itself transformers weighs a last batch of fewer documents less than the others, because every rank of a
-        group has its loss, and of several groups it takes the first one's part of that loss for the mean.
-        """
-        trainer.gather_function = partial(_means, trainer.accelerator, self.context.ranks)
+class ScoresOverRanks:
+    """Batches and losses of a trainer of TRL whose padded calls run packed and cut over ranks.
 
-    def refuse_outputs(self) -> None:
-        """Raise for a prediction of logits, of which every rank has a part.
+    Every rank of a group has the log-probabilities of the group's documents, computes the trainer's own loss of them
+    and logs it. For what it gathers of other ranks a group is one process.
+    """
 
-        Raises:
-            UnsupportedError
-        """
-        raise UnsupportedError(
-            f"documents are cut over {self.context.ranks} ranks, and no rank has the logits of whole ones: pass "
-            "prediction_loss_only=True, or predict with a model that is patched without a mesh"
-        )
+    def __init__(self, trainer: Any, ranks: int) -> None:
+        self.trainer, self.ranks = trainer, ranks
+        self.stock_loss = trainer.compute_loss
+        prepare_for_groups(trainer, ranks)
+        trainer.compute_loss = self.compute_loss
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """As ``Trainer.compute_loss``."""
+        if return_outputs:
+            refuse_outputs(self.ranks)
+        if not self.trainer.model.training:
+            gather_means(self.trainer, self.ranks)
+        accelerator = self.trainer.accelerator
+        accelerator.gather = partial(_of_each_group, accelerator, self.ranks)
+        try:
+            return self.stock_loss(model, inputs, **kwargs)
+        finally:
+            del accelerator.gather
+
+
+def _of_each_group(accelerator: Any, ranks: int, data: Any) -> Any:
+    """Replaces ``Accelerator.gather``: what the first rank of each group has, because the others have the same."""
+    groups = accelerator.num_processes // ranks
+
+    def first(x: Tensor) -> Tensor:
+        return x.unflatten(0, (groups, ranks, -1))[:, 0].flatten(0, 1)
+
+    found = type(accelerator).gather(accelerator, data)
+    return tuple(map(first, found)) if isinstance(found, tuple) else first(found)
+
+
+def prepare_for_groups(trainer: Any, ranks: int) -> None:
+    """Turn off accelerate's own context parallelism in a trainer, and count the batches of a group once.
+
+    Args:
+        ranks: of a group; all of them are given its batches.
+    """
+    trainer._prepare_context_parallel_inputs = _as_they_are
+    trainer.accelerator._prepare_cp = _not_prepared
+    trainer.floating_point_ops = partial(_part_of_operations, trainer.floating_point_ops, ranks)
+    if hasattr(trainer, "_track_num_input_tokens"):
+        trainer._track_num_input_tokens = partial(_track_once, trainer, trainer._track_num_input_tokens, ranks)
+
+
+def _part_of_operations(count: Any, ranks: int, inputs: Any) -> float:
+    """As ``Trainer.floating_point_ops``, which the trainer adds up over all ranks."""
+    operations: float = count(inputs) / ranks
+    return operations
+
+
+def _track_once(trainer: Any, track: Any, ranks: int, inputs: Any) -> None:
+    """As ``Trainer._track_num_input_tokens``, which adds up the inputs of all ranks."""
+    before = trainer.state.num_input_tokens_seen
+    track(inputs)
+    trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // ranks
+
+
+def gather_means(trainer: Any, ranks: int) -> None:
+    """Let an evaluation weigh the mean loss of each batch of all groups by its documents.
+
+    By itself transformers weighs a last batch of fewer documents less than the others, because every rank of a
+    group has its loss, and of several groups it takes the first one's part of that loss for the mean.
+    """
+    trainer.gather_function = partial(_means, trainer.accelerator, ranks)
+
+
+def refuse_outputs(ranks: int) -> None:
+    """Raise for a prediction of logits, of which every rank has a part.
+
+    Raises:
+        UnsupportedError
+    """
+    raise UnsupportedError(
+        f"documents are cut over {ranks} ranks, and no rank has the logits of whole ones: pass "
+        "prediction_loss_only=True, or predict with a model that is patched without a mesh"
+    )
 
 
 def _means(accelerator: Any, ranks: int, losses: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.anatomy.vision import vision_of
 from torch_backend.hf.edits.rotary import find_batch_dependent
-from torch_backend.hf.inputs.boundaries import refuse_split_rows
+from torch_backend.hf.inputs.forests import WAY_OUT
 from torch_backend.hf.inputs.prefixes import Sharing
 from torch_backend.hf.inputs.trl_trainers import generates, kind_of, rows_of_example
 from torch_backend.hf.inputs.unpadding import IDS, LENGTHS, LengthsCollator, unpad_calls
@@ -29,6 +29,7 @@ from torch_backend.patching import patch, unpatch
 from torch_backend.steps.dynamic_compile import CompiledCalls
 from torch_backend.steps.explaining import named_level
 from torch_backend.steps.fast_backward import GRAPH, LAYERS, LOSS
+from torch_backend.trainers.over_ranks import WITHOUT_RANKS, ScoresOverRanks, context_mesh
 from torch_backend.trainers.row_options import RowOptions
 
 logger = logging.getLogger(__name__)
@@ -54,15 +55,21 @@ def enable_unpadding(
         PackingError: an option of rows is given, which has no effect.
     """
     _refuse_row_options(trainer, options)
-    refuse_split_rows(trainer.accelerator.parallelism_config)
-    refuse_context_of(trainer.model, "enable_packing(trainer)")
+    mesh = context_mesh(trainer, fast=fast)
     _refuse(trainer)
+    if mesh is not None:
+        if share_prefix is True:
+            raise UnsupportedError(f"documents that are cut over ranks share no prefixes: {WAY_OUT}")
+        share_prefix = False
     models = [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
+    if mesh is None:
+        for model in models:
+            refuse_context_of(model, WITHOUT_RANKS)
     patched: list[Any] = []
     try:
         for model in models:
             patched += [] if state_of(causal_lm(model)) else [model]
-            patch(model, implementation=implementation, verify=verify)
+            patch(model, implementation=implementation, verify=verify, mesh=mesh)
     except PackingError:
         for model in patched:
             unpatch(model)
@@ -81,6 +88,8 @@ def enable_unpadding(
         if kind_of(trainer) == "KTOTrainer":
             _tell_lengths_of_kl(trainer)
         _renew_reference(trainer)
+        if mesh is not None:
+            ScoresOverRanks(trainer, mesh.size())
 
 
 def _refuse(trainer: Any) -> None:

@@ -114,6 +114,11 @@ class StepMetrics:
         self.trainer._total_train_tokens = self.total
         self.trainer._metrics["train"]["num_tokens"] = [self.total]
 
+    def log_evaluation(self) -> None:
+        """Let an evaluation log the tokens that were trained on so far, as TRL's ``compute_loss`` does."""
+        self.update()
+        self.trainer._metrics["eval"]["num_tokens"] = [self.total]
+
     def add_router_loss(self, loss: Tensor) -> None:
         """Remember the auxiliary loss of a microbatch, which every rank of a group has."""
         self.router_losses.append(loss.detach())

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from torch_backend.context_parallel.share import RankShare
+from torch_backend.context_parallel.whole import whole_tokens
 from torch_backend.hf.anatomy.encoders import is_encoder
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
 from torch_backend.hf.anatomy.structure import causal_lm
@@ -40,6 +42,11 @@ from torch_backend.segments import to_device
 LENGTHS = "document_lengths"  # key of a batch: real tokens of each row, a tuple of ints on the host
 IDS = f"ids_of_{LENGTHS}"  # key of a batch: the ids of its real tokens on the host, RowIds
 SCORED = "fused_lm_head"  # argument by which TRL's trainers ask a model for log-probabilities
+OUTPUTS_OVER_RANKS = (
+    "a padded call runs packed, and its documents are cut over ranks, of which none has the outputs of whole ones: "
+    "only log-probabilities of labels (TRL's fused_lm_head=True) are gathered. Call a model that is patched without a "
+    "mesh"
+)
 _OF_DOCUMENTS = ("pooler_output",)  # outputs that are one for each document already
 _OF_IMAGES = ("image_hidden_states", "video_hidden_states")  # outputs that are one for each image
 _OF_CACHES = ("rope_deltas",)  # outputs for calls with a cache alone
@@ -227,6 +234,8 @@ class Unpadding:
         state = state_of(root)
         if state is None or not self._asks(state, kwargs, by_trainer):
             return None, kwargs
+        if state.context is not None and not kwargs.get(SCORED):
+            raise UnsupportedModelError(OUTPUTS_OVER_RANKS)
         mask, ids = kwargs["attention_mask"], kwargs["input_ids"]
         if mask.shape != ids.shape:
             raise LayoutError(f"attention_mask must be {list(ids.shape)} as input_ids, got {list(mask.shape)}")
@@ -264,9 +273,13 @@ class Unpadding:
             row["labels"] = padded.labels(kwargs["labels"])
         return row
 
-    def put_back(self, expected: PaddedOutput, output: Any) -> Any:
-        """The output of a packed call as the caller of the padded one expects it."""
+    def put_back(self, expected: PaddedOutput, output: Any, share: RankShare | None = None) -> Any:
+        """The output of a packed call as the caller of the padded one expects it, of all ranks if its row was cut."""
         state = state_of(self.root)
+        if share is not None:
+            for name, value in output.items():
+                if isinstance(value, Tensor) and value.ndim > 1:  # the last token predicts nothing
+                    output[name] = whole_tokens(value[0], share)[None, :-1]
         as_they_are = {*_OF_DOCUMENTS, *_OF_IMAGES, *_OF_CACHES}
         if state is not None and state.anatomy.head == "document":
             as_they_are.add("logits")

@@ -1,0 +1,41 @@
+"""Values of the tokens of all ranks, on every rank: for losses that read documents as a whole.
+
+Values of a rank's tokens -> :func:`whole_tokens` -> those of the whole batch. Every rank computes the same loss of
+them, and gradients that are averaged over ranks are those of one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torch_backend.context_parallel.share import RankShare
+
+
+def whole_tokens(x: Tensor, share: RankShare) -> Tensor:
+    """Values [T, ...] of the rank's tokens as those [N, ...] of the whole batch, on every rank.
+
+    Gradients that are averaged over ranks are those of one process, if every rank takes the same loss of the result.
+    """
+    found: Tensor = _Whole.apply(x if x.is_floating_point() else x.long(), share)
+    return found.to(x.dtype)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: RankShare) -> Tensor:
+        ctx.share = share
+        whole = x.new_zeros(int(share.plan.lengths.sum()), *x.shape[1:])
+        whole[torch.from_numpy(share.tokens).to(x.device)] = x
+        dist.all_reduce(whole, group=share.group)  # of zeros but for the rank that has the token
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        share: RankShare = ctx.share
+        return gradient[torch.from_numpy(share.tokens).to(gradient.device)] * share.ranks, None
