@@ -23,5 +23,5 @@ def test_the_packages_and_what_they_may_import_are_those_of_the_tests() -> None:
 
 
 def test_the_parts_of_torch_backend_stand_in_the_order_of_their_imports() -> None:
-    (listed,) = re.findall(r"^```\n(segments\.py.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    (listed,) = re.findall(r"^```\n(pieces\.py.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert [line.split()[0].rstrip("/").removesuffix(".py") for line in listed.splitlines()] == FLOORS

@@ -18,6 +18,7 @@ PACKAGES: dict[str, set[str]] = {
 }
 # the floors of torch_backend, from the ground up; a part imports itself and what stands before it
 FLOORS = [
+    "pieces",
     "segments",
     "known_rows",
     "seal",

@@ -22,7 +22,8 @@ from torch_backend.ops.attention import attention, triton
 from torch_backend.ops.attention.triton import TRITON, KernelTiles, Tile
 from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.scan.libraries.fla import chunks as chunks_of
-from torch_backend.segments import PackedMetadata, most_pieces
+from torch_backend.pieces import most_pieces
+from torch_backend.segments import PackedMetadata
 
 ROWS, ROW_LENGTH, LONGEST = 2, 20, 8
 TOKENS = ROWS * ROW_LENGTH

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from packing_core.planning.context import context_plan
 from torch_backend.context_parallel.exchange import lengthened
-from torch_backend.context_parallel.share import RankShare, Run
+from torch_backend.context_parallel.share import RankShare, TokenRun
 from torch_backend.hf.inputs.context import cut_batch
 from torch_backend.segments import PackedMetadata, host_lengths
 
@@ -37,7 +37,7 @@ def by_rank(index: Tensor, counts: list[int], share: RankShare) -> list[Tensor]:
     return list(torch.from_numpy(share.tokens)[index].split(counts))
 
 
-def index_of(runs: list[Run]) -> Tensor:
+def index_of(runs: list[TokenRun]) -> Tensor:
     """Places of the tokens of runs whose targets follow each other."""
     assert [run.target for run in runs] == [0, *accumulate(run.tokens for run in runs)][: len(runs)]
     return torch.tensor([i for run in runs for i in range(run.source, run.source + run.tokens)], dtype=torch.int64)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_backend.context_parallel.share import KeyLayout, Run, WholeLayout
+from torch_backend.context_parallel.share import KeyLayout, TokenRun, WholeLayout
 
 
 def with_earlier_tokens(
@@ -127,18 +127,18 @@ def _widths(tensors: Sequence[Tensor]) -> list[int]:
     return [math.prod(x.shape[1:]) for x in tensors]
 
 
-def _copy(runs: Sequence[Run], source: Tensor, target: Tensor) -> None:
+def _copy(runs: Sequence[TokenRun], source: Tensor, target: Tensor) -> None:
     for run in runs:
         target.narrow(0, run.target, run.tokens).copy_(source.narrow(0, run.source, run.tokens))
 
 
-def _add_back(runs: Sequence[Run], gradient: Tensor, total: Tensor) -> None:
+def _add_back(runs: Sequence[TokenRun], gradient: Tensor, total: Tensor) -> None:
     """Adds the gradients of what :func:`_copy` wrote to those of its source, run by run, in an order that is fixed."""
     for run in runs:
         total.narrow(0, run.source, run.tokens).add_(gradient.narrow(0, run.target, run.tokens))
 
 
-def _dtype_of_sums(runs: Sequence[Run], gradient: Tensor) -> torch.dtype:
+def _dtype_of_sums(runs: Sequence[TokenRun], gradient: Tensor) -> torch.dtype:
     """float32 where a token is in several runs, otherwise that of the gradient, to which a zero is added."""
     ends = np.maximum.accumulate([run.source + run.tokens for run in sorted(runs)])
     several = any(run.source < end for run, end in zip(sorted(runs)[1:], ends, strict=False))

@@ -26,7 +26,7 @@ Int64 = NDArray[np.int64]
 Value = TypeVar("Value")
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens that follow each other where they are and where they go.
 
     Attributes:
@@ -54,11 +54,11 @@ class KeyLayout:
         continuing: segments of the others, with ``keys``; None without one.
     """
 
-    sent: list[Run]
+    sent: list[TokenRun]
     send: list[int]
     receive: list[int]
-    own: list[Run]
-    fetched: list[Run]
+    own: list[TokenRun]
+    fetched: list[TokenRun]
     beginning: PackedMetadata | None
     continuing: PackedMetadata | None
 
@@ -67,12 +67,12 @@ class KeyLayout:
         """Counts the tokens of the pieces that begin a document."""
         return 0 if self.beginning is None else self.beginning.tokens
 
-    def runs(self, *, whole: bool) -> tuple[list[Run], list[Run]]:
+    def runs(self, *, whole: bool) -> tuple[list[TokenRun], list[TokenRun]]:
         """Returns :attr:`own` and :attr:`fetched`; if ``whole``, behind the pieces that begin documents."""
         if not whole or not self.first:
             return self.own, self.fetched
         own, fetched = ([run._replace(target=run.target + self.first) for run in x] for x in (self.own, self.fetched))
-        return [Run(0, 0, self.first), *own], fetched
+        return [TokenRun(0, 0, self.first), *own], fetched
 
     @cached_property
     def extended(self) -> PackedMetadata:
@@ -251,7 +251,7 @@ class RankShare:
 
     def _earlier(self, reach: int | None) -> KeyLayout:
         start, length, offsets = self.plan.start, self.plan.length, self._offsets
-        sent: list[Run] = []
+        sent: list[TokenRun] = []
         send, receive = [0] * self.ranks, [0] * self.ranks
         # document -> (first, end, where the first is, among the rank's tokens or those that it received)
         held: dict[int, list[tuple[int, int, int, bool]]] = defaultdict(list)
@@ -262,13 +262,13 @@ class RankShare:
             if rank == self.rank:
                 continue
             for piece, low, high in _transfers(self.plan, self.rank, rank, reach):
-                sent.append(Run(int(offsets[piece] - start[piece]) + low, sum(send), high - low))
+                sent.append(TokenRun(int(offsets[piece] - start[piece]) + low, sum(send), high - low))
                 send[rank] += high - low
             for piece, low, high in _transfers(self.plan, rank, self.rank, reach):
                 held[int(self.plan.document[piece])].append((low, high, sum(receive), True))
                 receive[rank] += high - low
-        own: list[Run] = []
-        fetched: list[Run] = []
+        own: list[TokenRun] = []
+        fetched: list[TokenRun] = []
         lengths: dict[bool, list[int]] = {False: [], True: []}
         key_lengths: list[int] = []
         for piece in self.pieces.tolist():
@@ -279,7 +279,7 @@ class RankShare:
                 for first, last, place, received in sorted(held[int(self.plan.document[piece])]):
                     a, b = max(first, low), min(last, stop)
                     if a < b:
-                        (fetched if received else own).append(Run(place + a - first, target + a - low, b - a))
+                        (fetched if received else own).append(TokenRun(place + a - first, target + a - low, b - a))
                 key_lengths.append(stop - low)
         beginning = PackedMetadata.from_lengths(lengths[False], device=self.device) if lengths[False] else None
         continuing = None

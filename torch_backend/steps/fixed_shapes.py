@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.storage.forest import depth_of
-from torch_backend.segments import padding_lengths
+from torch_backend.pieces import padding_lengths
 
 OF_IMAGES = ("pixel", "image", "video", "spatial")  # how the names of tensors begin that are not one for each token
 TOKENS_PER_SEGMENT = 64  # room for segments: rows whose documents are this long on average fit without a change of form

@@ -23,7 +23,8 @@ from torch import Tensor
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from packing_core.storage.forest import check_parents
 from torch_backend.hf.inputs.guard import Guard, has_values
-from torch_backend.segments import PackedMetadata, padding_lengths, to_device
+from torch_backend.pieces import padding_lengths
+from torch_backend.segments import PackedMetadata, to_device
 
 # What a packed batch holds beside input_ids, labels and position_ids.
 METADATA_KEYS = (

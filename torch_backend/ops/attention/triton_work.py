@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from packing_core.storage.forest import lineage, offsets
-from torch_backend.segments import PackedMetadata, ancestors, host_lengths, most_pieces, pieces, to_device
+from torch_backend.pieces import most_pieces, pieces
+from torch_backend.segments import PackedMetadata, ancestors, host_lengths, to_device
 
 # A walk is at most this part of all walks of a batch and its heads: an H100 runs about half as many programs at once.
 # It bounds what shares take to 1,024 float32 sums of a block.

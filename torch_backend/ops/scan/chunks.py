@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from packing_core.errors import LayoutError
 from torch_backend.ops.operators import runs_triton
-from torch_backend.segments import PackedMetadata, most_pieces
+from torch_backend.pieces import most_pieces
+from torch_backend.segments import PackedMetadata
 
 # Tokens. Half as many as others take: tiles of 32 rows keep Triton off Hopper's wgmma, by which it gets products of
 # narrow heads wrong (3.6, seen with 16 and 32 channels on an H200).
