@@ -11,6 +11,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch as mocked
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from packing_core.training.timing import Clock
 from tests.torch_backend.models import CAPACITY, documents, tiny
 from tests.torch_backend.torchrun import leave, whole
 from torch_backend import PackedCollator, make_train_step, patch
+from torch_backend.context_parallel import attention
 from torch_backend.job.ranks import Process, Ranks, shard
 
 Model = Any
@@ -36,6 +38,8 @@ CASES = {
     for strategy in ("ddp", "fsdp", "context")
     for fast in (True, False)
 }
+RECOMPUTED = "context, fast, recomputed"  # in which all pieces of a rank run at once, as long ones do
+CASES[RECOMPUTED] = ("context", True)
 
 
 def held(step: int, rank: int) -> list[Tensor]:
@@ -49,11 +53,11 @@ def batch(docs: list[Tensor], model: Model) -> dict[str, Any]:
     return PackedCollator(model)(packed if docs else with_empty_row(packed)[1:])
 
 
-def train(model: Model, shares: list[list[list[Tensor]]], fast: bool = True) -> dict[str, Any]:
+def train(model: Model, shares: list[list[list[Tensor]]], fast: bool = True, memory: Any = None) -> dict[str, Any]:
     """Steps of gradient descent; ``shares`` has the microbatches of each step, as documents."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     choice: Any = "auto" if fast else False
-    step = make_train_step(model, optimizer, max_grad_norm=0.5, compile=choice, capture=choice)
+    step = make_train_step(model, optimizer, max_grad_norm=0.5, compile=choice, capture=choice, memory=memory)
     metrics = [step([batch(docs, getattr(model, "module", model)) for docs in microbatches]) for microbatches in shares]
     found = whole({name: p.detach() for name, p in model.named_parameters()})
     return {
@@ -81,8 +85,10 @@ def main(family: str, target: Path) -> None:
             model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         every = [[held(step, rank) for rank in range(dist.get_world_size())] for step in range(len(STEPS))]
         mine = [[list(chain(*shares))] if cut else [shares[ranks.rank]] for shares in every]
+        recomputed = name == RECOMPUTED
         try:
-            found[name] = train(model, mine, fast)
+            with mocked.object(attention, "AT_ONCE", 0 if recomputed else attention.AT_ONCE):
+                found[name] = train(model, mine, fast, "full" if recomputed else None)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     if ranks.rank == 0:
