@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests import fuzz
+from torch_backend.hf import attention
 
 FAMILIES = ["llama", "qwen3", "gemma2", "mamba2", "gpt2", "mistral", "cohere2", "gpt_oss"]
 
@@ -44,15 +45,13 @@ def test_a_case_follows_from_its_number_alone():
 
 
 def test_a_patch_that_leaks_is_found(monkeypatch):
-    patch = torch_backend.patch
+    attend = attention.run
 
-    def leaking(model, **options):
-        patch(model, **options)
-        embeddings = model.get_input_embeddings()
-        embeddings.register_forward_hook(lambda module, args, out: out + 0.1 * out.roll(1, dims=-2))
-        return model
+    def leaking(*args, **options):
+        out = attend(*args, **options)
+        return out + 0.1 * out.roll(1, dims=0)
 
-    monkeypatch.setattr(torch_backend, "patch", leaking)
+    monkeypatch.setattr(attention, "run", leaking)
     findings = run(*numbers("models", 8)).findings
     assert len(findings) >= 4
     assert all("is off by" in finding["error"] for finding in findings)

@@ -115,16 +115,20 @@ def _launch_backward(
     sums, needs_input = GradientSums(tensors[1:], needs[2:]), any(needs[:2])
 
     def of_tile(tokens: slice, part: Tensor) -> Tensor | None:
+        # each of these is [tile, F], so what was read last is given up, or written over
         d_out, raised = dy[tokens], up(part)
         opened = raised if gate is None else gate(part)
         active = act(opened)
         sums.add(2, down, d_out, active if gate is None else active * raised)
         d_inner = down.gradient(d_out)
-        d_raised = act_backward(d_inner, opened) if gate is None else d_inner * active
+        d_raised = act_backward(d_inner, opened) if gate is None else active.mul_(d_inner)
         sums.add(1, up, d_raised, part)
         found = up.gradient(d_raised) if needs_input else None
         if gate is not None:
-            d_opened = act_backward(d_inner * raised, opened)
+            del active, d_raised
+            d_inner *= raised
+            del raised
+            d_opened = act_backward(d_inner, opened)
             sums.add(0, gate, d_opened, part)
             if found is not None:
                 found += gate.gradient(d_opened)
