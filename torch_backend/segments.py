@@ -24,6 +24,7 @@ from torch_backend.pieces import most_pieces, pieces
 
 Value = TypeVar("Value")
 COPIED_AT_ONCE = 1 << 16  # bytes that CUDA copies from any memory without waiting
+LONG = 32_768  # tokens, of whose keys and values an L2 cache holds a part
 
 
 class Spans(NamedTuple):
@@ -50,6 +51,7 @@ class PackedMetadata:
         cu_seqlens: int32 [N+1] on the device of the batch, from 0 to ``tokens``; entries past the last segment repeat
             ``tokens`` (zero-length segments), so that N can be rounded up and shapes stay fixed.
         max_seqlen: no segment is longer; may be rounded up.
+        long: whether a segment may have :data:`LONG` tokens: what graphs may ask of the longest, whatever its length.
         tokens: T, the number of flat tokens.
         lengths: the segments' lengths on the host, all positive, or None where only the device knows them.
         keys: the segments of the keys, where attention has more keys than queries: the queries of a segment are the
@@ -82,6 +84,7 @@ class PackedMetadata:
     ) -> None:
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
+        self.long = max_seqlen >= LONG
         self.tokens = tokens
         self.lengths = lengths
         self.keys = keys

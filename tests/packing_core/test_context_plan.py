@@ -71,6 +71,16 @@ def test_a_document_longer_than_everything_else_is_cut_evenly(ranks: int, contig
     assert context_plan([1_048_576, 300, 20], ranks, contiguous=contiguous).imbalance <= 1.05
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_where_ranks_wait_for_each_other_tokens_and_pairs_are_even(ranks: int) -> None:
+    # one document of a seventh of the row, whose pairs are more than a rank's share of the cost
+    plan = context_plan([142_753, *heavy_tail(900_000, 0).tolist()], ranks)
+    assert plan.straddling[0]
+    tokens = np.bincount(plan.rank, plan.length, ranks)
+    pairs = plan.loads - tokens
+    assert tokens.max() + pairs.max() <= 1.05 * (tokens.mean() + pairs.mean())
+
+
 def test_documents_that_fit_are_not_cut() -> None:
     plan = context_plan([5, 5, 5, 5], 2, cost=Cost(1, 0))
     assert not plan.straddling.any()

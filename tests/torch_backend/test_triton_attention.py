@@ -116,12 +116,12 @@ def test_queries_at_the_end_of_longer_segments_are_the_oracle(where, small_tiles
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("queries", [None, (1, 19, 9)], ids=["all tokens", "last tokens"])
 def test_programs_of_a_head_may_follow_each_other(where, small_tiles, monkeypatch, queries):
-    monkeypatch.setattr(implementation, "_CACHED", 0)
+    monkeypatch.setattr(implementation, "_by_heads", lambda packed, request: True)
     assert_is_the_oracle(where, (4, 2, 16, 16), OPTIONS["all at once"], (5, 19, 31), queries=queries)
 
 
 @pytest.mark.parametrize(("tokens", "by_heads"), [(16_384, False), (32_768, True)])
-def test_they_do_where_keys_and_values_of_a_document_are_more_than_a_cache_holds(tokens, by_heads):
+def test_they_do_where_a_document_is_long(tokens, by_heads):
     def of(packed: PackedMetadata, window: int | None = None) -> bool:
         sizes = (packed.tokens, 32), (tokens, 8), (tokens, 8)
         q, k, v = (torch.empty(*size, 128, dtype=torch.bfloat16) for size in sizes)

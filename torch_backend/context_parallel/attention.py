@@ -18,14 +18,12 @@ from torch import Tensor
 
 from packing_core.errors import UnsupportedError
 from torch_backend.context_parallel.exchange import heads_of, lengthened, to_heads, to_tokens, with_earlier_tokens
-from torch_backend.context_parallel.share import RankShare
+from torch_backend.context_parallel.share import KeyLayout, RankShare
 from torch_backend.segments import PackedMetadata
 
 KEYS, HEADS = "keys", "heads"
 METHODS = (KEYS, HEADS)
-# Queries of a piece from which on all pieces run at once, after the exchange. That takes few percent of the time of so
-# many queries, and the results, which attention keeps for its backward, need not be put together in a second place.
-AT_ONCE = 16_384
+AT_ONCE = 16_384  # queries of a piece, beside which the exchange takes few percent of the time
 # Causal attention of [T, H, D] tokens in segments, of one device; the last argument holds what there is per head.
 Attend = Callable[[Tensor, Tensor, Tensor, PackedMetadata, Tensor | None], Tensor]
 
@@ -110,7 +108,7 @@ def context_attention(
         return _by_heads(q, k, v, share, attend, sinks)
     layout = share.earlier(window)
     (k, v), fetched, wait = with_earlier_tokens(layout, share.group, k, v)
-    if layout.longest >= AT_ONCE:
+    if runs_at_once(layout):
         wait()
         keys, values = lengthened(layout, fetched, k, v, whole=True)
         return attend(q, keys, values, layout.queries, sinks)
@@ -123,6 +121,15 @@ def context_attention(
         keys, values = lengthened(layout, fetched, k, v)
         parts.append(attend(q[first:], keys, values, layout.continuing, sinks))
     return torch.cat(parts)
+
+
+def runs_at_once(layout: KeyLayout) -> bool:
+    """Returns whether all pieces of a rank run after the exchange, because most of its tokens wait for that anyway.
+
+    Then the results, which attention keeps for its backward, need not be put together in a second place.
+    """
+    waiting = 0 if layout.continuing is None else layout.continuing.tokens
+    return layout.longest >= AT_ONCE and layout.first <= waiting
 
 
 def _by_heads(

@@ -25,12 +25,9 @@ from torch_backend.ops.attention.triton_work import (
     query_tiles,
 )
 from torch_backend.ops.operators import operator, runs_triton, shared_memory
-from torch_backend.segments import PackedMetadata
+from torch_backend.segments import LONG, PackedMetadata
 
 LOG2E = 1.4426950408889634
-# Bytes, twice the L2 cache of an H100: below, programs of one item's heads may as well run next to each other, which is
-# up to 14% faster for the gradients of keys of short documents; for one of 262,144 tokens it is 25% slower.
-_CACHED = 100e6
 
 
 class Tile(NamedTuple):
@@ -118,10 +115,11 @@ def packed_attention(
 
 
 def _by_heads(packed: PackedMetadata, request: AttentionRequest) -> bool:
-    """Returns whether the keys and values of the longest document, of all heads, are more than a cache holds."""
-    longest = (packed if packed.keys is None else packed.keys).max_seqlen
-    seen = longest if request.window is None else min(longest, request.window)
-    return seen * request.kv_heads * (request.head_dim + request.value_dim) * request.dtype.itemsize > _CACHED
+    """Returns whether programs of one head of keys follow each other, in place of those of all heads of a tile.
+
+    All heads of a long document read more keys and values than an L2 cache holds: see benchmarks/RESULTS.md.
+    """
+    return (packed if packed.keys is None else packed.keys).long and (request.window or LONG) >= LONG
 
 
 def _work_lists(
