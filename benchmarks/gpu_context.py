@@ -227,9 +227,7 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
     if isinstance(found, str):
         return [Result(section, case, contender.name, None, "real tokens/s", found)]
     measured = Measured(**found)
-    plan = context_plan(
-        lengths, contender.ranks, cost=Cost.from_config(config_of(chosen)), contiguous=chosen.shape == "hybrid"
-    )
+    plan = context_plan(lengths, contender.ranks, cost=Cost.from_config(config_of(chosen)))
     figures = {
         "real tokens/s": chosen.row / measured.ms * 1e3,
         "ms per step": measured.ms,

@@ -29,8 +29,7 @@ Float64 = NDArray[np.float64]
 ROOM = 1.01  # how far a whole document may fill a rank, as a share of the mean, before it is cut instead
 CUT_ALIKE = (1.0, 0.5, 0.125)  # documents that cost more than this part of a rank's share, where one must be cut
 # The time of a token that a rank fetches, beside that of one that it computes: 4 KB a layer, forward, again and back,
-# at 200 GB a second, beside 2.2 microseconds. Recurrent layers, which take contiguous pieces, exchange about twice as
-# much.
+# at 200 GB a second, beside 2.2 microseconds.
 FETCHED = 0.03
 
 
@@ -127,8 +126,8 @@ def context_plan(lengths: Any, ranks: int, *, cost: Cost | None = None, contiguo
         lengths: tokens of each document.
         ranks: W, 1 or more.
         cost: what tokens and pairs cost; by default ``Cost()``.
-        contiguous: give each rank one piece of a document, in the order of the ranks. Recurrent layers hand on their
-            state less often then. Ranks with later pieces hold fewer tokens.
+        contiguous: give each rank one piece of a document, in the order of the ranks, for layers that look back a few
+            tokens alone. Where there is attention, ranks with later pieces hold fewer tokens and more pairs.
 
     Raises:
         PackingError: bad lengths, ``ranks`` is not an integer of at least 1, or there are fewer tokens than ranks.
@@ -150,7 +149,7 @@ def context_plan(lengths: Any, ranks: int, *, cost: Cost | None = None, contiguo
         held = _assign(checked, ranks, cost, contiguous)
         if _waits(held):
             alike = [_assign(checked, ranks, cost, contiguous, limit) for limit in CUT_ALIKE]
-            held = min((held, *alike), key=lambda each: _time(each, checked, cost, FETCHED * (1 + contiguous)))
+            held = min((held, *alike), key=lambda each: _time(each, checked, cost))
     _fill_empty(held)
     held = [_joined(sorted(pieces)) for pieces in held]
     flat = np.array([piece for pieces in held for piece in pieces], np.int64)
@@ -200,7 +199,7 @@ def _waits(held: list[list[Piece]]) -> bool:
     return len(documents) > len(set(documents))
 
 
-def _time(held: list[list[Piece]], lengths: Int64, cost: Cost, fetching: float) -> float:
+def _time(held: list[list[Piece]], lengths: Int64, cost: Cost) -> float:
     """The time of a step in which ranks wait for each other between tokens and pairs, in the unit of the cost."""
     tokens, pairs, fetched = [], [], []
     for pieces in held:
@@ -208,7 +207,7 @@ def _time(held: list[list[Piece]], lengths: Int64, cost: Cost, fetching: float) 
         tokens.append(cost.tokens * length.sum())
         pairs.append(_costs(cost, start, length).sum() - tokens[-1])
         fetched.append(lengths[np.unique(document[length < lengths[document]])].sum() - length[start > 0].sum())
-    return float(max(tokens) + max(pairs) + fetching * cost.tokens * max(fetched))
+    return float(max(tokens) + max(pairs) + FETCHED * cost.tokens * max(fetched))
 
 
 def _portions(loads: Float64, share: float, needed: float) -> tuple[Int64, Float64]:

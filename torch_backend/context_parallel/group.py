@@ -32,7 +32,7 @@ class ContextGroup:
         mesh: of one dimension.
         method: how attention crosses ranks: "keys", "heads", or "auto" for the one that sends less.
         cost: what tokens and pairs cost.
-        contiguous: whether each rank has one piece of a document, as recurrent layers want it.
+        contiguous: whether each rank has one piece of a document.
     """
 
     mesh: DeviceMesh
@@ -98,13 +98,15 @@ def _no_group() -> None:
     """Stands for the group of a model that is loaded: it is not of these ranks."""
 
 
-def context_group(mesh: Any, config: Any, *, method: str = AUTO, contiguous: bool = False) -> ContextGroup | None:
+def context_group(mesh: Any, config: Any, *, method: str = AUTO, recurrent: bool = False) -> ContextGroup | None:
     """The group of a mesh; None for a mesh of one rank.
 
     Args:
         mesh: a ``DeviceMesh`` of one dimension.
         config: of the model, for the cost of tokens and pairs.
-        method, contiguous: see :class:`ContextGroup`.
+        method: see :class:`ContextGroup`.
+        recurrent: whether the model has recurrent layers. Without attention beside them, each rank has one piece of a
+            document, so that convolutions fetch least; with it, two, which have as many tokens and as many pairs.
 
     Raises:
         PackingError: an unknown method, or no mesh of one dimension.
@@ -131,4 +133,5 @@ def context_group(mesh: Any, config: Any, *, method: str = AUTO, contiguous: boo
         cost = Cost.from_config(config)
     except PackingError:  # a config that does not say how large the model is
         cost = Cost()
-    return ContextGroup(mesh, method, cost, contiguous)
+    attends = bool(cost.squares or cost.windows)
+    return ContextGroup(mesh, method, cost, contiguous=recurrent and not attends)

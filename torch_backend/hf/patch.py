@@ -90,7 +90,7 @@ def install(
 
 def _context_of(anatomy: Anatomy, mesh: Any, method: str) -> ContextGroup | None:
     """The group of ranks over which documents of a model are cut, None for one rank."""
-    group = context_group(mesh, anatomy.decoder.config, method=method, contiguous=bool(anatomy.mixers))
+    group = context_group(mesh, anatomy.decoder.config, method=method, recurrent=bool(anatomy.mixers))
     if group is not None:
         refuse_context(anatomy)
     return group
