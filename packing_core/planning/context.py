@@ -28,6 +28,7 @@ Float64 = NDArray[np.float64]
 
 ROOM = 1.01  # how far a whole document may fill a rank, as a share of the mean, before it is cut instead
 CUT_ALIKE = (1.0, 0.5, 0.125)  # documents that cost more than this part of a rank's share, where one must be cut
+SHORTEST = 256  # tokens of a piece of a document that is cut over all ranks alike
 # The time of a token that a rank fetches, beside that of one that it computes: 4 KB a layer, forward, again and back,
 # at 200 GB a second, beside 2.2 microseconds.
 FETCHED = 0.03
@@ -178,7 +179,7 @@ def _assign(lengths: Int64, ranks: int, cost: Cost, contiguous: bool, alike: flo
     cut = _contiguous if contiguous else _zigzag
     for document in np.argsort(-costs, kind="stable").tolist():
         length, rank = int(lengths[document]), int(loads.argmin())
-        over_all = costs[document] > alike * share and length >= 2 * ranks
+        over_all = costs[document] > alike * share and length >= 2 * ranks * SHORTEST
         if not over_all and loads[rank] + costs[document] <= ROOM * share:
             held[rank].append((document, 0, length))
             loads[rank] += costs[document]
