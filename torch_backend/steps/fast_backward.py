@@ -271,7 +271,8 @@ class Gradients:
         state = state_of(causal_lm(self.model))
         assert state is not None
         crosses = self.pieces and not whole
-        level = level_inside(self.model)
+        # torch's checkpoint around a layer in parts draws random numbers again, as its backward graph would not
+        level = level_of(self.model) if crosses else level_inside(self.model)
         in_parts = crosses and level != "none"
         compiled = self.layers.get((level, in_parts)) or self._compile(level, in_parts=in_parts)
         for module, call in compiled.calls.items():
