@@ -102,7 +102,8 @@ CASES: dict[str, Case] = {
     "gemma2": Case("gemma2", {"sliding_window": 20}),
     "phi3, longrope": Case("phi3", LONGROPE),
     "deepseek_v3": Case("deepseek_v3"),
-    "qwen3_5_text": Case("qwen3_5_text"),
+    # Of the longer row, sums in float32 are 1.1e-6 off on four ranks, and 3e-8 with weights in float64.
+    "qwen3_5_text": Case("qwen3_5_text", lengths=(5, 90, 17, 1, 7, 2)),
     "nemotron_h": Case("nemotron_h"),
     "bamba": Case("bamba", lengths=(5, 90, 17, 1, 7, 2)),
     "lfm2": Case("lfm2"),
