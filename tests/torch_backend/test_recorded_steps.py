@@ -68,17 +68,23 @@ def test_frozen_weights_are_recorded_again(graphs: SimpleNamespace) -> None:
     assert distance(model, right) < 1e-6
 
 
+def stepped_as_usual(model: Any, right: Any, given: list[Any]) -> Any:
+    """A step of a model after batches that change its weights as plain steps change those of another one."""
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for batch in given:
+        step(batch)
+    steps(right, given, capture=False, compile=False)
+    assert distance(model, right) < 1e-6
+    return step
+
+
 def test_a_recording_that_fails_leaves_the_step_as_usual_and_says_why(graphs: SimpleNamespace, caplog: Any) -> None:
     model, right = patched(), patched()
     graphs.model, graphs.fails = model, "always"
     held: list[bool] = []  # whether what the recording made is there while a step runs
     model.register_forward_pre_hook(lambda *_: held.append(graphs.made() is not None))
     given = [batches([slice(0, 3)], capacity=64)] * 5
-    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    for batch in given:
-        step(batch)
-    steps(right, given, capture=False, compile=False)
-    assert distance(model, right) < 1e-6
+    step = stepped_as_usual(model, right, given)
     assert graphs.made is not None and len(held) == 7 and not any(held)
     assert step.parts["graph"] == "none: recording it failed, operation not permitted when stream is capturing"
     assert "runs without a CUDA graph" in caplog.text
@@ -118,11 +124,7 @@ def test_layers_that_do_not_compile_run_as_usual_and_the_step_says_so(compiled: 
     model, right = patched(), patched()
     compiled.model, compiled.error = model, TorchDynamoException("no kernel for this\nmore")
     given = [batches([slice(0, 3)], capacity=64)] * 5
-    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    for batch in given:
-        step(batch)
-    steps(right, given, capture=False, compile=False)
-    assert distance(model, right) < 1e-6
+    step = stepped_as_usual(model, right, given)
     assert compiled.calls == 1 and compiled.replayed
     assert step.parts["layers"] == "not compiled: it failed, no kernel for this"
     assert "layers that are not compiled" in caplog.text
