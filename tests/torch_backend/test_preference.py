@@ -26,9 +26,11 @@ peft = pytest.importorskip("peft", reason="TRL applies adapters")
 
 def dpo(path, family="qwen3", *, data=None, eval_dataset=None, ref_model=True, changes=None, **options):
     """A DPOTrainer whose reference is another model than the one that is trained."""
-    adapter = options.pop("peft_config", None)
+    adapter, precise = options.pop("peft_config", None), options.pop("float64", False)
     model = model_of(family, **(changes or {}))
     reference = model_of(family, seed=1, **(changes or {})) if ref_model else None
+    for each in filter(None, (model, reference) if precise else ()):
+        in_float64(each)
     return trl.DPOTrainer(
         model,
         reference,
@@ -58,9 +60,7 @@ def packed(trainer):
 @pytest.mark.parametrize("family", ROUTES)
 def test_an_update_is_that_of_each_document_alone(tmp_path, family) -> None:
     """In float64: in float32 the hybrid's own rounding, packed or not, is as large as what is allowed."""
-    exact = [dpo(tmp_path, family) for _ in range(2)]
-    for trainer in exact:
-        in_float64(trainer.model), in_float64(trainer.ref_model)
+    exact = [dpo(tmp_path, family, float64=True) for _ in range(2)]
     assert_same_training(packed(exact[0]), alone(exact[1]))
 
 
