@@ -164,7 +164,6 @@ REFUSALS = {
     "method": r"PackingError: context_method is 'ring': pass auto, keys or heads",
     "mesh of two dimensions": r'PackingError: the mesh has 2 dimensions \(dp, cp\): .* as in mesh\["cp"\]',
     "no mesh": r"PackingError: mesh is a \w+: pass one dimension of a DeviceMesh",
-    "scan": r"UnsupportedModelError: a scan of 1 heads \(1 of one operand\) does not divide by the \d ranks",
 }
 
 

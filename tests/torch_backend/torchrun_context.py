@@ -109,6 +109,7 @@ CASES: dict[str, Case] = {
     "lfm2": Case("lfm2"),
     "lfm2, a few tokens": Case("lfm2", lengths=FEW),
     "mamba2": Case("mamba2"),
+    "mamba2, one head": Case("mamba2", {"num_heads": 1, "head_dim": 128, "n_groups": 1}),
     "mamba": Case("mamba"),
     "recurrent_gemma": Case("recurrent_gemma"),
     "minimax": Case("minimax"),
@@ -156,7 +157,7 @@ MEMORY: dict[str, tuple[str, str]] = {
     "hybrid, selective": ("qwen3_5_text", "selective"),
     "hybrid, full": ("qwen3_5_text", "full"),
 }
-# Of the first, convolutions and scans exchange; of the second, recurrent layers run straddling documents as a whole.
+# Of the first, convolutions and scans exchange; of the second, without our kernels, whole documents run.
 COMPILED_HYBRIDS = ("qwen3_5_text", "recurrent_gemma")
 # as MEMORY
 COMPILED_LEVELS: dict[str, tuple[str, str]] = {
@@ -290,7 +291,6 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
         "method": lambda: on_mesh(tiny("qwen3"), context_method="ring"),
         "mesh of two dimensions": lambda: patch(tiny("qwen3"), verify=False, mesh=world),
         "no mesh": lambda: patch(tiny("qwen3"), verify=False, mesh=dist.group.WORLD),
-        "scan": lambda: on_mesh(tiny("qwen3_5_text", linear_num_value_heads=1, linear_num_key_heads=1))(**batch),
     }
 
 

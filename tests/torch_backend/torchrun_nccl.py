@@ -32,7 +32,7 @@ from torch_backend.job.ranks import Process, Ranks, shard
 Model = Any
 # Lengths that each pair of ranks holds, step by step: unequal shares, a rank without a target, one without documents.
 STEPS = 2 * [((5, 19, 33, 7), (40,)), ((9, 30), (1, 1, 1)), ((3, 11, 21), ()), ((25, 2), (8, 14, 4))]
-FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text")
+FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text", "recurrent_gemma")
 # How weights or documents are cut, and whether layers are compiled and, but for cut documents, recorded, or neither.
 CASES = {
     f"{strategy}, {'fast' if fast else 'plain'}": (strategy, fast)

@@ -3,6 +3,7 @@
     earlier tokens   [T, ...] -> [T, ...] and [R, C]: the tokens of other ranks that this one needs
     heads            [T, H, ...] -> [N, H / W, ...] and back: whole straddling documents, of a part of the heads
     documents        [T, ...] -> [M, ...] and back: whole documents, each on one rank
+    states           [n, ...] -> [m, ...]: those in which the pieces of other ranks ended
 
 Every rank of the group takes part in each of them, in the forward and in the backward, whether it sends or not.
 """
@@ -161,6 +162,39 @@ def _moved(x: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor
     out = x.new_empty(sum(receive), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
     return out
+
+
+def exchanged(
+    x: Tensor, send: Sequence[int], receive: Sequence[int], group: Any, *through: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """:func:`all_to_all` of what some ranks have and others need.
+
+    Args:
+        x: [n, ...] by receiving rank; of any width where a rank neither sends nor receives.
+        send, receive: how many to and from each rank.
+        group: the ranks.
+        through: any tensors.
+
+    Returns:
+        [m, ...] by sending rank, and ``through``, which must be used in its place: so a rank that sends and receives
+        nothing comes to the exchange of the backward too.
+    """
+    found, *others = _Exchanged.apply(x, list(send), list(receive), group, *through)
+    return found, tuple(others)
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, send: list[int], receive: list[int], group: Any, *through: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _moved(x, send, receive, group), *(each.view_as(each) for each in through)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *of_through: Tensor) -> tuple[Any, ...]:
+        return _moved(gradient, ctx.receive, ctx.send, ctx.group), None, None, None, *of_through
 
 
 def divides(heads: int, ranks: int) -> bool:

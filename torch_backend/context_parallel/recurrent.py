@@ -2,11 +2,11 @@
 
     convolve_pieces  a short convolution fetches the few earlier tokens that it looks back
     scan_by_heads    a scan, whose heads do not mix, is turned from some tokens of all heads to all tokens of some heads
-    run_whole        any other layer runs straddling documents as a whole, each on one rank
+    run_whole        any other layer or scan runs straddling documents as a whole, each on one rank
 
-A scan could instead hand on its state from piece to piece. Then each recurrence needs its transition over a piece as
-well, the rank of the last piece waits for all others unless these transitions are composed, and the libraries' kernels,
-which return neither, could not run. Turning costs more bytes and leaves every scan as it is.
+Scans whose states fade by gates alone hand their states on instead (:mod:`.states`). Those of delta rules could too,
+but what a piece makes of a state is a matrix then, which no kernel of the libraries returns. Turning heads costs more
+bytes and leaves every scan as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.exchange import (
     all_to_all,
     divides,
@@ -60,7 +59,7 @@ def scan_by_heads(
     kwargs: dict[str, Any],
     scan: Callable[[PackedMetadata, tuple[Any, ...], dict[str, Any]], Any],
 ) -> Any:
-    """A scan of the rank's tokens, straddling documents by heads.
+    """A scan of the rank's tokens, straddling documents by heads, or whole where the heads do not divide by the ranks.
 
     Args:
         share: what the rank holds.
@@ -70,9 +69,6 @@ def scan_by_heads(
 
     Returns:
         What ``scan`` returns, for the rank's tokens.
-
-    Raises:
-        UnsupportedModelError: the heads do not divide by the ranks; on all ranks alike, before anything is exchanged.
     """
     if not share.straddles:
         return scan(share.segments, args, kwargs)
@@ -80,13 +76,9 @@ def scan_by_heads(
     tokens = len(share.tokens)
     values = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     heads = max(x.shape[2] for x in values if _holds_tokens(x, tokens))
-    for x in values:
-        own = x.shape[2] if _holds_tokens(x, tokens) else x.shape[0] if x.ndim else heads
-        if heads % ranks or not divides(own, ranks) or heads % own:
-            raise UnsupportedModelError(
-                f"a scan of {heads} heads ({own} of one operand) does not divide by the {ranks} ranks over which "
-                "documents are cut: take a number of ranks that divides the heads"
-            )
+    of_each = [x.shape[2] if _holds_tokens(x, tokens) else x.shape[0] if x.ndim else heads for x in values]
+    if any(heads % ranks or not divides(own, ranks) or heads % own for own in of_each):
+        return _scan_whole(share, args, kwargs, scan)
 
     def by_heads(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.ndim:
@@ -106,8 +98,21 @@ def scan_by_heads(
     out = to_tokens(layout, share.group, run(by_heads, layout.documents), share.rank)
     if layout.own is not None:
         out = torch.cat([run(alone, layout.own), out])
-    out = out.index_select(0, layout.inverse)[None]
+    return _as_returned(out.index_select(0, layout.inverse)[None], kwargs)
+
+
+def _as_returned(out: Tensor, kwargs: dict[str, Any]) -> Any:
+    """The output as scans return it that are called with such keywords; those of delta rules return a state too."""
     return (out, None) if "initial_state" in kwargs or "use_qk_l2norm_in_kernel" in kwargs else out
+
+
+def _scan_whole(share: RankShare, args: tuple[Any, ...], kwargs: dict[str, Any], scan: Callable[..., Any]) -> Any:
+    def on_documents(packed: PackedMetadata, values: list[Any]) -> Tensor:
+        found = scan(packed, tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True)))
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out
+
+    return _as_returned(run_whole(share, [*args, *kwargs.values()], on_documents), kwargs)
 
 
 def _holds_tokens(x: Tensor, tokens: int) -> bool:

@@ -194,7 +194,7 @@ class RankShare:
     @cached_property
     def pieces(self) -> Int64:
         """The numbers of the rank's pieces, in the order of its tokens."""
-        return _pieces_of(self.plan, self.rank)
+        return pieces_of(self.plan, self.rank)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -228,12 +228,13 @@ class RankShare:
         """Starts of the pieces, of any rank, among the tokens of their rank."""
         offsets = np.empty(len(self.plan.length), np.int64)
         for rank in range(self.ranks):
-            pieces = _pieces_of(self.plan, rank)
+            pieces = pieces_of(self.plan, rank)
             ends = np.cumsum(self.plan.length[pieces])
             offsets[pieces] = ends - self.plan.length[pieces]
         return offsets
 
-    def _shared(self, key: Hashable, make: Callable[[], Value]) -> Value:
+    def derived(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """What ``make`` returns, made once for a key."""
         if key not in self._derived:
             self._derived[key] = make()
         found: Value = self._derived[key]
@@ -247,7 +248,7 @@ class RankShare:
 
     def earlier(self, reach: int | None) -> KeyLayout:
         """The earlier tokens that layers need which see ``reach`` tokens, their own included; None for all."""
-        return self._shared(("earlier", reach), lambda: self._earlier(reach))
+        return self.derived(("earlier", reach), lambda: self._earlier(reach))
 
     def _earlier(self, reach: int | None) -> KeyLayout:
         start, length, offsets = self.plan.start, self.plan.length, self._offsets
@@ -289,7 +290,7 @@ class RankShare:
 
     def tokens_sent(self, reach: int | None) -> int:
         """Counts the tokens that leave their rank, each once for every rank they go to, see :meth:`earlier`."""
-        return self._shared(("sent", reach), lambda: sum(self._received(rank, reach) for rank in range(self.ranks)))
+        return self.derived(("sent", reach), lambda: sum(self._received(rank, reach) for rank in range(self.ranks)))
 
     def _received(self, rank: int, reach: int | None) -> int:
         wanted = sum(high - low for ranges in _wanted(self.plan, rank, reach).values() for low, high in ranges)
@@ -304,7 +305,7 @@ class RankShare:
         counts, places = [], []
         first = np.cumsum(plan.lengths) - plan.lengths
         for rank in range(self.ranks):
-            of_rank = _pieces_of(plan, rank)
+            of_rank = pieces_of(plan, rank)
             pieces = of_rank[plan.straddling[plan.document[of_rank]]]
             counts.append(int(plan.length[pieces].sum()))
             begin = first[plan.document[pieces]] + plan.start[pieces]
@@ -348,7 +349,7 @@ class RankShare:
     def _straddling_tokens(self, source: int, owners: Int64, owner: int) -> tuple[Int64, Int64]:
         """The tokens of a rank that belong to an owner's documents: places on the rank, and in the whole batch."""
         plan = self.plan
-        pieces = _pieces_of(plan, source)
+        pieces = pieces_of(plan, source)
         pieces = pieces[owners[plan.document[pieces]] == owner]
         first = (np.cumsum(plan.lengths) - plan.lengths)[plan.document[pieces]] + plan.start[pieces]
         lengths = plan.length[pieces]
@@ -368,7 +369,7 @@ def _owners(plan: ContextPlan) -> Int64:
     return owners
 
 
-def _pieces_of(plan: ContextPlan, rank: int) -> Int64:
+def pieces_of(plan: ContextPlan, rank: int) -> Int64:
     """The pieces of a rank in the order of its tokens."""
     of_rank = plan.of_rank(rank)
     numbers = np.arange(of_rank.start, of_rank.stop)
@@ -395,7 +396,7 @@ def _wanted(plan: ContextPlan, rank: int, reach: int | None) -> dict[int, list[t
 def _transfers(plan: ContextPlan, source: int, target: int, reach: int | None) -> Iterator[tuple[int, int, int]]:
     """The tokens of rank ``source`` that rank ``target`` needs, each once: (piece, first, end) in the document."""
     wanted = _wanted(plan, target, reach)
-    for piece in _pieces_of(plan, source).tolist():
+    for piece in pieces_of(plan, source).tolist():
         first, end = int(plan.start[piece]), int(plan.start[piece] + plan.length[piece])
         for low, high in wanted.get(int(plan.document[piece]), ()):
             if max(first, low) < min(end, high):

@@ -168,8 +168,7 @@ def _mixer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwa
     reason = _why_not_now(layer, kwargs, hidden.dtype)
     if forward.segments.parents is not None and reason is not None:
         return forward.over_documents(partial(_mixer_forward, layer, call), args, kwargs)
-    of_class = layer.__dict__
-    if forward.context is not None and (reason is not None or of_class[_OURS] or of_class[_SCANS_ALONE]):
+    if forward.context is not None and reason is not None:
         return _run_whole(layer, forward, call, args, kwargs)
     if reason is not None:
         forward.record(layer, DocumentsChoice(reason))

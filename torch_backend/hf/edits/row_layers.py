@@ -17,14 +17,10 @@ from torch import Tensor, nn
 
 from torch_backend.hf.anatomy.families import GATED_NORMS
 from torch_backend.hf.edits.override import has_own_forward, original_class
-from torch_backend.hf.edits.stand_ins import LayerSegments
-from torch_backend.hf.forward import TRITON_SCAN
-from torch_backend.ops.conv import short_convolution
+from torch_backend.hf.edits.stand_ins import LayerSegments, convolve_by_triton, decayed_scan, diagonal_scan
 from torch_backend.ops.norm import WIDEST, gated_rms_norm
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.scan import modeling_calls as scans
-from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule
-from torch_backend.ops.scan.selective.operators import diagonal_scan
 
 
 class _Instead:
@@ -39,24 +35,22 @@ class _Instead:
 
 def recurrent_gemma(layer: Any, segments: LayerSegments, input_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
     """The recurrent block of Griffin (De et al. 2024, https://arxiv.org/abs/2402.19427, section 2.3) on a row."""
-    packed, shape = segments.packed, input_states.shape
-    segments.scan = TRITON_SCAN
+    shape = input_states.shape
 
     def convolution(x: Tensor) -> Tensor:
-        flat = x.transpose(1, 2).flatten(0, 1)
-        y = short_convolution(flat, layer.conv_1d.weight, packed, bias=layer.conv_1d.bias)
-        return y.view(*shape[:2], -1).transpose(1, 2)
+        return convolve_by_triton(segments, x, layer.conv_1d.weight, layer.conv_1d.bias)
 
     def walk(hidden_states: Tensor, recurrent_gate: Tensor, **others: Any) -> tuple[Tensor, None]:
         """``h_t = a_t h_{t-1} + x_t``; in the log of the gate, whose lowest normal number stands for 0."""
         u, gate = (y.flatten(0, 1).float() for y in (hidden_states, recurrent_gate))
         one = u.new_ones(len(u), 1)
         log = gate.clamp(min=torch.finfo(torch.float32).tiny).log()
-        h = diagonal_scan(u, log, u.new_ones(u.shape[1], 1), one, one, packed)
+        h = diagonal_scan(segments, u, log, u.new_ones(u.shape[1], 1), one, one)
         return h.view(hidden_states.shape).to(hidden_states.dtype), None
 
     unit = layer.rg_lru
-    positions = packed.position_ids.view(shape[:2])
+    cut = segments.context is not None  # then a piece that continues a document does not begin at position 0
+    positions = kwargs["position_ids"] if cut else segments.packed.position_ids.view(shape[:2])
 
     def gated(x: Tensor, _: Tensor) -> Tensor:
         found: Tensor = type(unit).forward(_Instead(unit, _rnn_scan=walk, recurrent_states=None), x, positions)
@@ -69,12 +63,11 @@ def recurrent_gemma(layer: Any, segments: LayerSegments, input_states: Tensor, *
 
 def minimax(layer: Any, segments: LayerSegments, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
     """Lightning attention (MiniMax 2025, https://arxiv.org/abs/2501.08313, section 2.2): a scan of constant decays."""
-    segments.scan = TRITON_SCAN
     tokens = hidden_states.flatten(0, 1)
     heads, width = layer.num_attention_heads, layer.head_dim
     q, k, v = layer.act_fn(layer.qkv_proj(tokens)).view(-1, heads, 3 * width).split(width, 2)
     g = -layer.slope_rate.view(1, heads).float().expand(len(tokens), heads)
-    out = gated_delta_rule(q, k, v, g, None, segments.packed, scale=1.0).flatten(1)
+    out = decayed_scan(segments, q, k, v, g).flatten(1)
     out = torch.sigmoid(layer.output_gate(tokens)) * layer.norm(out)
     return layer.out_proj(out).view(hidden_states.shape), None
 

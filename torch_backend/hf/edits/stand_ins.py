@@ -1,6 +1,7 @@
 """Replacements for the convolution and the scan of a mixer's modeling file in a packed forward.
 
-x and the segments, as the layer passes them on -> :func:`convolve`, :func:`scan` -> ``ops.conv``, ``ops.scan``.
+x and the segments, as the layer passes them on -> :func:`convolve`, :func:`scan` -> ``ops.conv``, ``ops.scan``. Where
+documents are cut over ranks, by way of ``context_parallel``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.recurrent import convolve_pieces, scan_by_heads
 from torch_backend.context_parallel.share import RankShare
+from torch_backend.context_parallel.states import Recurrence, scan_by_states
 from torch_backend.hf.anatomy.families import CONVOLUTION, STATE_ARGUMENTS
 from torch_backend.hf.forward import TRITON_SCAN
 from torch_backend.ops import scan as scans
@@ -25,6 +27,7 @@ from torch_backend.ops.document_batches import per_document
 from torch_backend.ops.forests import tails
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.scan import ScanChoice
+from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule, gated_delta_rule_with_states
 from torch_backend.ops.scan.selective import operators as selective
 from torch_backend.segments import PackedMetadata
 
@@ -83,9 +86,15 @@ def convolve(
         [B, C, S], dtype of x.
     """
     segments = _segments_of(CONVOLUTION, others)
+    if runs_triton(x) and activation in (None, "silu", "swish"):
+        return convolve_by_triton(segments, x, weight, bias, silu=activation is not None)
     tokens = x.transpose(1, 2)
     if segments.context is not None:
-        return _convolve_across_ranks(segments.context, function, tokens, weight, bias, activation).transpose(1, 2)
+
+        def of_pieces(flat: Tensor, packed: PackedMetadata) -> Tensor:
+            return convolve(function, flat.T[None], weight, bias, activation, segments=LayerSegments(packed))[0].T
+
+        return _convolve_across_ranks(segments.context, tokens, weight.shape[-1], of_pieces).transpose(1, 2)
     packed = segments.packed
     if packed.parents is not None:
         unfolded = tails(packed, weight.shape[-1])
@@ -95,9 +104,6 @@ def convolve(
             return convolve(function, flat.T[None], weight, bias, activation, segments=unshared)[0].T
 
         return unfolded.run(on_tails, tokens.flatten(0, 1)).view(tokens.shape).transpose(1, 2)
-    if runs_triton(x) and activation in (None, "silu", "swish"):
-        y = short_convolution(tokens.flatten(0, 1), weight, packed, bias=bias, silu=activation is not None)
-        return y.view(tokens.shape).transpose(1, 2)
 
     def alone(documents: Tensor) -> Tensor:
         return function(documents.transpose(1, 2), weight, bias, activation=activation).transpose(1, 2)
@@ -106,21 +112,26 @@ def convolve(
     return together.transpose(1, 2)
 
 
+def convolve_by_triton(
+    segments: LayerSegments, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False
+) -> Tensor:
+    """:func:`torch_backend.ops.conv.short_convolution` of a layer, [B, C, S] -> [B, C, S]."""
+
+    def on_row(flat: Tensor, packed: PackedMetadata) -> Tensor:
+        return short_convolution(flat, weight, packed, bias=bias, silu=silu)
+
+    tokens = x.transpose(1, 2)
+    if segments.context is not None:
+        return _convolve_across_ranks(segments.context, tokens, weight.shape[-1], on_row).transpose(1, 2)
+    return on_row(tokens.flatten(0, 1), segments.packed).view(tokens.shape).transpose(1, 2)
+
+
 @torch.compiler.disable  # each batch has other pieces, which a graph would be made of anew
 def _convolve_across_ranks(
-    share: RankShare,
-    function: Callable[..., Tensor],
-    tokens: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
+    share: RankShare, tokens: Tensor, width: int, convolved: Callable[[Tensor, PackedMetadata], Tensor]
 ) -> Tensor:
     """[1, T, C] -> [1, T, C]. Between compiled graphs, gradients of [1, C, T] would be transposed in memory, twice."""
-
-    def convolved(flat: Tensor, packed: PackedMetadata) -> Tensor:
-        return convolve(function, flat.T[None], weight, bias, activation, segments=LayerSegments(packed))[0].T
-
-    return convolve_pieces(tokens[0], share, weight.shape[-1], convolved)[None]
+    return convolve_pieces(tokens[0], share, width, convolved)[None]
 
 
 def scan(name: str, function: Callable[..., Any], libraries: Sequence[str], *args: Any, **kwargs: Any) -> Any:
@@ -179,14 +190,54 @@ def selective_scan(
         [B, E, S], dtype of x.
     """
     segments: LayerSegments = _running.segments
-    segments.scan = TRITON_SCAN
     rows = x.transpose(1, 2)
     on_row, step, b, c = (y.transpose(1, 2).flatten(0, 1) for y in (x, dt, B, C))
     gate = None if z is None else z.transpose(1, 2).flatten(0, 1)
     step = step.float() if delta_bias is None else step.float() + delta_bias.float()
     step = F.softplus(step) if delta_softplus else step
-    y = selective.selective_scan(on_row, step, A, b, c, segments.packed, D=D, z=gate)
-    return y.view(rows.shape).transpose(1, 2)
+    y = diagonal_scan(segments, step * on_row.float(), step, A, b, c)
+    return selective.finished(y, on_row, D, gate).view(rows.shape).transpose(1, 2)
+
+
+def diagonal_scan(segments: LayerSegments, u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """:func:`torch_backend.ops.scan.selective.operators.diagonal_scan` of a layer."""
+    segments.scan = TRITON_SCAN
+    if segments.context is None:
+        return selective.diagonal_scan(u, g, A, B, C, segments.packed)
+    return _scan_by_states(segments.context, _DIAGONAL, (u, g, B, C), (A,))
+
+
+def decayed_scan(segments: LayerSegments, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Linear attention with a decay, not scaled, of a layer: see :func:`gated_delta_rule`."""
+    segments.scan = TRITON_SCAN
+    if segments.context is None:
+        return gated_delta_rule(q, k, v, g, None, segments.packed, scale=1.0)
+    return _scan_by_states(segments.context, _DECAYED, (q, k, v, g))
+
+
+@torch.compiler.disable
+def _scan_by_states(
+    share: RankShare, recurrence: Recurrence, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...] = ()
+) -> Tensor:
+    return scan_by_states(share, recurrence, inputs, parameters)
+
+
+_DIAGONAL = Recurrence(
+    scan=lambda u, g, B, C, A, packed: selective.diagonal_scan(u, g, A, B, C, packed),
+    with_states=lambda u, g, B, C, A, packed, initial=None: selective.diagonal_scan_with_states(
+        u, g, A, B, C, packed, initial=initial
+    ),
+    fade=lambda states, gates, A: states * (gates[..., None] * A.float()).exp(),
+    gates=1,
+)
+_DECAYED = Recurrence(
+    scan=lambda q, k, v, g, packed: gated_delta_rule(q, k, v, g, None, packed, scale=1.0),
+    with_states=lambda q, k, v, g, packed, initial=None: gated_delta_rule_with_states(
+        q, k, v, g, None, packed, initial=initial, scale=1.0
+    ),
+    fade=lambda states, gates: states * gates.exp()[..., None, None],
+    gates=3,
+)
 
 
 def no_fused_steps(*args: Any, **kwargs: Any) -> None:

@@ -70,7 +70,7 @@ def selective_scan(
         UnsupportedError: Triton does not run on these tensors.
     """
     wide = dt.float()
-    return _finished(diagonal_scan(wide * x.float(), wide, A, B, C, packed), x, D, z)
+    return finished(diagonal_scan(wide * x.float(), wide, A, B, C, packed), x, D, z)
 
 
 def selective_scan_with_states(
@@ -83,11 +83,11 @@ def selective_scan_with_states(
     """
     wide = dt.float()
     y, final = diagonal_scan_with_states(wide * x.float(), wide, A, B, C, packed, initial=initial)
-    return _finished(y, x, D, z), final
+    return finished(y, x, D, z), final
 
 
-def _finished(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """Applies the skip and the gate of a layer to the states' y, in the dtype of x."""
+def finished(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    """The output of Mamba's layer: y of its states, with its skip D x and its gate silu(z), in the dtype of x."""
     if D is not None:
         y = y + D.float() * x.float()
     if z is not None:

@@ -1,0 +1,48 @@
+"""Recurrences that hand their states on between the pieces of a document on several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torch_backend.torchrun import torchrun
+from tests.torch_backend.torchrun_context import run
+from tests.torch_backend.torchrun_context_recurrent import FROZEN, MODELS, ROWS, scanned
+
+pytestmark = pytest.mark.slow  # starts processes
+
+
+def results(folder: Path, part: str, ranks: int, **options: Any) -> dict[str, Any]:
+    torchrun("torchrun_context_recurrent.py", str(folder / "results.pt"), part, ranks=ranks, **options)
+    found: dict[str, Any] = torch.load(folder / "results.pt")
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_scans_over_ranks_are_those_of_whole_documents(tmp_path: Path, ranks: int) -> None:
+    found = results(tmp_path, "scans", ranks)
+    for name in [*ROWS, FROZEN]:
+        one, many = scanned(name), found[name]
+        assert not isinstance(many, str), (name, many)  # the text of an error
+        assert (many.pop("straddles") > one.pop("straddles")) == (name != "none is cut"), name
+        assert many.keys() == one.keys()
+        for key, right in one.items():
+            assert float((many[key] - right).abs().max()) <= 1e-12 * float(right.abs().max()), (name, key)
+
+
+def test_our_scans_compute_over_ranks_what_each_document_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By interpreted kernels; one process runs each document by the modeling file, without kernels."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = results(tmp_path, "models", 2, limit=220)
+    for name, case in MODELS.items():
+        one, many = run(case), found[name]
+        assert not isinstance(many, str), (name, many)
+        assert "scan by Triton" in many["explained"] and "scan by Triton" not in one["explained"]
+        assert many["tokens"] < one["tokens"]
+        assert abs(many["loss"] - one["loss"]) <= 1e-6 * abs(one["loss"])
+        largest = max(1.0, *(float(gradient.abs().max()) for gradient in one["gradients"].values()))
+        for key, gradient in one["gradients"].items():
+            assert float((many["gradients"][key] - gradient).abs().max()) <= 1e-6 * largest, (name, key)
