@@ -219,6 +219,11 @@ class RankShare:
         return self.positions + np.repeat(first, self.lengths)
 
     @cached_property
+    def index(self) -> Tensor:
+        """:attr:`tokens` on the device of the batch."""
+        return self._index([self.tokens])
+
+    @cached_property
     def segments(self) -> PackedMetadata:
         """The rank's pieces as segments."""
         return PackedMetadata.from_lengths(self.lengths, device=self.device)
