@@ -24,7 +24,7 @@ from tests.torch_backend.models import collate, documents, in_float64, tiny
 from tests.torch_backend.torchrun import run_cases
 from tests.torch_backend.torchrun_context import LENGTHS, ROUTED, TEXT
 from tests.torch_backend.torchrun_loss import Model, Wrapper, adapted, gradients, plain, sharded, sharded_adapters
-from torch_backend import PackedCollator, normalise, patch, reduce, token_logprobs
+from torch_backend import PackedCollator, normalise, patch, record_routing, reduce, replay_routing, token_logprobs
 from torch_backend.context_parallel import whole
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.losses import next_tokens
@@ -96,6 +96,15 @@ def distillation(model: Model, batch: Batch, reference: Model) -> Tensor:
     return normalise(losses.sum(), (batch["labels"] != -100).sum())
 
 
+def replayed(model: Model, batch: Batch, reference: Model) -> Tensor:
+    """A random combination of log-probabilities at the experts that the reference chose in other rows."""
+    with record_routing(reference) as record, torch.no_grad():
+        token_logprobs(reference, collate(documents(ROWS), capacity=None))
+    with replay_routing(model, record):
+        logprobs = token_logprobs(model, batch).logprobs
+    return (logprobs * random(*logprobs.shape)).sum()
+
+
 # -- cases ---------------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +153,14 @@ CASES: dict[str, Case] = {
     "hybrid": Case(every_value, "qwen3_5_text"),
     "recurrent": Case(every_value, "mamba"),
     "router": Case(every_value, "qwen3_moe", ROUTED, lengths=ROWS, capacity=64),
+    "routing of other rows": Case(replayed, "qwen3_moe", lengths=ROWS, capacity=64),
+    "routing, layers that recompute": Case(
+        replayed,
+        "qwen3_moe",
+        lengths=ROWS,
+        capacity=64,
+        many=lambda model: DistributedDataParallel(recomputing(model), find_unused_parameters=True),
+    ),
     "policy": Case(policy, lengths=ROWS, capacity=64),
     "policy by tokens": Case(partial(policy, per="token"), untrained=1),
     "policy by sequences": Case(partial(policy, ratio="sequence"), many=DistributedDataParallel),

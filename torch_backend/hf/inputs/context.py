@@ -99,6 +99,7 @@ def cut_batch(
     device = segments.device
     compared = [batch[name] for name in ("input_ids", "labels", "shift_labels") if batch.get(name) is not None]
     share = context.share(segments.lengths, *(to_device(x, device) for x in compared))
+    share.documents = batch.get("packed_documents")
 
     def cut(x: Tensor) -> Tensor:
         return own_tokens(to_device(x, device).reshape(-1), share)[None]
