@@ -156,7 +156,6 @@ REFUSALS = {
     "fewer tokens than ranks": r"PackingError: 1 tokens are fewer than \d ranks, so a rank would have none",
     "embeddings": r"UnsupportedError: a batch with inputs_embeds cannot be cut over ranks",
     "trainer": r"UnsupportedModelError: enable_packing\(trainer\) without ParallelismConfig\(cp_size=...\) does not co",
-    "log-probabilities": r"UnsupportedModelError: \w+ does not compute over ranks that hold parts of documents",
     "router": r"UnsupportedModelError: DeepseekV3ForCausalLM cannot be trained under .* the loss of its router is n",
     "router of a call": r"UnsupportedModelError: DeepseekV3ForCausalLM does not compute the loss of its router",
     "chunks": r"UnsupportedModelError: Llama4ForCausalLM cannot be trained under context parallelism, because its a",

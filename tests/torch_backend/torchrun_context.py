@@ -33,7 +33,6 @@ from torch_backend import (
     explain,
     make_train_step,
     patch,
-    token_logprobs,
     unpad,
 )
 from torch_backend.context_parallel import attention, exchange
@@ -283,7 +282,6 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
         "fewer tokens than ranks": lambda: on_mesh(tiny("qwen3"))(**collate([torch.tensor([7])], capacity=None)),
         "embeddings": images,
         "trainer": trainer,
-        "log-probabilities": lambda: token_logprobs(on_mesh(tiny("qwen3")), batch),
         "router": lambda: on_mesh(tiny(OTHER_ROUTER, output_router_logits=True)),
         "router of a call": lambda: on_mesh(tiny(OTHER_ROUTER))(**batch, output_router_logits=True),
         "chunks": lambda: on_mesh(tiny("llama4_text")),

@@ -21,6 +21,10 @@ from torch_backend.context_parallel.attention import METHODS
 from torch_backend.context_parallel.share import RankShare
 
 AUTO = "auto"
+DIFFERENT_BATCHES = (
+    "the ranks of a context-parallel group have different batches: give all of them the same rows, by a sampler over "
+    "the other dimensions of the mesh alone"
+)
 _WEIGHTS = 1_000_003  # of tokens in their checksum repeat after so many
 
 
@@ -70,24 +74,30 @@ class ContextGroup:
                 nothing is read back.
         """
         plan = context_plan(lengths, self.ranks, cost=self.cost, contiguous=self.contiguous)
-        self._compare(lengths, tokens, *others)
+        self.require_same(lengths, tokens, *others, message=DIFFERENT_BATCHES)
         return RankShare(plan, dist.get_rank(self.group), self.group, tokens.device)
 
-    def _compare(self, lengths: Sequence[int], *values: Tensor) -> None:
-        """Check that all ranks have one batch: one reduction of a checksum of each part."""
+    def require_same(self, numbers: Sequence[float], *values: Tensor, message: str) -> None:
+        """Raise if the ranks have different numbers or values, by one reduction of a checksum of each part.
+
+        Args:
+            numbers: on the host.
+            values: integers on the device that the ranks exchange on, as many tensors on every rank.
+            message: of the error.
+
+        Raises:
+            LayoutError: they differ. On a GPU an assertion on the device fails instead, because nothing is read back.
+        """
         flat = [x.reshape(-1).long() for x in values]
-        weights = torch.arange(len(flat[0]), device=flat[0].device) % _WEIGHTS + 1
-        of_lengths = zlib.crc32(np.asarray(lengths, np.int64).tobytes())
+        weights = torch.arange(max(map(len, flat)), device=flat[0].device) % _WEIGHTS + 1
+        of_numbers = zlib.crc32(np.asarray(numbers, np.float64).tobytes())
         # filled on the device: a tensor made of a number is copied there, for which the host waits
-        sums = torch.stack([torch.full((), of_lengths, device=weights.device), *((x * weights).sum() for x in flat)])
+        number = torch.full((), of_numbers, device=weights.device)
+        sums = torch.stack([number, *((x * weights[: len(x)]).sum() for x in flat)])
         both = torch.cat([sums, -sums])
         lowest = both.clone()
         dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.group)
         same = (lowest == both).all() & (lowest[: len(sums)] == -lowest[len(sums) :]).all()
-        message = (
-            "the ranks of a context-parallel group have different batches: give all of them the same rows, by a "
-            "sampler over the other dimensions of the mesh alone"
-        )
         if same.is_cuda:
             torch._assert_async(same, message)
         elif not same:

@@ -175,10 +175,14 @@ class RankShare:
         rank: of this process in the group.
         group: the ranks that share the batch.
         device: of the batch.
+
+    Attributes:
+        documents: the segments of each document of the whole batch, in source order; None if the batch does not say.
     """
 
     def __init__(self, plan: ContextPlan, rank: int, group: Any, device: torch.device) -> None:
         self.plan, self.rank, self.group, self.device = plan, rank, group, device
+        self.documents: tuple[tuple[int, ...], ...] | None = None
         self._derived: dict[Hashable, Any] = {}
 
     @property
@@ -217,6 +221,11 @@ class RankShare:
         """int64 [T]: the place of each token among those of the whole batch."""
         first = (np.cumsum(self.plan.lengths) - self.plan.lengths)[self.plan.document[self.pieces]]
         return self.positions + np.repeat(first, self.lengths)
+
+    @cached_property
+    def index(self) -> Tensor:
+        """:attr:`tokens` on the device of the batch."""
+        return self._index([self.tokens])
 
     @cached_property
     def segments(self) -> PackedMetadata:

@@ -95,6 +95,7 @@ class PackedForward(BlockMask):
         numbers: of each document's segments, in source order; None if the batch does not say.
         waiting: arguments of the model that wait for its inner model, while the head gets rows of documents.
         over_ranks: whether the batch is cut over ranks; ``segments`` are then the pieces that this one holds.
+        part: what this rank holds of the batch then; None for all of it.
         context: the share of this rank, where layers run as between ranks, because a document lies on several; None
             where they run as on one rank.
         method: how attention crosses ranks then, as the user named it.
@@ -122,7 +123,7 @@ class PackedForward(BlockMask):
         method: str = "auto",
     ) -> None:
         self.segments = segments
-        self.over_ranks = share is not None
+        self.over_ranks, self.part = share is not None, share
         self.context = share if crosses else None
         self.method = method
         self.numbers = numbers

@@ -30,8 +30,8 @@ from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import has_ligers_forward, own_forward, without_library_arguments
 from torch_backend.hf.inputs.forests import TAKES_PARENTS
-from torch_backend.hf.patch import cut_over_ranks, refuse_context_of
-from torch_backend.losses.next_tokens import NextTokens
+from torch_backend.hf.patch import cut_over_ranks
+from torch_backend.losses.next_tokens import NextTokens, next_tokens_of
 from torch_backend.losses.output_layer import Tail, output_layer_loss
 
 WAY_OUT = "use its logits, packed_cross_entropy(...)"
@@ -149,8 +149,6 @@ def call_with_shortcut(
     if batch.get("labels") is None:
         raise LayoutError(f"{caller} takes a batch with labels, got {', '.join(batch)}")
     root = causal_lm(model)
-    if caller != "causal_lm_loss":
-        refuse_context_of(root, caller)
     with _lock_of(root):
         return _called_with_shortcut(model, root, batch, make, caller)
 
@@ -167,7 +165,7 @@ def _called_with_shortcut(
     known_of = id(root.__dict__.get("forward")), *Tail.candidates(root.config)
     tail, of = _tails.get(root, (None, None))
     shortcut = make(root, head, tail if of == known_of else None)
-    shortcut.pairs = NextTokens(batch)
+    shortcut.pairs = next_tokens_of(batch)
     # The first call compares values, which a compiled model cannot do.
     eager = nullcontext() if shortcut.tail is not None else torch.compiler.set_stance("force_eager")
     if has_ligers_forward(root):

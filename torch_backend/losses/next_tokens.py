@@ -4,7 +4,8 @@
     N results                              -> at_labels           -> [B, S], at the label's own token
 
 In a batch without shared prefixes the N are the B * S tokens of the batch. With them, the last hidden state of a prefix
-is there once more for every segment that continues it, and its gradient is their sum, made in float32.
+is there once more for every segment that continues it, and its gradient is their sum, made in float32. Of a batch that
+is cut over ranks, each rank predicts with its own tokens, and every rank gets the results of all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError
+from torch_backend.context_parallel.share import RankShare
+from torch_backend.context_parallel.whole import own_tokens, whole_tokens
+from torch_backend.hf.inputs.context import SHARE
 from torch_backend.ops.repeated import repeated
 from torch_backend.segments import to_device
 
@@ -124,6 +128,36 @@ class NextTokens:
     def _on(self, x: Tensor) -> Tensor:
         assert self._places is not None
         return to_device(self._places, x.device)
+
+
+class NextTokensOverRanks(NextTokens):
+    """As :class:`NextTokens`, for a batch of which this rank holds a part, whose labels were shifted before the cut.
+
+    Args:
+        share: the tokens that the rank holds.
+    """
+
+    def __init__(self, share: RankShare) -> None:
+        super().__init__({})
+        self.share = share
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """The rank's labels [1, T], which stand at the tokens that predict them."""
+        return labels
+
+    def candidates(self, ids: Tensor) -> Tensor:
+        """Ids [B, S, K] of the whole batch, at their labels -> those of the rank's targets, [1, T, K]."""
+        return own_tokens(super().candidates(ids).flatten(0, 1), self.share)[None]
+
+    def at_labels(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """Results of the rank's tokens [1, T, ...] -> those of all ranks at the tokens predicted, [B, S, ...]."""
+        return super().at_labels(whole_tokens(x[0], self.share)[None], shape)
+
+
+def next_tokens_of(batch: Mapping[str, Any]) -> NextTokens:
+    """Returns the pairs of a packed batch, whole or cut over ranks."""
+    share = batch.get(SHARE)
+    return NextTokens(batch) if share is None else NextTokensOverRanks(share)
 
 
 def next_token_pairs(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

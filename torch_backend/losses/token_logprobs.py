@@ -4,6 +4,8 @@
                                                                        -> reduce(..., batch, "sum"): one per document
 
 The model is called as :func:`torch_backend.losses.causal_lm.causal_lm_loss` calls it, and what that refuses is refused.
+Where documents are cut over ranks, each rank computes those of its own tokens, and every rank gets those of the whole
+batch: a few numbers for each token, never logits.
 """
 
 from __future__ import annotations
@@ -16,8 +18,16 @@ from torch import Tensor, nn
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
+from torch_backend.hf.inputs.context import SHARE
+from torch_backend.hf.patch import context_of, cut_over_ranks
 from torch_backend.losses.causal_lm import Shortcut, call_with_shortcut
 from torch_backend.losses.output_layer import Tail, most_likely, output_layer_logprobs
+from torch_backend.segments import to_device
+
+DIFFERENT_OPTIONS = (
+    "the ranks of a context-parallel group call token_logprobs with different options or candidates: pass the same on "
+    "all of them"
+)
 
 
 class TokenLogprobs(NamedTuple):
@@ -53,6 +63,10 @@ def token_logprobs(
 
     No tensor [tokens, vocabulary] exists at any time, and without gradients not even a second pass is made.
 
+    On a model that was patched with a mesh, every rank of it passes the same whole batch and options and gets the
+    values of the whole batch. If every rank computes the same loss of them, gradients that are averaged over the ranks
+    are those of one process.
+
     Args:
         model: a transformers causal language model or a wrapper of one (DDP, FSDP, PEFT, a compiled or prepared model),
             patched if the batch is packed. Pass the outermost wrapper, because this is what gets called.
@@ -64,10 +78,13 @@ def token_logprobs(
             teacher found most likely.
 
     Raises:
-        LayoutError: the batch has no labels, or has them shifted; or shapes contradict each other.
+        LayoutError: the batch has no labels, or has them shifted; or shapes contradict each other; or the ranks of a
+            mesh have different batches, options or candidates (on a GPU an assertion on the device fails instead).
         PackingError: the temperature is not above 0, or both ``top_k`` and ``candidates`` are given.
         UnsupportedModelError: the logits are not those of one output layer, a scale and a softcap; the loss does not
-            come from ``loss_function``; or ZeRO-3 partitions the output layer.
+            come from ``loss_function``; ZeRO-3 partitions the output layer; or the batch has shared prefixes and the
+            model a mesh.
+        UnsupportedError: the batch cannot be cut over the ranks of the model's mesh.
 
     >>> import torch_backend  # doctest: +SKIP
     >>> found = torch_backend.token_logprobs(model, batch)
@@ -97,9 +114,14 @@ def _token_logprobs(
     top_k: int | None,
     candidates: Tensor | None,
 ) -> TokenLogprobs:
+    part = cut_over_ranks(model, batch)
+    context = context_of(model)
+    if context is not None and (share := part.get(SHARE)) is not None:
+        wanted = torch.empty(0, device=share.device) if candidates is None else to_device(candidates, share.device)
+        context.require_same((temperature, entropy, top_k or 0, *wanted.shape), wanted, message=DIFFERENT_OPTIONS)
     output, shortcut = call_with_shortcut(
         model,
-        batch,
+        part,
         lambda root, head, tail: _Logprobs(root, head, tail, temperature, entropy, top_k, candidates),
         caller="token_logprobs",
     )

@@ -20,6 +20,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
+from torch_backend.context_parallel.whole import own_tokens
 from torch_backend.hf.anatomy.families import both_ways_of
 from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.model import Anatomy
@@ -98,10 +99,10 @@ def cut_batch(
     device = segments.device
     compared = [batch[name] for name in ("input_ids", "labels", "shift_labels") if batch.get(name) is not None]
     share = context.share(segments.lengths, *(to_device(x, device) for x in compared))
-    index = to_device(torch.from_numpy(share.tokens), device)
+    share.documents = batch.get("packed_documents")
 
     def cut(x: Tensor) -> Tensor:
-        return to_device(x, device).reshape(-1).index_select(0, index)[None]
+        return own_tokens(to_device(x, device).reshape(-1), share)[None]
 
     found = {name: x for name, x in batch.items() if name not in (*_PER_TOKEN, *METADATA_KEYS)}
     found["input_ids"] = cut(batch["input_ids"])

@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from packing_core.errors import UnsupportedModelError
+from torch_backend.context_parallel.share import RankShare
+from torch_backend.context_parallel.whole import own_tokens, whole_tokens
 from torch_backend.hf.edits.override import override, restore
 from torch_backend.hf.entry import running
 from torch_backend.hf.patch import state_of
@@ -77,9 +80,12 @@ class RoutedCall:
     Attributes:
         shape: rows and their length.
         mask: the attention mask of an unpacked batch, or None.
-        indices: of each router that ran, int64 [N, K], the experts of the N real tokens, document by document.
-        places: int64 [N], where these tokens stand in the batch; with ``lengths`` empty until a router runs.
+        indices: of each router that ran, int64 [N, K], the experts of the tokens at ``places``.
+        places: int64 [N], where the real tokens stand in the batch, document by document; with ``lengths`` empty until
+            a router runs. In a batch that is cut over ranks, where those that this rank holds stand among its tokens.
         lengths: of the documents.
+        part: what this rank holds of a batch that is cut over ranks; None for all of it.
+        of_batch: int64, where the real tokens of such a batch stand in the whole, document by document.
         documents: of the record, that are replayed.
         gradients: whether the forward is one that a backward may follow.
     """
@@ -89,6 +95,8 @@ class RoutedCall:
         self.indices: dict[str, Tensor] = {}
         self.places = torch.empty(0, dtype=torch.long)
         self.lengths: list[int] = []
+        self.part: RankShare | None = None
+        self.of_batch = self.places
         self.documents: list[Tensor] = []
         self.gradients = torch.is_grad_enabled()
 
@@ -131,7 +139,7 @@ class RoutedCall:
             self.documents = session.take(self.lengths)
         number = session.record.routers.index(name)
         taken = torch.cat([document[:, number, : choice.top_k] for document in self.documents])
-        self.indices[name] = taken.to(self.places.device).long()
+        self.indices[name] = self._own(taken.to(self.places.device).long())
         return choose(run, choice, self.places, self.indices[name])
 
     def _observe(self, name: str, run: Callable[[], Any]) -> tuple[Any, TopK, Tensor]:
@@ -162,10 +170,18 @@ class RoutedCall:
                     f"the layers of {self.session.name} run per document, so its routers do not see the tokens of a "
                     "packed batch in their order: record and replay unpacked batches"
                 )
-            lengths = host_lengths(outer.forward.segments)
-            documents = outer.forward.numbers or tuple((number,) for number in range(len(lengths)))
+            self.part = part = outer.forward.part
+            if part is None:
+                lengths, documents = host_lengths(outer.forward.segments), outer.forward.numbers
+            else:
+                lengths, documents = tuple(part.plan.lengths.tolist()), part.documents
+            documents = documents or tuple((number,) for number in range(len(lengths)))
             places, counts = document_tokens({"packed_lengths": lengths, "packed_documents": documents})
             self.places, self.lengths = to_device(torch.from_numpy(places), device), counts.tolist()
+            if part is not None:
+                self.of_batch = self.places
+                held = np.flatnonzero(np.isin(part.tokens, places))
+                self.places = to_device(torch.from_numpy(held), device)
         elif isinstance(self.mask, Tensor) and self.mask.shape == self.shape:
             self.places = self.mask.flatten().nonzero().flatten().to(device)
             self.lengths = self.mask.bool().sum(1).tolist()
@@ -186,8 +202,21 @@ class RoutedCall:
         filled = [
             F.pad(self.indices[name], (0, top_k - self.indices[name].shape[1]), value=-1) for name in session.routers
         ]
-        whole = torch.stack(filled, 1).to(torch.int16)
-        session.record.documents += whole.split(self.lengths)
+        session.record.documents += self._whole(torch.stack(filled, 1)).to(torch.int16).split(self.lengths)
+
+    def _own(self, x: Tensor) -> Tensor:
+        """Values of all real tokens, document by document -> those of the tokens at ``places``."""
+        if self.part is None:
+            return x
+        batch = x.new_zeros(int(self.part.plan.lengths.sum()), *x.shape[1:]).index_copy(0, self.of_batch, x)
+        return own_tokens(batch, self.part)[self.places]
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`_own`, by what all ranks hold."""
+        if self.part is None:
+            return x
+        held = x.new_zeros(len(self.part.tokens), *x.shape[1:]).index_copy(0, self.places, x)
+        return whole_tokens(held, self.part)[self.of_batch]
 
 
 def route(router: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
