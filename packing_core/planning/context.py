@@ -71,9 +71,10 @@ class ContextPlan:
     @cached_property
     def straddling(self) -> NDArray[np.bool_]:
         """bool [N]: documents that lie on more than one rank."""
-        several = np.zeros(len(self.lengths), np.int64)
-        np.add.at(several, np.unique(np.stack([self.document, self.rank]), axis=1)[0], 1)
-        return read_only(several > 1)
+        lowest, highest = np.full(len(self.lengths), self.ranks), np.zeros(len(self.lengths), np.int64)
+        np.minimum.at(lowest, self.document, self.rank)
+        np.maximum.at(highest, self.document, self.rank)
+        return read_only(lowest < highest)
 
     def pieces(self, document: int) -> Int64:
         """The numbers of a document's pieces on all ranks, in the order of its tokens."""
@@ -269,6 +270,7 @@ def _pieces(cost: Cost, length: int, ranks: Int64, parts: Float64, contiguous: b
             np.concatenate([windows, length - windows]),
             parts,
         )
+        marks = np.minimum(marks, length // 2)  # a last part of next to nothing rounds up
         inner = marks[-1:]
         starts = np.concatenate([marks[:-1], inner, length - marks[1:]])
         ends = np.concatenate([marks[1:], length - inner, length - marks[:-1]])
