@@ -206,8 +206,12 @@ class BatchReader:
         inputs.check_arguments(self.root, kwargs, self.guard, wait=wait)
         metadata = dict(kwargs)
         segments = take_metadata(metadata, tokens=tokens, host_lengths=True, guard=self.guard, wait=wait)
-        inputs.check_packed(kwargs, segments, self.guard, labels="next", renumbered=False, axes=False, wait=wait)
-        check_lengths(segments, segments.position_ids, self.anatomy.positions, type(self.root).__name__)
+        # frequencies that follow from the largest position of a document are those of its length
+        dynamic = bool(self.anatomy.rotaries)
+        inputs.check_packed(kwargs, segments, self.guard, labels="next", renumbered=dynamic, axes=False, wait=wait)
+        positions = kwargs.get("position_ids")
+        positions = segments.position_ids if positions is None else positions
+        check_lengths(segments, positions, self.anatomy.positions, type(self.root).__name__)
         if weights is not None:
             kwargs["loss_weights"] = weights
         return cut_batch(kwargs, segments.to(self.device), self.context, masked=routed)

@@ -227,8 +227,8 @@ def check_positions(
 
     def error(i: int) -> PackingError:
         return LayoutError(
-            f"position_ids are not those of a document of its own at {place_of(i, shape[1])}: this model runs its "
-            "documents one by one at positions 0, 1, 2, ...; leave position_ids out"
+            f"position_ids are not those of a document of its own at {place_of(i, shape[1])}: this model runs every "
+            "document at positions 0, 1, 2, ...; leave position_ids out"
         )
 
     def find() -> Tensor:
