@@ -285,6 +285,7 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
         "no boundaries": lambda: step_of()({name: batch[name] for name in TEXT}),
         "no boundaries in evaluation": lambda: step_of().evaluate([{name: batch[name] for name in TEXT}]),
         "fewer tokens than ranks": lambda: on_mesh(tiny("qwen3"))(**collate([torch.tensor([7])], capacity=None)),
+        "weights of a call": lambda: on_mesh(tiny("mamba2"))(**batch, loss_weights=torch.ones(1, sum(LENGTHS))),
         "positions": lambda: on_mesh(tiny("phi3", **LONGROPE))(**batch | {"position_ids": batch["position_ids"] + 1}),
         "embeddings": images,
         "trainer": trainer,

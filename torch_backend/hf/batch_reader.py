@@ -188,8 +188,13 @@ class BatchReader:
         forward.image_sizes = {name: torch.tensor(of_images, device="cpu") for name, of_images in sizes}
         return forward, kwargs
 
-    def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a packed batch, which is checked as a whole; a batch that is cut already as it is."""
+    def cut(self, batch: Mapping[str, Any], *, weighted: bool = False) -> dict[str, Any]:
+        """This rank's part of a packed batch, which is checked as a whole; a batch that is cut already as it is.
+
+        Args:
+            batch: keyword arguments of the model.
+            weighted: whether the caller counts ``loss_weights``; the loss of a model does not, so they raise.
+        """
         kwargs = unsealed(dict(batch))
         if self.context is None or kwargs.get(SHARE) is not None or not is_packed(kwargs):
             return dict(batch)
@@ -201,7 +206,7 @@ class BatchReader:
                 f"{type(self.root).__name__} does not compute the loss of its router over ranks, because {reason}: "
                 "leave output_router_logits out"
             )
-        weights = kwargs.pop("loss_weights", None)
+        weights = kwargs.pop("loss_weights", None) if weighted else None
         tokens, wait = inputs.tokens_of(kwargs), self.root.training
         inputs.check_arguments(self.root, kwargs, self.guard, wait=wait)
         metadata = dict(kwargs)
