@@ -154,6 +154,7 @@ REFUSALS = {
     "no boundaries": r"UnsupportedError: the batch does not say where its documents begin, so it is not cut over ranks",
     "no boundaries in evaluation": r"UnsupportedError: the batch does not say where its documents begin, so it is not",
     "fewer tokens than ranks": r"PackingError: 1 tokens are fewer than \d ranks, so a rank would have none",
+    "token of another vocabulary": r"LayoutError: input_ids holds 96 at row 0, token 20, and Qwen3ForCausalLM has embe",
     "weights of a call": r"UnsupportedModelError: a packed batch came with loss_weights .* which the loss of Mamba2For",
     "positions": r"LayoutError: position_ids are not those of a document of its own at .* leave position_ids out",
     "embeddings": r"UnsupportedError: a batch with inputs_embeds cannot be cut over ranks",

@@ -230,6 +230,8 @@ TEXT = ("input_ids", "labels")
 def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
     """Calls that must raise on all ranks alike, so that none of them waits."""
     batch = collate(documents(LENGTHS), capacity=None)
+    one_beyond = batch["input_ids"].clone()
+    one_beyond[0, 20] = 96  # on one rank alone
     on_mesh = partial(patch, verify=False, mesh=mesh)
 
     def different_batches() -> None:
@@ -285,6 +287,7 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
         "no boundaries": lambda: step_of()({name: batch[name] for name in TEXT}),
         "no boundaries in evaluation": lambda: step_of().evaluate([{name: batch[name] for name in TEXT}]),
         "fewer tokens than ranks": lambda: on_mesh(tiny("qwen3"))(**collate([torch.tensor([7])], capacity=None)),
+        "token of another vocabulary": lambda: on_mesh(tiny("qwen3"))(**batch | {"input_ids": one_beyond}),
         "weights of a call": lambda: on_mesh(tiny("mamba2"))(**batch, loss_weights=torch.ones(1, sum(LENGTHS))),
         "positions": lambda: on_mesh(tiny("phi3", **LONGROPE))(**batch | {"position_ids": batch["position_ids"] + 1}),
         "embeddings": images,

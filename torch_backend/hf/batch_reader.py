@@ -211,6 +211,7 @@ class BatchReader:
         inputs.check_arguments(self.root, kwargs, self.guard, wait=wait)
         metadata = dict(kwargs)
         segments = take_metadata(metadata, tokens=tokens, host_lengths=True, guard=self.guard, wait=wait)
+        inputs.check_vocabulary(self.root, kwargs.get("input_ids"), self.guard, wait=wait)
         # frequencies that follow from the largest position of a document are those of its length
         dynamic = bool(self.anatomy.rotaries)
         inputs.check_packed(kwargs, segments, self.guard, labels="next", renumbered=dynamic, axes=False, wait=wait)
