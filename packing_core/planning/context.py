@@ -166,7 +166,7 @@ def context_plan(lengths: Any, ranks: int, *, cost: Cost | None = None, contiguo
 
 
 class _Held(NamedTuple):
-    """int64 [P] each: pieces in the order of ranks, documents and tokens; adjacent ones of a rank are one."""
+    """Pieces in the order of ranks, documents and tokens, int64 [P] each; adjacent ones of a rank are one."""
 
     rank: Int64
     document: Int64
@@ -280,7 +280,7 @@ def _pieces(cost: Cost, length: int, ranks: Int64, parts: Float64, contiguous: b
 
 
 def _marks(cost_of: Callable[[Float64], Float64], end: float, bends: Float64, parts: Float64) -> Int64:
-    """Where each of the parts begins that cost this share of the tokens up to ``end``.
+    """Returns where parts begin that cost these shares of the tokens up to ``end``.
 
     ``cost_of`` rises with the number of tokens, between ``bends`` as a polynomial of second degree, which follows from
     its values at both ends and in the middle.
