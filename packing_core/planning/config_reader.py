@@ -14,10 +14,17 @@ class ConfigReader:
     >>> read = ConfigReader({"n_embd": 64, "text_config": None})
     >>> read("hidden_size", "n_embd"), read("n_inner", default=256), read.find("layer_types")
     (64, 256, None)
+    >>> ConfigReader({"intermediate_size": [64, 128]}, layer=1)("intermediate_size")
+    128
+
+    Args:
+        config: to read.
+        layer: whose size is taken where a config lists one for each layer; None for none.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, layer: int | None = None) -> None:
         self.config = config
+        self.layer = layer
 
     def find(self, *names: str) -> Any:
         """Returns the first of several values that the config has, None without any."""
@@ -30,6 +37,8 @@ class ConfigReader:
             PackingError: it is not one positive integer.
         """
         name, value = self._first(names)
+        if self.layer is not None and isinstance(value, list | tuple) and self.layer < len(value):
+            value = value[self.layer]
         return default if value is None else positive(f"the config's {name}", value)
 
     def _first(self, names: tuple[str, ...]) -> tuple[str, Any]:

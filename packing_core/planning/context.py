@@ -10,9 +10,13 @@ so every rank makes it for itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from heapq import heapify, heapreplace
+from itertools import repeat
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,9 +71,10 @@ class ContextPlan:
     @cached_property
     def straddling(self) -> NDArray[np.bool_]:
         """bool [N]: documents that lie on more than one rank."""
-        several = np.zeros(len(self.lengths), np.int64)
-        np.add.at(several, np.unique(np.stack([self.document, self.rank]), axis=1)[0], 1)
-        return read_only(several > 1)
+        lowest, highest = np.full(len(self.lengths), self.ranks), np.zeros(len(self.lengths), np.int64)
+        np.minimum.at(lowest, self.document, self.rank)
+        np.maximum.at(highest, self.document, self.rank)
+        return read_only(lowest < highest)
 
     def pieces(self, document: int) -> Int64:
         """The numbers of a document's pieces on all ranks, in the order of its tokens."""
@@ -105,7 +110,9 @@ class ContextPlan:
     @cached_property
     def loads(self) -> Float64:
         """float64 [W]: the cost of each rank: of its tokens, and of the pairs of its queries with all earlier keys."""
-        loads: Float64 = np.bincount(self.rank, _costs(self.cost, self.start, self.length), self.ranks).astype(float)
+        loads: Float64 = np.bincount(self.rank, self.cost.of_segments(self.length, self.start), self.ranks).astype(
+            float
+        )
         return read_only(loads)
 
     @property
@@ -120,8 +127,9 @@ def context_plan(lengths: Any, ranks: int, *, cost: Cost | None = None, contiguo
 
     Documents stay whole where every one of them fits on a rank. Else those that do not, and others if the ranks then
     wait less for each other, are cut at any token, without padding. By default each of its ranks gets a piece from its
-    front and one from its back, which together cost the same for every token (zigzag); adjacent ones are one piece. A
-    piece from [a, b) costs ``tokens * (b - a) + squares * (b**2 - a**2)``.
+    front and one from its back of as many tokens (zigzag), which together cost the same for every token, but for the
+    first ones inside a window; adjacent ones are one piece. A piece from [a, b) costs
+    ``tokens * (b - a) + squares * (b**2 - a**2)``.
 
     Args:
         lengths: tokens of each document.
@@ -148,67 +156,85 @@ def context_plan(lengths: Any, ranks: int, *, cost: Cost | None = None, contiguo
         )
     with within_memory(f"the loads of {ranks:,} ranks", "pass fewer ranks"):
         held = _assign(checked, ranks, cost, contiguous)
-        if _waits(held):
-            alike = [_assign(checked, ranks, cost, contiguous, limit) for limit in CUT_ALIKE]
-            held = min((held, *alike), key=lambda each: _time(each, checked, cost))
-    _fill_empty(held)
-    held = [_joined(sorted(pieces)) for pieces in held]
-    flat = np.array([piece for pieces in held for piece in pieces], np.int64)
-    offsets = np.cumsum([0, *map(len, held)])
-    document, start, length = (read_only(np.ascontiguousarray(column)) for column in flat.T)
+        if bool((held.length < checked[held.document]).any()):  # ranks wait for each other
+            alike = _cut_alike(checked, ranks, cost, contiguous)
+            held = min((held, *alike), key=lambda each: _time(each, ranks, cost))
+    held = _without_empty(held, ranks)
+    offsets = np.searchsorted(held.rank, np.arange(ranks + 1))
+    document, start, length = (read_only(column) for column in held[1:])
     return ContextPlan(read_only(checked), read_only(offsets), document, start, length, cost)
 
 
-Piece = tuple[int, int, int]  # document, start, length
+class _Held(NamedTuple):
+    """Pieces in the order of ranks, documents and tokens, int64 [P] each; adjacent ones of a rank are one."""
+
+    rank: Int64
+    document: Int64
+    start: Int64
+    length: Int64
 
 
-def _costs(cost: Cost, start: Any, length: Any) -> Any:
-    """The cost of the pieces [start, start + length)."""
-    return cost.of_segments(length, start)
+def _held(rank: Int64, document: Int64, start: Int64, length: Int64) -> _Held:
+    """Sorts pieces, and joins adjacent ones."""
+    order = np.lexsort((start, document, rank))
+    rank, document, start, length = (column[order] for column in (rank, document, start, length))
+    follows = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1]) & (start[1:] == (start + length)[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~follows]))
+    return _Held(rank[first], document[first], start[first], np.add.reduceat(length, first))
 
 
-def _assign(lengths: Int64, ranks: int, cost: Cost, contiguous: bool, alike: float = np.inf) -> list[list[Piece]]:
-    """The pieces of each rank: whole documents where there is room, else cut; over all ranks where a document costs
-    more than ``alike`` times the share of a rank."""
+def _cut_alike(lengths: Int64, ranks: int, cost: Cost, contiguous: bool) -> Iterator[_Held]:
+    """The pieces of each rank with more and more documents cut over all of them."""
+    costs = cost.of_segments(lengths)
+    over_all = [(costs > part * costs.sum() / ranks) & (lengths >= 2 * ranks * SHORTEST) for part in CUT_ALIKE]
+    counts = [int(each.sum()) for each in over_all]
+    for before, count, documents in zip([0, *counts], counts, over_all, strict=False):
+        if count > before:
+            yield _assign(lengths, ranks, cost, contiguous, documents)
+
+
+def _assign(
+    lengths: Int64, ranks: int, cost: Cost, contiguous: bool, over_all: NDArray[np.bool_] | None = None
+) -> _Held:
+    """The pieces of each rank: whole documents where there is room, else cut; over all ranks where ``over_all``."""
     if ranks > MOST_TOKENS // 8:
         raise MemoryError
-    costs = _costs(cost, np.zeros(len(lengths)), lengths.astype(np.float64))
-    share = costs.sum() / ranks
-    loads = np.zeros(ranks)
-    held: list[list[Piece]] = [[] for _ in range(ranks)]
-    cut = _contiguous if contiguous else _zigzag
-    for document in np.argsort(-costs, kind="stable").tolist():
-        length, rank = int(lengths[document]), int(loads.argmin())
-        over_all = costs[document] > alike * share and length >= 2 * ranks * SHORTEST
-        if not over_all and loads[rank] + costs[document] <= ROOM * share:
-            held[rank].append((document, 0, length))
-            loads[rank] += costs[document]
+    costs = cost.of_segments(lengths)
+    share = float(costs.sum()) / ranks
+    order = np.argsort(-costs, kind="stable")
+    alike = np.zeros(len(lengths), np.bool_) if over_all is None else over_all
+    everywhere = np.arange(ranks), np.full(ranks, 1 / ranks)
+    carried = [(0.0, rank) for rank in range(ranks)]  # a heap
+    whole: list[tuple[int, int]] = []
+    cut: list[tuple[int, int, int, int]] = []
+    for document, needed, on_all in zip(order.tolist(), costs[order].tolist(), alike[order].tolist(), strict=True):
+        load, rank = carried[0]
+        if not on_all and load + needed <= ROOM * share:
+            whole.append((rank, document))
+            heapreplace(carried, (load + needed, rank))
             continue
-        if over_all:
-            chosen, parts = np.arange(ranks), np.full(ranks, 1 / ranks)
-        else:
-            chosen, parts = _portions(loads, share, float(costs[document]))
-        for rank, start, size in cut(cost, length, chosen, parts):
-            held[rank].append((document, start, size))
-            loads[rank] += _costs(cost, start, size)
-    return held
+        loads = np.array([load for load, _ in sorted(carried, key=itemgetter(1))])
+        chosen, parts = everywhere if on_all else _portions(loads, share, needed)
+        rank_of, start, length = _pieces(cost, int(lengths[document]), chosen, parts, contiguous)
+        np.add.at(loads, rank_of, cost.of_segments(length, start))
+        carried = list(zip(loads.tolist(), range(ranks), strict=True))
+        heapify(carried)
+        cut += zip(rank_of.tolist(), repeat(document), start.tolist(), length.tolist())
+    ranks_of, documents = np.array(whole, np.int64).reshape(-1, 2).T
+    columns = ranks_of, documents, np.zeros(len(whole), np.int64), lengths[documents]
+    of_cut = np.array(cut, np.int64).reshape(-1, 4).T
+    return _held(*(np.concatenate(both) for both in zip(columns, of_cut, strict=True)))
 
 
-def _waits(held: list[list[Piece]]) -> bool:
-    """Returns whether a document lies on several ranks."""
-    documents = [document for pieces in held for document in {document for document, *_ in pieces}]
-    return len(documents) > len(set(documents))
-
-
-def _time(held: list[list[Piece]], lengths: Int64, cost: Cost) -> float:
+def _time(held: _Held, ranks: int, cost: Cost) -> float:
     """The time of a step in which ranks wait for each other between tokens and pairs, in the unit of the cost."""
-    tokens, pairs, fetched = [], [], []
-    for pieces in held:
-        document, start, length = np.array(pieces, np.int64).reshape(-1, 3).T
-        tokens.append(cost.tokens * length.sum())
-        pairs.append(_costs(cost, start, length).sum() - tokens[-1])
-        fetched.append(lengths[np.unique(document[length < lengths[document]])].sum() - length[start > 0].sum())
-    return float(max(tokens) + max(pairs) + FETCHED * cost.tokens * max(fetched))
+    rank, document, start, length = held
+    tokens = cost.tokens * np.bincount(rank, length, ranks)
+    pairs = np.bincount(rank, cost.of_segments(length, start), ranks) - tokens
+    same = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
+    own = np.concatenate([[0], np.where(same, (start + length)[:-1], 0)])  # the end of the rank's piece before
+    fetched = np.bincount(rank, start - own, ranks)
+    return float(tokens.max() + pairs.max() + FETCHED * cost.tokens * fetched.max())
 
 
 def _portions(loads: Float64, share: float, needed: float) -> tuple[Int64, Float64]:
@@ -231,51 +257,60 @@ def _portions(loads: Float64, share: float, needed: float) -> tuple[Int64, Float
     return chosen[in_order], parts[in_order] / parts.sum()
 
 
-def _contiguous(cost: Cost, length: int, ranks: Int64, parts: Float64) -> list[Piece]:
-    """A piece for each rank, as (rank, start, length): the cost of [0, b) is its part of the whole document's."""
-    wanted = np.cumsum(parts) * _costs(cost, 0, float(length))
-    if cost.windows:
-        ends = np.searchsorted(cost.of_segments(np.arange(length + 1)), wanted)
-    else:  # squares * b^2 + tokens * b = wanted, in the form that does not cancel
-        ends = 2 * wanted / np.maximum(cost.tokens + np.sqrt(cost.tokens**2 + 4 * cost.squares * wanted), 1e-300)
-    marks = [0, *np.rint(ends[:-1]).astype(int).tolist(), length]
-    return [(int(r), a, b - a) for r, a, b in zip(ranks, marks[:-1], marks[1:], strict=True) if b > a]
+def _pieces(cost: Cost, length: int, ranks: Int64, parts: Float64, contiguous: bool) -> tuple[Int64, Int64, Int64]:
+    """Rank, start and length of the pieces of a document, of which each rank gets its part of the cost."""
+    windows = np.array([window for window, _ in cost.windows], np.float64)
+    if contiguous:
+        marks = _marks(cost.of_segments, length, windows, parts)
+        starts, ends, of_rank = marks, np.append(marks[1:], length), ranks
+    else:  # n tokens from the front and n from the back: without windows, [a, a + n) and [L - a - n, L - a) cost 2 n L
+        marks = _marks(
+            lambda n: cost.of_segments(n) + cost.of_segments(n, length - n),
+            length / 2,
+            np.concatenate([windows, length - windows]),
+            parts,
+        )
+        marks = np.minimum(marks, length // 2)  # a last part of next to nothing rounds up
+        inner = marks[-1:]
+        starts = np.concatenate([marks[:-1], inner, length - marks[1:]])
+        ends = np.concatenate([marks[1:], length - inner, length - marks[:-1]])
+        of_rank = np.concatenate([ranks, ranks[:-1]])
+    some = ends > starts
+    return of_rank[some], starts[some], (ends - starts)[some]
 
 
-def _zigzag(cost: Cost, length: int, ranks: Int64, parts: Float64) -> list[Piece]:
-    """For each rank as many tokens from the front as from the back: [a, a + n) and [L - a - n, L - a) cost 2 n L."""
-    del cost  # in proportion to the number of tokens, whatever the ratio
-    half = np.cumsum(parts) * length / 2
-    marks = [0, *np.rint(half[:-1]).astype(int).tolist()]
-    found: list[Piece] = []
-    for rank, a, b in zip(ranks[:-1].tolist(), marks[:-1], marks[1:], strict=True):
-        if b > a:
-            found += [(rank, a, b - a), (rank, length - b, b - a)]
-    inner = marks[-1]
-    if length > 2 * inner:
-        found.append((int(ranks[-1]), inner, length - 2 * inner))
-    return found
+def _marks(cost_of: Callable[[Float64], Float64], end: float, bends: Float64, parts: Float64) -> Int64:
+    """Returns where parts begin that cost these shares of the tokens up to ``end``.
+
+    ``cost_of`` rises with the number of tokens, between ``bends`` as a polynomial of second degree, which follows from
+    its values at both ends and in the middle.
+    """
+    knots = np.unique(np.concatenate([[0.0, end], bends[(bends > 0) & (bends < end)]]))
+    low, high = cost_of(knots[:-1]), cost_of(knots[1:])
+    wanted = np.cumsum(parts[:-1]) * high[-1]
+    i = np.minimum(np.searchsorted(high, wanted), len(high) - 1)
+    bend = (2 * (low + high - 2 * cost_of((knots[:-1] + knots[1:]) / 2)))[i]
+    slope, rise = (high - low)[i] - bend, np.maximum(wanted - low[i], 0.0)
+    # of bend x^2 + slope x = rise, in the form that does not cancel
+    x = 2 * rise / np.maximum(slope + np.sqrt(np.maximum(slope**2 + 4 * bend * rise, 0.0)), 1e-300)
+    marks: Int64 = np.rint(np.append(0.0, knots[i] + x * (knots[i + 1] - knots[i]))).astype(np.int64)
+    return marks
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Sorted pieces of a rank, adjacent ones of a document as one."""
-    found: list[Piece] = []
-    for document, start, length in pieces:
-        if found and found[-1][0] == document and sum(found[-1][1:]) == start:
-            length += found[-1][2]
-            start = found.pop()[1]
-        found.append((document, start, length))
-    return found
-
-
-def _fill_empty(held: list[list[Piece]]) -> None:
-    """Give each rank without tokens a half of the longest piece of the rank that has most."""
-    for pieces in held:
-        if not pieces:
-            donor = max(held, key=lambda other: sum(length for *_, length in other))
-            longest = max(donor, key=lambda piece: piece[2])
-            donor.remove(longest)
-            document, start, length = longest
-            kept = length // 2
-            donor += [(document, start, kept)] * (kept > 0)
-            pieces.append((document, start + kept, length - kept))
+def _without_empty(held: _Held, ranks: int) -> _Held:
+    """Gives each rank without tokens a half of the longest piece of the rank that has most."""
+    tokens = np.bincount(held.rank, held.length, ranks)
+    for empty in np.flatnonzero(tokens == 0).tolist():
+        donor = int(tokens.argmax())
+        piece = int(np.where(held.rank == donor, held.length, 0).argmax())
+        kept = int(held.length[piece]) // 2
+        given = int(held.length[piece]) - kept
+        if kept:
+            held.length[piece] = kept
+            added = empty, held.document[piece], held.start[piece] + kept, given
+            held = _Held(*(np.append(column, value) for column, value in zip(held, added, strict=True)))
+        else:
+            held.rank[piece] = empty
+        tokens[donor] -= given
+        tokens[empty] = given
+    return _held(*held)

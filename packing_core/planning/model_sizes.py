@@ -45,17 +45,21 @@ class ModelSizes:
         read = ConfigReader(text)
         hidden, count = read("hidden_size", "n_embd"), read("num_hidden_layers", "n_layer")
         layers = _layers(text, count or 0)
-        by_layer = [ConfigReader(layer)("num_attention_heads", "n_head") for layer in layers]
+        by_layer = [ConfigReader(own, i)("num_attention_heads", "n_head") for i, own in enumerate(layers)]
+        if hidden and layers and not any(by_layer) and read("state_size") and read("expand"):  # Mamba
+            head = 2 * hidden * read("vocab_size", default=0)
+            return ModelSizes(head + len(layers) * _recurrent(read, hidden, 0), 0, {}, 0)
         if not (hidden and by_layer and all(by_layer)):
             raise PackingError(
                 "the config names no hidden_size, num_hidden_layers and num_attention_heads: "
                 "pass Cost(tokens=..., squares=...)"
             )
         token, full, windows = 2 * hidden * read("vocab_size", default=0), 0, Counter[int]()
-        for number, (own, heads, window) in enumerate(zip(layers, by_layer, _windows(read, count), strict=True)):
-            attention, squares = _attention(ConfigReader(own), hidden, heads)
+        for number, (layer, heads, window) in enumerate(zip(layers, by_layer, _windows(read, count), strict=True)):
+            own = ConfigReader(layer, number)
+            attention, squares = _attention(own, hidden, heads)
             token += _recurrent(read, hidden, attention) if window == 0 else attention
-            token += _feed_forward(read, ConfigReader(own), hidden, number)
+            token += _feed_forward(read, own, hidden, number)
             if window is None:
                 full += squares
             elif window:

@@ -183,6 +183,22 @@ def test_layers_of_sizes_of_their_own_cost_what_they_are() -> None:
     assert Cost.operations(fields | {"per_layer_config": {"1": {"head_dim": 16}}}) == Cost.operations(Whole())
 
 
+def test_a_model_of_recurrent_layers_alone_costs_tokens_alone() -> None:
+    """As Mamba, whose config names no heads; each layer has projections of 3 h e h and 3 products with the state."""
+    mamba = {"hidden_size": 8, "num_hidden_layers": 5, "state_size": 4, "expand": 2, "vocab_size": 10}
+    assert Cost.operations(mamba) == Cost(2 * 8 * 10 + 5 * (6 * 8 * 16 + 6 * 16 * 4), 0)
+    assert Cost.from_config(mamba) == Cost(1, 0)
+
+
+def test_a_size_that_is_listed_for_each_layer_counts_in_its_layer() -> None:
+    """As the width of the feed-forward blocks of Gemma 3n."""
+    listed = LLAMA_8B | {"intermediate_size": [14336] * 31 + [8192]}
+    less = 6 * 4096 * (14336 - 8192)
+    assert Cost.operations(listed).tokens == Cost.operations(LLAMA_8B).tokens - less
+    with pytest.raises(PackingError, match="intermediate_size must be an integer of at least 1, got"):
+        Cost.operations(LLAMA_8B | {"intermediate_size": [14336]})
+
+
 def test_a_mixture_costs_the_experts_that_a_token_visits() -> None:
     mixture = LLAMA_8B | {"num_experts_per_tok": 2, "moe_intermediate_size": 7168, "num_experts": 64}
     assert Cost.from_config(mixture) == Cost.from_config(LLAMA_8B)

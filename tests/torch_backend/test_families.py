@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
+from packing_core.planning.cost import Cost
 from tests.torch_backend.models import collate, documents, tiny
 from torch_backend.auditing.families import audit_family
 from torch_backend.auditing.tiny import all_families, family_config, tiny_config, tiny_model
@@ -61,6 +62,13 @@ def test_at_least_95_of_100_decoders_are_exact() -> None:
     assert len(EXACT) / decoders >= 0.95
     assert f"**{len(EXACT)} of {decoders} causal decoders are exact" in PAGE
     assert f"{len(REFUSED)} are refused with a reason, none are wrong.**" in PAGE
+
+
+def test_families_say_what_their_rows_cost() -> None:
+    """By that their documents are cut over ranks: into one piece for each rank where no layer has attention."""
+    costs = {family: Cost.from_config(family_config(family)) for family, route in EXACT.items() if route == "attention"}
+    recurrent_alone = [family for family, cost in costs.items() if not (cost.squares or cost.windows)]
+    assert recurrent_alone == ["falcon_mamba", "mamba", "mamba2"]
 
 
 @pytest.mark.parametrize("family", ["bert", "bart", "bert-generation", "musicgen", "prophetnet"])

@@ -366,12 +366,14 @@ def test_images_in_batches_that_are_not_packed_are_unchanged_to_the_bit(case: st
 
 
 FORMS = ("qwen2_vl", "gemma4", "lfm2_vl", "pixtral", "llava_next", "internvl", "idefics3", "llava")
+AS_IT_COMES = "got_ocr2"  # its tower takes pixels in its own dtype alone
 
 
-def test_a_blank_image_of_each_form_runs_through_its_tower() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_blank_image_of_each_form_runs_through_its_tower(dtype: torch.dtype) -> None:
     """Patches in rows, with places, with a mask; pixels with sizes, in tiles, of a width and height, in rows."""
-    for case in FORMS:
-        model, embeddings = vision_model(case), torch.ones(1, 3, 64, requires_grad=True)
+    for case in (*FORMS, AS_IT_COMES):
+        model, embeddings = vision_model(case).to(dtype), torch.ones(1, 3, 64, dtype=dtype, requires_grad=True)
         tied = tie_blank_image(model, SimpleNamespace(), embeddings)
         assert torch.equal(tied, embeddings), case
         tied.sum().backward()

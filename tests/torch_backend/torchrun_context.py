@@ -59,6 +59,7 @@ class Case(NamedTuple):
         method: how attention crosses ranks.
         checkpointed: whether layers are run again in the backward.
         at_once: whether all pieces of a rank run at once, as long ones do.
+        first: the position of the first token of every document.
     """
 
     family: str
@@ -67,6 +68,7 @@ class Case(NamedTuple):
     method: str = "keys"
     checkpointed: bool = False
     at_once: bool = False
+    first: int = 0
 
 
 # The document of 190 has the long frequencies, and no position of its second rank shows it.
@@ -100,6 +102,8 @@ CASES: dict[str, Case] = {
     "qwen3, a few tokens, at once": Case("qwen3", lengths=FEW, at_once=True),
     "gemma2": Case("gemma2", {"sliding_window": 20}),
     "phi3, longrope": Case("phi3", LONGROPE),
+    "gpt2": Case("gpt2"),
+    "gpt2, positions from 9 on": Case("gpt2", first=9),
     "deepseek_v3": Case("deepseek_v3"),
     # Of the longer row, sums in float32 are 1.1e-6 off on four ranks, and 3e-8 with weights in float64.
     "qwen3_5_text": Case("qwen3_5_text", lengths=(5, 90, 17, 1, 7, 2)),
@@ -132,8 +136,9 @@ def run(case: Case, mesh: Any = None) -> dict[str, Any]:
     if case.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     at_once = mocked.object(attention, "runs_at_once", lambda layout: layout.continuing is not None)
+    batch = batch_of(model, documents(case.lengths))
     with at_once if case.at_once else nullcontext():
-        output = model(**batch_of(model, documents(case.lengths)))
+        output = model(**{**batch, "position_ids": batch["position_ids"] + case.first})
     output.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if mesh is not None:
@@ -225,6 +230,8 @@ TEXT = ("input_ids", "labels")
 def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
     """Calls that must raise on all ranks alike, so that none of them waits."""
     batch = collate(documents(LENGTHS), capacity=None)
+    one_beyond = batch["input_ids"].clone()
+    one_beyond[0, 20] = 96  # on one rank alone
     on_mesh = partial(patch, verify=False, mesh=mesh)
 
     def different_batches() -> None:
@@ -280,6 +287,9 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
         "no boundaries": lambda: step_of()({name: batch[name] for name in TEXT}),
         "no boundaries in evaluation": lambda: step_of().evaluate([{name: batch[name] for name in TEXT}]),
         "fewer tokens than ranks": lambda: on_mesh(tiny("qwen3"))(**collate([torch.tensor([7])], capacity=None)),
+        "token of another vocabulary": lambda: on_mesh(tiny("qwen3"))(**batch | {"input_ids": one_beyond}),
+        "weights of a call": lambda: on_mesh(tiny("mamba2"))(**batch, loss_weights=torch.ones(1, sum(LENGTHS))),
+        "positions": lambda: on_mesh(tiny("phi3", **LONGROPE))(**batch | {"position_ids": batch["position_ids"] + 1}),
         "embeddings": images,
         "trainer": trainer,
         "router": lambda: on_mesh(tiny(OTHER_ROUTER, output_router_logits=True)),

@@ -188,8 +188,13 @@ class BatchReader:
         forward.image_sizes = {name: torch.tensor(of_images, device="cpu") for name, of_images in sizes}
         return forward, kwargs
 
-    def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a packed batch, which is checked as a whole; a batch that is cut already as it is."""
+    def cut(self, batch: Mapping[str, Any], *, weighted: bool = False) -> dict[str, Any]:
+        """This rank's part of a packed batch, which is checked as a whole; a batch that is cut already as it is.
+
+        Args:
+            batch: keyword arguments of the model.
+            weighted: whether the caller counts ``loss_weights``; the loss of a model does not, so they raise.
+        """
         kwargs = unsealed(dict(batch))
         if self.context is None or kwargs.get(SHARE) is not None or not is_packed(kwargs):
             return dict(batch)
@@ -201,13 +206,18 @@ class BatchReader:
                 f"{type(self.root).__name__} does not compute the loss of its router over ranks, because {reason}: "
                 "leave output_router_logits out"
             )
-        weights = kwargs.pop("loss_weights", None)
+        weights = kwargs.pop("loss_weights", None) if weighted else None
         tokens, wait = inputs.tokens_of(kwargs), self.root.training
         inputs.check_arguments(self.root, kwargs, self.guard, wait=wait)
         metadata = dict(kwargs)
         segments = take_metadata(metadata, tokens=tokens, host_lengths=True, guard=self.guard, wait=wait)
-        inputs.check_packed(kwargs, segments, self.guard, labels="next", renumbered=False, axes=False, wait=wait)
-        check_lengths(segments, segments.position_ids, self.anatomy.positions, type(self.root).__name__)
+        inputs.check_vocabulary(self.root, kwargs.get("input_ids"), self.guard, wait=wait)
+        # frequencies that follow from the largest position of a document are those of its length
+        dynamic = bool(self.anatomy.rotaries)
+        inputs.check_packed(kwargs, segments, self.guard, labels="next", renumbered=dynamic, axes=False, wait=wait)
+        positions = kwargs.get("position_ids")
+        positions = segments.position_ids if positions is None else positions
+        check_lengths(segments, positions, self.anatomy.positions, type(self.root).__name__)
         if weights is not None:
             kwargs["loss_weights"] = weights
         return cut_batch(kwargs, segments.to(self.device), self.context, masked=routed)

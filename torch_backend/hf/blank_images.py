@@ -66,14 +66,16 @@ class _Tied(torch.autograd.Function):
 
 
 def blank_image(root: Any) -> dict[str, Tensor]:
-    """The tensors of the smallest image that a family's tower takes, of ones, on the device of the tower."""
+    """The tensors of the smallest image that a family's tower takes, of ones, on its device and in its dtype."""
     config, vision = root.config, root.config.vision_config
     family = config.model_type
     weight = next(p for name, p in root.named_parameters() if "vi" in name)
     patch: Any = getattr(vision, "patch_size", None)
 
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32  # not that of quantized weights
+
     def ones(*shape: int) -> Tensor:
-        return torch.ones(shape, device=weight.device)
+        return torch.ones(shape, dtype=dtype, device=weight.device)
 
     def sizes(*numbers: int) -> Tensor:
         return torch.tensor([numbers], device=weight.device)

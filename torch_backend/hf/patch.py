@@ -130,9 +130,12 @@ def refuse_context_of(model: nn.Module, what: str) -> None:
 
 
 def cut_over_ranks(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's part of a packed batch if the model was patched with a mesh, else the batch as it is."""
+    """This rank's part of a packed batch if the model was patched with a mesh, else the batch as it is.
+
+    For losses of this project, which count the ``loss_weights`` of the part.
+    """
     state = state_of(causal_lm(model))
-    return dict(batch) if state is None else state.cut(batch)
+    return dict(batch) if state is None else state.cut(batch, weighted=True)
 
 
 # -- the patched model ---------------------------------------------------------------------------------------------

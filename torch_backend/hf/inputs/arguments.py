@@ -227,8 +227,8 @@ def check_positions(
 
     def error(i: int) -> PackingError:
         return LayoutError(
-            f"position_ids are not those of a document of its own at {place_of(i, shape[1])}: this model runs its "
-            "documents one by one at positions 0, 1, 2, ...; leave position_ids out"
+            f"position_ids are not those of a document of its own at {place_of(i, shape[1])}: this model runs every "
+            "document at positions 0, 1, 2, ...; leave position_ids out"
         )
 
     def find() -> Tensor:
@@ -313,6 +313,30 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+def check_vocabulary(model: Any, ids: Any, guard: Guard, *, wait: bool = True) -> None:
+    """Check tokens that are cut over ranks: the rank that holds one without an embedding would fail, and others wait.
+
+    Args:
+        model: the model that is called.
+        ids: [B, S] of the whole batch.
+        guard, wait: see :meth:`Guard.check`.
+
+    Raises:
+        LayoutError: a token has no row in the model's embedding.
+    """
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if not isinstance(ids, Tensor) or rows is None:
+        return
+
+    def error(i: int) -> PackingError:
+        return LayoutError(
+            f"input_ids holds {int(ids.flatten()[i])} at {place_of(i, ids.shape[-1])}, and {type(model).__name__} has "
+            f"embeddings for 0 to {rows - 1}: take the tokenizer of the model, and its pad_token_id for padding"
+        )
+
+    guard.check("tokens of the vocabulary", lambda: ((ids < 0) | (ids >= rows)).flatten(), error, wait=wait)
 
 
 def place_of(i: int, width: int, ahead: int = 0) -> str:

@@ -30,6 +30,7 @@ from torch_backend.segments import PackedMetadata, to_device
 
 SHARE = "packed_context"  # of a batch that is cut: what this rank holds of it
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "shift_labels", "loss_weights", "attention_mask")
+_COMPARED = ("input_ids", "position_ids", "labels", "shift_labels")  # between ranks
 
 
 def refuse_context(anatomy: Anatomy) -> None:
@@ -97,7 +98,7 @@ def cut_batch(
         raise UnsupportedError("positions on several axes are not cut over ranks: leave position_ids out")
     assert segments.lengths is not None
     device = segments.device
-    compared = [batch[name] for name in ("input_ids", "labels", "shift_labels") if batch.get(name) is not None]
+    compared = [batch[name] for name in _COMPARED if batch.get(name) is not None]
     share = context.share(segments.lengths, *(to_device(x, device) for x in compared))
     share.documents = batch.get("packed_documents")
 
@@ -106,7 +107,10 @@ def cut_batch(
 
     found = {name: x for name, x in batch.items() if name not in (*_PER_TOKEN, *METADATA_KEYS)}
     found["input_ids"] = cut(batch["input_ids"])
-    found["position_ids"] = to_device(torch.from_numpy(share.positions), device)[None]
+    if batch.get("position_ids") is not None:
+        found["position_ids"] = cut(batch["position_ids"])
+    else:
+        found["position_ids"] = to_device(torch.from_numpy(share.positions), device)[None]
     if batch.get("labels") is not None or batch.get("shift_labels") is not None:
         targets = batch.get("shift_labels")
         if targets is None:
