@@ -265,7 +265,7 @@ class RankShare:
         send, receive = [0] * self.ranks, [0] * self.ranks
         # document -> (first, end, where the first is, among the rank's tokens or those that it received)
         held: dict[int, list[tuple[int, int, int, bool]]] = defaultdict(list)
-        for piece in self.pieces.tolist():
+        for piece in straddling_pieces(self.plan, self.rank).tolist():
             first = int(start[piece])
             held[int(self.plan.document[piece])].append((first, first + int(length[piece]), int(offsets[piece]), False))
         for rank in range(self.ranks):
@@ -279,22 +279,22 @@ class RankShare:
                 receive[rank] += high - low
         own: list[TokenRun] = []
         fetched: list[TokenRun] = []
-        lengths: dict[bool, list[int]] = {False: [], True: []}
         key_lengths: list[int] = []
-        for piece in self.pieces.tolist():
+        begins = start[self.pieces] == 0
+        for piece in self.pieces[~begins].tolist():
             begin, stop = int(start[piece]), int(start[piece] + length[piece])
-            lengths[begin > 0].append(stop - begin)
-            if begin > 0:
-                low, target = _first_seen(begin, reach), sum(key_lengths)
-                for first, last, place, received in sorted(held[int(self.plan.document[piece])]):
-                    a, b = max(first, low), min(last, stop)
-                    if a < b:
-                        (fetched if received else own).append(TokenRun(place + a - first, target + a - low, b - a))
-                key_lengths.append(stop - low)
-        beginning = PackedMetadata.from_lengths(lengths[False], device=self.device) if lengths[False] else None
-        continuing = None
-        if lengths[True]:
-            continuing = PackedMetadata.of_last_tokens(lengths[True], key_lengths, device=self.device)
+            low, target = _first_seen(begin, reach), sum(key_lengths)
+            for first, last, place, received in sorted(held[int(self.plan.document[piece])]):
+                a, b = max(first, low), min(last, stop)
+                if a < b:
+                    (fetched if received else own).append(TokenRun(place + a - first, target + a - low, b - a))
+            key_lengths.append(stop - low)
+        beginning, continuing = None, None
+        if begins.any():
+            beginning = PackedMetadata.from_lengths(length[self.pieces[begins]].tolist(), device=self.device)
+        if key_lengths:
+            lengths = length[self.pieces[~begins]].tolist()
+            continuing = PackedMetadata.of_last_tokens(lengths, key_lengths, device=self.device)
         return KeyLayout(sent, send, receive, own, fetched, beginning, continuing)
 
     def tokens_sent(self, reach: int | None) -> int:
@@ -314,8 +314,7 @@ class RankShare:
         counts, places = [], []
         first = np.cumsum(plan.lengths) - plan.lengths
         for rank in range(self.ranks):
-            of_rank = pieces_of(plan, rank)
-            pieces = of_rank[plan.straddling[plan.document[of_rank]]]
+            pieces = straddling_pieces(plan, rank)
             counts.append(int(plan.length[pieces].sum()))
             begin = first[plan.document[pieces]] + plan.start[pieces]
             places += [np.arange(b, b + n) for b, n in zip(begin, plan.length[pieces], strict=True)]
@@ -385,6 +384,12 @@ def pieces_of(plan: ContextPlan, rank: int) -> Int64:
     return numbers[np.argsort(plan.start[of_rank] > 0, kind="stable")]
 
 
+def straddling_pieces(plan: ContextPlan, rank: int) -> Int64:
+    """Those of :func:`pieces_of` that belong to a document on several ranks."""
+    pieces = pieces_of(plan, rank)
+    return pieces[plan.straddling[plan.document[pieces]]]
+
+
 def _first_seen(start: int, reach: int | None) -> int:
     """The first token that a piece starting at ``start`` sees."""
     return 0 if reach is None else max(0, start - reach + 1)
@@ -393,7 +398,8 @@ def _first_seen(start: int, reach: int | None) -> int:
 def _wanted(plan: ContextPlan, rank: int, reach: int | None) -> dict[int, list[tuple[int, int]]]:
     """The earlier tokens that the pieces of a rank see, its own among them: disjoint ranges of each document."""
     wanted: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    pieces = plan.of_rank(rank)
+    of_rank = plan.of_rank(rank)
+    pieces = of_rank.start + np.flatnonzero(plan.start[of_rank])
     for document, start in zip(plan.document[pieces].tolist(), plan.start[pieces].tolist(), strict=True):
         ranges = wanted[document]  # pieces of a document stand in the order of its tokens
         low = max(_first_seen(start, reach), ranges[-1][1] if ranges else 0)
@@ -405,7 +411,7 @@ def _wanted(plan: ContextPlan, rank: int, reach: int | None) -> dict[int, list[t
 def _transfers(plan: ContextPlan, source: int, target: int, reach: int | None) -> Iterator[tuple[int, int, int]]:
     """The tokens of rank ``source`` that rank ``target`` needs, each once: (piece, first, end) in the document."""
     wanted = _wanted(plan, target, reach)
-    for piece in pieces_of(plan, source).tolist():
+    for piece in straddling_pieces(plan, source).tolist():
         first, end = int(plan.start[piece]), int(plan.start[piece] + plan.length[piece])
         for low, high in wanted.get(int(plan.document[piece]), ()):
             if max(first, low) < min(end, high):

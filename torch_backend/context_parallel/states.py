@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_backend.context_parallel.exchange import exchanged
-from torch_backend.context_parallel.share import RankShare, pieces_of
+from torch_backend.context_parallel.share import RankShare, straddling_pieces
 from torch_backend.ops.repeated import repeated
 from torch_backend.segments import PackedMetadata, host_lengths, to_device
 
@@ -64,17 +64,15 @@ def state_layout(share: RankShare) -> StateLayout:
 
 
 def _layout(share: RankShare) -> StateLayout:
-    plan = share.plan
-
-    def straddling(rank: int) -> list[int]:
-        return [piece for piece in pieces_of(plan, rank).tolist() if plan.straddling[plan.document[piece]]]
+    plan, everyone = share.plan, range(share.ranks)
+    pieces_on = [straddling_pieces(plan, rank).tolist() for rank in everyone]
+    own = pieces_on[share.rank]
 
     def wanted(source: int, target: int) -> list[int]:
         """The pieces of a rank that another one continues."""
-        last = dict(zip(*(x[straddling(target)].tolist() for x in (plan.document, plan.start)), strict=True))
-        return [piece for piece in straddling(source) if plan.start[piece] < last.get(int(plan.document[piece]), 0)]
+        last = {int(plan.document[piece]): int(plan.start[piece]) for piece in pieces_on[target]}
+        return [piece for piece in pieces_on[source] if plan.start[piece] < last.get(int(plan.document[piece]), 0)]
 
-    own, everyone = straddling(share.rank), range(share.ranks)
     sent = [wanted(share.rank, rank) for rank in everyone]
     received = [wanted(rank, share.rank) for rank in everyone]
     arrived = np.array([piece for pieces in received for piece in pieces], np.int64)
