@@ -243,7 +243,7 @@ class RankShare:
         return offsets
 
     def derived(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """What ``make`` returns, made once for a key."""
+        """Returns what ``make`` does, made once for a key."""
         if key not in self._derived:
             self._derived[key] = make()
         found: Value = self._derived[key]
@@ -385,7 +385,7 @@ def pieces_of(plan: ContextPlan, rank: int) -> Int64:
 
 
 def straddling_pieces(plan: ContextPlan, rank: int) -> Int64:
-    """Those of :func:`pieces_of` that belong to a document on several ranks."""
+    """Returns those of :func:`pieces_of` that belong to a document on several ranks."""
     pieces = pieces_of(plan, rank)
     return pieces[plan.straddling[plan.document[pieces]]]
 
