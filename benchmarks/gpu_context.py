@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu_context                               # 2 GPUs, Llama-8B shape, 4 layers, a row of 65,536
     python -m benchmarks.gpu_context --shape hybrid                # Qwen3.5 shape, 8 layers
+    python -m benchmarks.gpu_context --shape mamba --mean 65536    # Falcon-Mamba shape, 8 layers, one document
     python -m benchmarks.gpu_context --row 262144 --mean 262144 --memory full --layers 2 --steps 2    # one document
     python -m benchmarks.gpu_context --ranks 8 --row 1048576 --mean 65536 --memory full --layers 1 --steps 1 --short
     python -m benchmarks.gpu_context --match auto --budget 120 --output results
@@ -42,11 +43,12 @@ from benchmarks._memory_history import begin_history, end_history
 from benchmarks.gpu import collected, parsed, parser
 from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize, waits
 from benchmarks.gpu_profile import Profile, beside
-from benchmarks.gpu_workload import DTYPE, llama3, qwen2, qwen35
+from benchmarks.gpu_workload import DTYPE, falcon_mamba, llama3, qwen2, qwen35
 from packing_core import Cost, context_plan, pack
 from torch_backend import PackedCollator, explain, make_train_step, patch
 
-SHAPES = {"llama": qwen2 if TOY else llama3, "hybrid": qwen35}
+SHAPES = {"llama": qwen2 if TOY else llama3, "hybrid": qwen35, "mamba": falcon_mamba}
+LAYERS = {"llama": 2 if TOY else 4, "hybrid": 4 if TOY else 8, "mamba": 2 if TOY else 8}
 METHODS = ("auto", "keys", "heads")
 SIGMA = 1.55  # of the logarithm of a document's length
 PROFILED = 3  # steps after the others
@@ -198,7 +200,7 @@ def config_of(chosen: argparse.Namespace) -> Any:
     config, layers = SHAPES[chosen.shape](True), chosen.layers
     if chosen.shape == "hybrid":
         config.layer_types = (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4)
-    elif getattr(config, "layer_types", None):
+    elif chosen.shape == "llama" and getattr(config, "layer_types", None):
         config.layer_types = ["full_attention"] * layers
     config.num_hidden_layers = layers
     return config
@@ -250,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--sigma", type=float, default=SIGMA, help="of the lognormal lengths; 0 for equal ones")
     options.add_argument("--profile", action="store_true", help="print where the time of a step goes, on each rank")
     options.add_argument("--history", action="store_true", help="print what is alive at the peak of a step of rank 0")
-    options.add_argument("--layers", type=int, help="4 of Llama's if left out, 8 of Qwen3.5's")
+    options.add_argument("--layers", type=int, help="4 of Llama's if left out, 8 of Qwen3.5's and of Falcon-Mamba's")
     options.add_argument("--memory", default="none", help="the level of memory, see make_train_step")
     options.add_argument(
         "--steps", type=int, default=2 if TOY else 6, help="timed ones, after two others and before one"
@@ -259,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--limit", type=float, default=150, help="seconds for a contender")
     chosen = parsed(options, arguments)
     chosen.mean = chosen.mean or chosen.row // 16
-    chosen.layers = chosen.layers or {"llama": 2 if TOY else 4, "hybrid": 4 if TOY else 8}[chosen.shape]
+    chosen.layers = chosen.layers or LAYERS[chosen.shape]
     if trained(chosen, lambda contender: train(Contender(**contender), chosen)):
         return []
     found = compared(contenders(chosen.ranks), lambda contender: launched(contender, chosen))

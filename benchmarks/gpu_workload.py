@@ -84,6 +84,15 @@ def qwen35(few: bool, *, toy: bool = TOY) -> Any:
     return Qwen3_5TextConfig(**size, num_hidden_layers=layers, layer_types=kinds, tie_word_embeddings=True)
 
 
+def falcon_mamba(few: bool) -> Any:
+    from transformers import FalconMambaConfig
+
+    size = {"hidden_size": 4_096, "intermediate_size": 8_192, "vocab_size": 65_024}
+    if TOY:
+        size = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 199}
+    return FalconMambaConfig(**size, state_size=16, num_hidden_layers=2 if few or TOY else 64)
+
+
 def documents() -> list[np.ndarray]:
     """480 documents of mean 243 and at most 2,048 tokens."""
     generator = np.random.default_rng(0)
