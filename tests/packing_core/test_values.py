@@ -169,8 +169,8 @@ BAD = {
     ),
     "cost of text": (lambda: Cost(tokens="1"), "cost has tokens=1 and squares=3.06e-05: pass factors of 0 or more"),
     "endless cost": (lambda: Cost(tokens=float("inf")), "cost has tokens=inf"),
-    "sizes by layer": (
-        lambda: Cost.from_config({"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": [1, 2]}),
+    "sizes of too few layers": (
+        lambda: Cost.from_config({"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": [1, 2]}),
         r"the config's num_attention_heads must be an integer of at least 1, got \[1, 2\]",
     ),
     "many rows a step": (
