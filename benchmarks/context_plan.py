@@ -4,7 +4,8 @@
 
 Documents are source files in random order, as many as fill a row; the last one is cut off at its end. Each line is over
 20 rows: the largest cost of a rank over the mean, the share of tokens in documents that straddle ranks, the largest
-number of tokens of a rank over the mean, and the time of a plan. The last table is of a single document.
+number of tokens of a rank over the mean, and the time of a plan. The other tables are of a single document, also where
+three of four layers have a window, and of a row of 50,000 documents.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from benchmarks._report import best, machine, table, versions
 from benchmarks.plan import REAL
-from packing_core import ContextPlan, context_plan
+from packing_core import ContextPlan, Cost, context_plan
 
 ROWS = 20
 RANKS = (2, 4, 8, 64)
@@ -35,7 +36,16 @@ def main() -> None:
         [f"{ranks}", *(f"{context_plan([262_144], ranks, contiguous=cut).imbalance:.4f}" for cut in (False, True))]
         for ranks in RANKS
     ]
-    print(table(("one document of 262,144 over", "zigzag, cost", "contiguous, cost"), alone))
+    print(table(("one document of 262,144 over", "zigzag, cost", "contiguous, cost"), alone), end="\n\n")
+    windows = {"a model's cost": Cost(1, 1e-6, ((4096, 3e-6),)), "windows alone": Cost(0, 0, ((4096, 1.0),))}
+    windowed = [
+        [f"{n}", *(f"{context_plan([20_000], n, cost=c).imbalance:.4f}" for c in windows.values())] for n in RANKS
+    ]
+    print(table(("one document of 20,000, windows of 4,096, over", *windows), windowed), end="\n\n")
+    tail = np.random.default_rng(0).pareto(1.2, 50_000) + 0.01
+    many = np.maximum(1, (tail / tail.sum() * 1e6).astype(np.int64))
+    times = [[f"{n}", f"{best(3, lambda n=n: context_plan(many, n)) * 1e3:.0f}"] for n in RANKS]
+    print(table(("50,000 documents over", "ms"), times))
 
 
 def _line(lengths: np.ndarray, tokens: int, ranks: int, contiguous: bool) -> list[str]:

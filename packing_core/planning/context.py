@@ -110,9 +110,8 @@ class ContextPlan:
     @cached_property
     def loads(self) -> Float64:
         """float64 [W]: the cost of each rank: of its tokens, and of the pairs of its queries with all earlier keys."""
-        loads: Float64 = np.bincount(self.rank, self.cost.of_segments(self.length, self.start), self.ranks).astype(
-            float
-        )
+        costs = self.cost.of_segments(self.length, self.start)
+        loads: Float64 = np.bincount(self.rank, costs, self.ranks).astype(float)
         return read_only(loads)
 
     @property
@@ -174,7 +173,7 @@ class _Held(NamedTuple):
     length: Int64
 
 
-def _held(rank: Int64, document: Int64, start: Int64, length: Int64) -> _Held:
+def _in_order(rank: Int64, document: Int64, start: Int64, length: Int64) -> _Held:
     """Sorts pieces, and joins adjacent ones."""
     order = np.lexsort((start, document, rank))
     rank, document, start, length = (column[order] for column in (rank, document, start, length))
@@ -223,7 +222,7 @@ def _assign(
     ranks_of, documents = np.array(whole, np.int64).reshape(-1, 2).T
     columns = ranks_of, documents, np.zeros(len(whole), np.int64), lengths[documents]
     of_cut = np.array(cut, np.int64).reshape(-1, 4).T
-    return _held(*(np.concatenate(both) for both in zip(columns, of_cut, strict=True)))
+    return _in_order(*(np.concatenate(both) for both in zip(columns, of_cut, strict=True)))
 
 
 def _time(held: _Held, ranks: int, cost: Cost) -> float:
@@ -313,4 +312,4 @@ def _without_empty(held: _Held, ranks: int) -> _Held:
             held.rank[piece] = empty
         tokens[donor] -= given
         tokens[empty] = given
-    return _held(*held)
+    return _in_order(*held)
