@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.torch_backend.test_torchrun import RANKS
-from tests.torch_backend.torchrun import torchrun
+from tests.torch_backend.torchrun import assert_same_loss, torchrun
 from tests.torch_backend.torchrun_context_logprobs import (
     BROKEN,
     BROKEN_CASE,
@@ -58,17 +58,6 @@ def test_what_is_not_exact_is_seen(ranks: dict[str, Any], name: str) -> None:
     assert not isinstance(ranks[name], str), ranks[name]
     with pytest.raises(AssertionError):
         assert_same_loss(ranks[name], run(CASES[BROKEN_CASE]))
-
-
-def assert_same_loss(many: Any, one: dict[str, Any]) -> None:
-    """The loss of several ranks and their averaged gradients are those of one process."""
-    assert not isinstance(many, str), many  # the text of an error
-    assert abs(many["loss"] - one["loss"]) <= 1e-6 * abs(one["loss"])
-    assert many["gradients"].keys() == one["gradients"].keys()
-    largest = max(1.0, *(float(gradient.abs().max()) for gradient in one["gradients"].values()))
-    assert any(float(gradient.abs().max()) > 1e-3 for gradient in one["gradients"].values())
-    for name, gradient in one["gradients"].items():
-        assert float((many["gradients"][name] - gradient).abs().max()) <= 1e-6 * largest, name
 
 
 OTHER = "LayoutError: the ranks of a context-parallel group call token_logprobs with different options or candidates"

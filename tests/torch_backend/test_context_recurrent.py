@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torch_backend.torchrun import torchrun
+from tests.torch_backend.torchrun import assert_same_loss, torchrun
 from tests.torch_backend.torchrun_context import run
 from tests.torch_backend.torchrun_context_recurrent import FROZEN, MODELS, ROWS, scanned
 
@@ -39,10 +39,6 @@ def test_our_scans_compute_over_ranks_what_each_document_has(tmp_path: Path, mon
     found = results(tmp_path, "models", 2, limit=220)
     for name, case in MODELS.items():
         one, many = run(case), found[name]
-        assert not isinstance(many, str), (name, many)
-        assert "scan by Triton" in many["explained"] and "scan by Triton" not in one["explained"]
-        assert many["tokens"] < one["tokens"]
-        assert abs(many["loss"] - one["loss"]) <= 1e-6 * abs(one["loss"])
-        largest = max(1.0, *(float(gradient.abs().max()) for gradient in one["gradients"].values()))
-        for key, gradient in one["gradients"].items():
-            assert float((many["gradients"][key] - gradient).abs().max()) <= 1e-6 * largest, (name, key)
+        assert_same_loss(many, one)
+        assert "scan by Triton; straddling documents hand states on" in many["explained"]
+        assert "scan by Triton" not in one["explained"] and many["tokens"] < one["tokens"]

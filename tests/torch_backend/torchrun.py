@@ -62,6 +62,17 @@ def run_cases(target: Path, cases: Iterable[str], run: Callable[[str], Any]) -> 
     leave()
 
 
+def assert_same_loss(many: Any, one: dict[str, Any]) -> None:
+    """The loss of several ranks and their averaged gradients are those of one process, to 1e-6 of the largest."""
+    assert not isinstance(many, str), many  # the text of an error
+    assert abs(many["loss"] - one["loss"]) <= 1e-6 * abs(one["loss"])
+    assert many["gradients"].keys() == one["gradients"].keys()
+    sizes = [float(gradient.abs().max()) for gradient in one["gradients"].values()]
+    assert max(sizes) > 1e-3
+    for name, gradient in one["gradients"].items():
+        assert float((many["gradients"][name] - gradient).abs().max()) <= 1e-6 * max(1.0, *sizes), name
+
+
 def leave() -> None:
     """End a rank. No rank leaves before the others are done, and none waits for gloo's threads, which can hang."""
     if dist.is_initialized():

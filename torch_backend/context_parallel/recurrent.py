@@ -2,7 +2,8 @@
 
     convolve_pieces  a short convolution fetches the few earlier tokens that it looks back
     scan_by_heads    a scan, whose heads do not mix, is turned from some tokens of all heads to all tokens of some heads
-    run_whole        any other layer or scan runs straddling documents as a whole, each on one rank
+    run_whole        any other layer runs straddling documents as a whole, each on one rank
+    scan_whole       and so does a scan whose heads do not divide by the ranks
 
 Scans whose states fade by gates alone hand their states on instead (:mod:`.states`). Those of delta rules could too,
 but what a piece makes of a state is a matrix then, which no kernel of the libraries returns. Turning heads costs more
@@ -28,6 +29,9 @@ from torch_backend.context_parallel.exchange import (
 )
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.segments import PackedMetadata
+
+HEADS = "straddling documents exchange heads"
+WHOLE = "straddling documents run whole, each on one rank"
 
 
 def convolve_pieces(
@@ -59,7 +63,7 @@ def scan_by_heads(
     kwargs: dict[str, Any],
     scan: Callable[[PackedMetadata, tuple[Any, ...], dict[str, Any]], Any],
 ) -> Any:
-    """A scan of the rank's tokens, straddling documents by heads, or whole where the heads do not divide by the ranks.
+    """A scan of the rank's tokens, straddling documents by heads, which :func:`heads_divide` allows.
 
     Args:
         share: what the rank holds.
@@ -74,11 +78,6 @@ def scan_by_heads(
         return scan(share.segments, args, kwargs)
     layout, ranks = share.whole, share.ranks
     tokens = len(share.tokens)
-    values = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    heads = max(x.shape[2] for x in values if _holds_tokens(x, tokens))
-    of_each = [x.shape[2] if _holds_tokens(x, tokens) else x.shape[0] if x.ndim else heads for x in values]
-    if any(heads % ranks or not divides(own, ranks) or heads % own for own in of_each):
-        return _scan_whole(share, args, kwargs, scan)
 
     def by_heads(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.ndim:
@@ -106,7 +105,18 @@ def _as_returned(out: Tensor, kwargs: dict[str, Any]) -> Any:
     return (out, None) if "initial_state" in kwargs or "use_qk_l2norm_in_kernel" in kwargs else out
 
 
-def _scan_whole(share: RankShare, args: tuple[Any, ...], kwargs: dict[str, Any], scan: Callable[..., Any]) -> Any:
+def heads_divide(share: RankShare, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether each rank can take a part of the heads of a scan, called as :func:`scan_by_heads` is."""
+    tokens, ranks = len(share.tokens), share.ranks
+    values = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    heads = max(x.shape[2] for x in values if _holds_tokens(x, tokens))
+    of_each = [x.shape[2] if _holds_tokens(x, tokens) else x.shape[0] if x.ndim else heads for x in values]
+    return heads % ranks == 0 and all(divides(own, ranks) and heads % own == 0 for own in of_each)
+
+
+def scan_whole(share: RankShare, args: tuple[Any, ...], kwargs: dict[str, Any], scan: Callable[..., Any]) -> Any:
+    """A scan of the rank's tokens, each straddling document as a whole on one rank: see :func:`scan_by_heads`."""
+
     def on_documents(packed: PackedMetadata, values: list[Any]) -> Tensor:
         found = scan(packed, tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True)))
         out: Tensor = found[0] if isinstance(found, tuple) else found

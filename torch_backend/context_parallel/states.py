@@ -22,6 +22,8 @@ from torch_backend.context_parallel.share import RankShare, straddling_pieces
 from torch_backend.ops.repeated import repeated
 from torch_backend.segments import PackedMetadata, host_lengths, to_device
 
+STATES = "straddling documents hand states on"
+
 
 class Recurrence(NamedTuple):
     """A scan of inputs [T, ...], with parameters.

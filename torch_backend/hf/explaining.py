@@ -155,13 +155,14 @@ def _explain_mixer(name: str, layer: nn.Module, choice: Choice | None, whole_dec
     if isinstance(choice, RowChoice):
         rejected = {} if choice.scan is None else dict(choice.scan.rejected)
         return LayerExplanation(name, "row", "its own forward on the row", str(choice), rejected)
-    reason = choice.reason if isinstance(choice, DocumentsChoice) else None
+    reason, crossing = (choice.reason, choice.crossing) if isinstance(choice, DocumentsChoice) else (None, None)
     if choice is None and not whole_decoder:
         reason = why_not_on_the_row(layer)
         if reason is None:
             return LayerExplanation(name, "row")
     rejected = {} if reason is None else {"row": reason}
-    return LayerExplanation(name, "per document", "its own forward on batches of documents", rejected=rejected)
+    on_documents = "its own forward on batches of documents"
+    return LayerExplanation(name, "per document", on_documents, crossing or "", rejected)
 
 
 def explain_attention(name: str, choice: Choice | None, implementation: str | tuple[str, ...]) -> LayerExplanation:

@@ -47,10 +47,12 @@ class RowChoice:
     Attributes:
         triton: whether its convolution ran in Triton; otherwise it ran on batches of documents. None if it has none.
         scan: what its scan ran on; None if it has none.
+        crossing: how its scan crossed ranks; None if it did not.
     """
 
     triton: bool | None
     scan: ScanChoice | None
+    crossing: str | None = None
 
     @property
     def fixed(self) -> bool:
@@ -61,7 +63,7 @@ class RowChoice:
         parts = [] if self.scan is None else [self.scan.words]
         if self.triton is not None:
             parts.insert(0, f"convolution by {'Triton' if self.triton else 'plain torch on batches of documents'}")
-        return ", ".join(parts)
+        return "; ".join(filter(None, (", ".join(parts), self.crossing)))
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,11 @@ class DocumentsChoice:
 
     Attributes:
         reason: why it could not run on the row.
+        crossing: how it crossed ranks; None if it did not.
     """
 
     reason: str
+    crossing: str | None = None
 
 
 Choice = AttentionChoice | RowChoice | DocumentsChoice

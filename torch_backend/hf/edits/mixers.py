@@ -15,13 +15,14 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_backend.context_parallel.recurrent import run_whole
+from torch_backend.context_parallel.recurrent import WHOLE, run_whole
 from torch_backend.hf.anatomy.families import (
     CONVOLUTION,
     FUSED_STEPS,
@@ -178,7 +179,7 @@ def _mixer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwa
     result = _run_on_row(layer, forward, segments, args, kwargs)
     if not torch.compiler.is_compiling():
         convolves = any(isinstance(inner, nn.Conv1d) for inner in layer.children())
-        forward.record(layer, RowChoice(runs_triton(hidden) if convolves else None, segments.scan))
+        forward.record(layer, RowChoice(runs_triton(hidden) if convolves else None, segments.scan, segments.crossing))
     return result
 
 
@@ -200,6 +201,9 @@ def _run_whole(
         return out
 
     out = run_whole(forward.context, [*args, *kwargs.values()], on_documents)
+    choice = forward.choices.get(id(layer))
+    if isinstance(choice, DocumentsChoice) and forward.context.straddles:
+        forward.record(layer, replace(choice, crossing=WHOLE))
     return (out, *others) if others else out
 
 

@@ -16,9 +16,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.context_parallel.recurrent import convolve_pieces, scan_by_heads
+from torch_backend.context_parallel.recurrent import (
+    HEADS,
+    WHOLE,
+    convolve_pieces,
+    heads_divide,
+    scan_by_heads,
+    scan_whole,
+)
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.context_parallel.states import Recurrence, scan_by_states
+from torch_backend.context_parallel.states import STATES, Recurrence, scan_by_states
 from torch_backend.hf.anatomy.families import CONVOLUTION, STATE_ARGUMENTS
 from torch_backend.hf.forward import TRITON_SCAN
 from torch_backend.ops import scan as scans
@@ -39,12 +46,14 @@ class LayerSegments:
         packed: the segments.
         context: what this rank holds of documents that are cut over ranks; None where none are.
         scan: what the layer's scan ran on; None until it ran.
+        crossing: how it crossed ranks; None until it did.
     """
 
     def __init__(self, packed: PackedMetadata, context: RankShare | None = None) -> None:
         self.packed = packed
         self.context = context
         self.scan: ScanChoice | None = None
+        self.crossing: str | None = None
 
 
 def _segments_of(function: str, arguments: dict[str, Any]) -> LayerSegments:
@@ -146,12 +155,19 @@ def scan(name: str, function: Callable[..., Any], libraries: Sequence[str], *arg
 
     if segments.context is None:
         return run(segments.packed, args, kwargs)
-    return _scan_across_ranks(segments.context, args, kwargs, run)
+    return _scan_across_ranks(segments, args, kwargs, run)
 
 
 @torch.compiler.disable
-def _scan_across_ranks(share: RankShare, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
-    return scan_by_heads(share, args, kwargs, run)
+def _scan_across_ranks(
+    segments: LayerSegments, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+) -> Any:
+    share = segments.context
+    assert share is not None
+    by_heads = heads_divide(share, args, kwargs)
+    if share.straddles:
+        segments.crossing = HEADS if by_heads else WHOLE
+    return (scan_by_heads if by_heads else scan_whole)(share, args, kwargs, run)
 
 
 @contextmanager
@@ -204,7 +220,7 @@ def diagonal_scan(segments: LayerSegments, u: Tensor, g: Tensor, A: Tensor, B: T
     segments.scan = TRITON_SCAN
     if segments.context is None:
         return selective.diagonal_scan(u, g, A, B, C, segments.packed)
-    return _scan_by_states(segments.context, _DIAGONAL, (u, g, B, C), (A,))
+    return _scan_by_states(segments, _DIAGONAL, (u, g, B, C), (A,))
 
 
 def decayed_scan(segments: LayerSegments, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
@@ -212,13 +228,17 @@ def decayed_scan(segments: LayerSegments, q: Tensor, k: Tensor, v: Tensor, g: Te
     segments.scan = TRITON_SCAN
     if segments.context is None:
         return gated_delta_rule(q, k, v, g, None, segments.packed, scale=1.0)
-    return _scan_by_states(segments.context, _DECAYED, (q, k, v, g))
+    return _scan_by_states(segments, _DECAYED, (q, k, v, g))
 
 
 @torch.compiler.disable
 def _scan_by_states(
-    share: RankShare, recurrence: Recurrence, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...] = ()
+    segments: LayerSegments, recurrence: Recurrence, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...] = ()
 ) -> Tensor:
+    share = segments.context
+    assert share is not None
+    if share.straddles:
+        segments.crossing = STATES
     return scan_by_states(share, recurrence, inputs, parameters)
 
 
