@@ -14,7 +14,8 @@ one rank alone, and all ranks, whose straddling documents exchange keys and valu
 Tokens per second are real ones of all ranks together, by the median time of a step; memory is the largest peak of a
 rank beyond weights and gradients, which stay allocated between steps, as DDP holds them; host waits are those of one
 step on rank 0, and its time in the call shows whether the GPU waits for the host. Lengths of documents are lognormal
-with sigma 1.55, as those of source files. Where a step takes a minute, ``--short`` warms up by one step and leaves host
+with sigma 1.55, as those of source files. NCCL's streams have a high priority, as docs/context-parallel.md says, unless
+TORCH_NCCL_HIGH_PRIORITY=0 is set. Where a step takes a minute, ``--short`` warms up by one step and leaves host
 waits out.
 """
 
@@ -121,6 +122,7 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
 
     mesh = None
     if contender.ranks > 1:
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         dist.init_process_group("gloo" if TOY else "nccl")
         mesh = init_device_mesh(DEVICE.type, (contender.ranks,), mesh_dim_names=("cp",))
     config = config_of(chosen)

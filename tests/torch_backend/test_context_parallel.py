@@ -57,6 +57,13 @@ def test_steps_over_ranks_add_the_loss_of_routers_once(ranks: dict[str, Any]) ->
     assert_same_steps(ranks["step, router"], one)
 
 
+def test_gradients_are_averaged_after_the_backward(ranks: dict[str, Any]) -> None:
+    events = ranks["averaged"]["events"]
+    gradients = events.count("gradient")
+    assert len(events) > gradients + 1
+    assert events[:gradients] == ["gradient"] * gradients
+
+
 @pytest.mark.parametrize("case", MEMORY)
 def test_layers_that_recompute_exchange_again_and_train_the_same(ranks: dict[str, Any], case: str) -> None:
     assert_same_steps(ranks[f"memory, {case}"], train(family=MEMORY[case][0]))

@@ -40,7 +40,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.forward import AttentionChoice
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.steps import cuda_graph, fast_backward
+from torch_backend.steps import averaging, cuda_graph, fast_backward
 from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.trainers.over_ranks import OverRanks
 
@@ -207,6 +207,27 @@ def train(
     evaluated = {name: float(x) for name, x in step.evaluate(held_out).items()}
     weights = whole({name: p.detach() for name, p in model.named_parameters()})
     return {"metrics": metrics, "evaluated": evaluated, "weights": weights, "explained": str(explain(step))}
+
+
+def averaged(mesh: Any) -> dict[str, Any]:
+    """Returns the events of a backward whose gradients fill many buckets: "gradient" of a weight, or "average"."""
+    model = DistributedDataParallel(patch(tiny("qwen3"), verify=False, mesh=mesh), bucket_cap_mb=0.001)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    events: list[str] = []
+
+    average = averaging.average
+
+    def noted(x: Tensor, group: Any) -> None:
+        events.append("average")
+        average(x, group)
+
+    with mocked.object(averaging, "average", noted):
+        for _ in range(2):  # after the first one DDP makes its buckets anew
+            events.clear()
+            step(batch_of(model, documents(LENGTHS)))
+    return {"events": events}
 
 
 def compiled(wrap: Callable[[Any], Any], mesh: Any, **options: Any) -> dict[str, Any]:
@@ -400,6 +421,7 @@ def steps(mesh: Any, world: Any) -> dict[str, Any]:
         results[f"memory, {name}"] = attempt(recomputing)
     routed = partial(train, DistributedDataParallel, mesh, family="qwen3_moe", changes=ROUTED)
     results["step, router"] = attempt(routed)
+    results["averaged"] = attempt(partial(averaged, mesh))
     if dist.get_world_size() == 4:
         several = partial(train, DistributedDataParallel, world["cp"], 2, world.get_local_rank("dp"))
         results["step, two groups"] = attempt(several)
@@ -414,7 +436,8 @@ def compiled_steps(mesh: Any) -> dict[str, Any]:
         results[f"compiled, {name}"] = attempt(recomputing)
     if mesh.size() == 2:
         results |= {f"compiled, {name}": attempt(partial(compiled, wrap, mesh)) for name, wrap in WRAPPERS.items()}
-        small = partial(DistributedDataParallel, bucket_cap_mb=0.001)  # which every weight fills
+        # every weight fills a bucket
+        small = partial(DistributedDataParallel, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
         results["compiled, small buckets"] = attempt(partial(compiled, small, mesh))
         for family in COMPILED_HYBRIDS:
             hybrid = partial(compiled, DistributedDataParallel, mesh, family=family)

@@ -44,14 +44,21 @@ class Ranks(NamedTuple):
         return Ranks(int(rank or 0), int(world or 1), int(local or rank or 0))
 
     @contextmanager
-    def joined(self, device: torch.device) -> Iterator[None]:
+    def joined(self, device: torch.device, *, high_priority: bool = False) -> Iterator[None]:
         """Inside, the processes can reduce over each other: by NCCL on GPUs, by gloo elsewhere.
 
         A group that exists already is used, and kept.
+
+        Args:
+            device: of this process.
+            high_priority: NCCL's kernels begin as soon as a multiprocessor is free, and not behind one of attention
+                that was launched before, which takes as long as its documents are long.
         """
         if self.world == 1 or dist.is_initialized():
             yield
             return
+        if high_priority:
+            os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
         yield  # after an error the group is left as it is: others may be waiting in it
         dist.barrier()  # none ends before rank 0 has written

@@ -74,7 +74,7 @@ def train(job: TrainJob) -> TrainResult:
     if job.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    with ranks.joined(device):
+    with ranks.joined(device, high_priority=job.context_parallel > 1):
         packed_first = sorted(job.runs, key=lambda run: run != "packed")
         finished = {run: _train(job, run, process) for run in packed_first}
     packed = finished["packed"]

@@ -26,6 +26,7 @@ from torch_backend.hf.forward import DocumentsChoice
 from torch_backend.hf.inputs.context import SHARE
 from torch_backend.hf.patch import context_of, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS
+from torch_backend.steps.averaging import average_at_the_end
 from torch_backend.steps.boundaries import Host
 from torch_backend.steps.cuda_graph import (
     CapturedBackward,
@@ -370,6 +371,8 @@ class Gradients:
             layers = layers or _refused("compile", self.compile, reason)
             graph = graph or _refused("capture", self.capture, reason)
             self.fixed = None
+        if context_of(self.model) is not None:
+            average_at_the_end(self.model)
         if self.capture:
             self.exchange, graph = exchange_of(self.model, graph)
             graph = _refused("capture", self.capture, graph)

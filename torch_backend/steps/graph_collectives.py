@@ -20,10 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-# Bytes a second. Links between GPUs reach several times as much; PCI Express and networks do not, and there DDP, which
-# reduces gradients beside the backward, loses less time than a graph saves.
-LEAST_RATE = 60e9
-_TRIED_BYTES = 2**27
+from torch_backend.steps.averaging import average, least, links_too_slow, reduces_by_hook
+
 _AT_ONCE_BYTES = 2**28
 
 
@@ -106,10 +104,7 @@ class Averaging(Exchange):
             reached[number].zero_()  # from the device: the host does not wait
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([*(x.flatten() for x in gradients), reached])
-        if dist.get_backend(group) == "nccl":
-            dist.all_reduce(flat, dist.ReduceOp.AVG, group)
-        else:
-            dist.all_reduce(flat.div_(dist.get_world_size(group)), group=group)
+        average(flat, group)
         *means, reached = flat.split([*(x.numel() for x in gradients), len(parameters)])
         torch._foreach_copy_(gradients, [x.view_as(y) for x, y in zip(means, gradients, strict=True)])
         if missing:
@@ -158,12 +153,10 @@ def exchange_of(model: nn.Module, reason: str | None) -> tuple[Exchange, str | N
         return none, reason
     of_another = "another rank has a reason against one"
     group = model.process_group if isinstance(model, DistributedDataParallel) else dist.group.WORLD
-    if not _least(reason is None, group):
+    if not least(reason is None, group):
         return none, reason or of_another
     if isinstance(model, DistributedDataParallel):
-        device = next(model.parameters()).device
-        if device.type == "cuda" and (rate := _least(_rate(group, device), group)) < LEAST_RATE:
-            slow = f"ranks exchange only {rate / 1e9:.0f} GB a second"
+        if (slow := links_too_slow(model)) is not None:
             return none, f"gradients are reduced beside the backward, because {slow}"
         return Averaging(model), None
     exchange = none
@@ -171,7 +164,7 @@ def exchange_of(model: nn.Module, reason: str | None) -> tuple[Exchange, str | N
         exchange = Recorded(model)
     except RuntimeError as error:
         reason = f"ranks cannot ask each other for the form of a batch, {error}".splitlines()[0]
-    if not _least(reason is None, group):
+    if not least(reason is None, group):
         return none, reason or of_another
     return exchange, None
 
@@ -190,7 +183,7 @@ def why_not_recorded(model: nn.Module) -> str | None:
         return None
     if not isinstance(model, DistributedDataParallel):
         return "gradients are reduced over ranks during the backward"
-    if model._comm_hooks:
+    if reduces_by_hook(model):
         return "a communication hook of DDP reduces the gradients"
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()):
         return "parameters have hooks, and DDP reduces their gradients during the backward"
@@ -222,23 +215,3 @@ def _parts(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Iterator[l
                 part = []
     if part:
         yield part
-
-
-def _least(value: float, group: Any) -> float:
-    """The smallest value of all ranks."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    found = torch.tensor(float(value), dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MIN, group)
-    return found.item()
-
-
-def _rate(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Bytes a second of a reduction over the ranks, the second one of two."""
-    x = torch.zeros(_TRIED_BYTES, dtype=torch.uint8, device=device)
-    for _ in range(2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        dist.all_reduce(x, group=group)
-        end.record()
-    end.synchronize()
-    return _TRIED_BYTES / (start.elapsed_time(end) / 1e3)
