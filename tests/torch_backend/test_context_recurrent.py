@@ -10,7 +10,7 @@ import torch
 
 from tests.torch_backend.torchrun import assert_same_loss, torchrun
 from tests.torch_backend.torchrun_context import run
-from tests.torch_backend.torchrun_context_recurrent import FROZEN, MODELS, ROWS, scanned
+from tests.torch_backend.torchrun_context_recurrent import COSTS, FROZEN, MODELS, ROWS, scanned
 
 pytestmark = pytest.mark.slow  # starts processes
 
@@ -42,3 +42,26 @@ def test_our_scans_compute_over_ranks_what_each_document_has(tmp_path: Path, mon
         assert_same_loss(many, one)
         assert "scan by Triton; straddling documents hand states on" in many["explained"]
         assert "scan by Triton" not in one["explained"] and many["tokens"] < one["tokens"]
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By interpreted kernels: see ``torchrun_context_recurrent.costs``."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRITON_INTERPRET", "1")
+        return results(tmp_path_factory.mktemp("costs"), "costs", 2)
+
+
+WALKS = {"carry", "carry_backward"}  # kernels that walk over chunks alone
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_our_scans_keep_no_more_over_ranks_and_read_tokens_once(costs: dict[str, Any], name: str) -> None:
+    assert not isinstance(costs[name], str), costs[name]
+    many, one = costs[name]["across ranks"], costs[name]["without ranks"]
+    assert many["bytes"] <= one["bytes"] + costs[name]["state"]
+    once = {kernel: 2 * count for kernel, count in one["launched"].items()}  # documents alone, and pieces of the others
+    assert {kernel: count for kernel, count in many["launched"].items() if kernel not in WALKS} == {
+        kernel: count for kernel, count in once.items() if kernel not in WALKS
+    }
+    assert all(many["launched"][kernel] <= once[kernel] + 1 for kernel in WALKS)

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from packing_core.planning.context import context_plan
+from packing_core.planning.cost import Cost
 from torch_backend.context_parallel.exchange import lengthened
 from torch_backend.context_parallel.share import RankShare, TokenRun
+from torch_backend.context_parallel.states import state_layout
 from torch_backend.hf.inputs.context import cut_batch
 from torch_backend.segments import PackedMetadata, host_lengths
 
@@ -125,3 +127,28 @@ def test_every_token_comes_to_its_rank_with_its_target_and_its_weight(shifted: b
         assert 0 < len(ids) < 8
         found |= dict(zip(ids, zip(*others, strict=True), strict=True))
     assert found == dict(zip(batch["input_ids"], zip([*range(6), 0, 1], targets, weights), strict=True))
+
+
+@given(lengths, st.integers(1, 8), st.booleans(), st.integers(1, 7))
+def test_scanned_rows_hold_each_piece_once_in_whole_chunks(lengths, ranks, contiguous, chunk) -> None:
+    for share in shares(lengths, ranks, contiguous):
+        layout, tokens = state_layout(share, chunk), torch.from_numpy(share.tokens) + 1
+        pieces = dict.fromkeys(map(tuple, map(Tensor.tolist, tokens.split(share.lengths))))
+        back = None
+        for row, size in ((layout.alone, 1), (layout.pieces, chunk)):
+            if row is not None:
+                taken = row.taken(tokens)
+                back = row.put(taken, back, len(tokens))
+                for segment in taken.split(host_lengths(row.packed)):
+                    piece = segment[segment > 0]
+                    assert len(segment) == -(-len(piece) // size) * size and not segment[len(piece) :].any()
+                    del pieces[tuple(piece.tolist())]
+        assert not pieces and back is not None and torch.equal(back, tokens)
+
+
+@pytest.mark.parametrize(("chunk", "copied"), [(32, False), (48, True)])
+def test_a_single_piece_is_copied_only_to_pad_it(chunk: int, copied: bool) -> None:
+    plan = context_plan([256], 2, cost=Cost(tokens=1, squares=0), contiguous=True)
+    for rank in range(2):
+        row, x = state_layout(RankShare(plan, rank, None, CPU), chunk).pieces, torch.zeros(128, 3)
+        assert row is not None and (row.taken(x) is not x) == copied

@@ -1,25 +1,37 @@
 """Run by ``torchrun`` in test_context_recurrent: scans that hand states on between ranks; rank 0 writes the results.
 
-Arguments: the file to write to, and which of PARTS: "scans" of plain torch in float64, or "models" by our kernels.
+Arguments: the file to write to, and which of PARTS: "scans" of plain torch in float64, and by our kernels "models" and
+what scans "cost".
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from packing_core.planning.context import context_plan
+from packing_core.planning.context import ContextPlan, context_plan
+from packing_core.planning.cost import Cost
 from tests.torch_backend.torchrun import run_cases
 from tests.torch_backend.torchrun_context import Case, run
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.context_parallel.states import Recurrence, scan_by_states
+from torch_backend.context_parallel.states import scan_by_states
+from torch_backend.hf.edits.stand_ins import LayerSegments, decayed_scan, diagonal_scan
 from torch_backend.interpretation import interpret_quickly
+from torch_backend.ops.scan.chunks import ChunkLaunch
+from torch_backend.ops.scan.halves import HalvedScan, Tensors
+from torch_backend.ops.scan.selective import operators as selective
 from torch_backend.segments import PackedMetadata, host_lengths
 
 CHANNELS, NUMBERS = 3, 2
@@ -48,12 +60,47 @@ def walk(u: Tensor, g: Tensor, rates: Tensor, packed: PackedMetadata, initial: T
     return torch.stack(outputs), torch.stack(last)
 
 
-WALK = Recurrence(
-    scan=lambda *given: walk(*given)[0],
-    with_states=walk,
-    fade=lambda states, gates, rates: states * (gates[..., None] * rates).exp(),
-    gates=1,
-)
+class Walk(HalvedScan):
+    """:func:`walk` in halves, each by autograd."""
+
+    gates = 1
+
+    def chunk(self, given: Tensors) -> int:
+        return 5
+
+    def fade(self, states: Tensor, gates: Tensor, given: Tensors) -> Tensor:
+        return states * (gates[..., None] * given[-1]).exp()
+
+    def forward(self, given: Tensors, packed: PackedMetadata) -> tuple[Tensor, Tensors]:
+        return walk(*given, packed)[0], ()
+
+    def backward(self, given: Tensors, packed: PackedMetadata, kept: Tensors, dy: Tensor) -> Tensors:
+        return self._gradients(given, packed, None, dy, None)
+
+    def begin(self, given: Tensors, packed: PackedMetadata) -> tuple[Tensors, Tensor]:
+        return (), walk(*given, packed)[1]
+
+    def finish(self, given: Tensors, packed: PackedMetadata, work: Tensors, initial: Tensor) -> tuple[Tensor, Tensors]:
+        return walk(*given, packed, initial)[0], (initial,)
+
+    def begin_backward(
+        self, given: Tensors, packed: PackedMetadata, kept: Tensors, dy: Tensor
+    ) -> tuple[Tensors, Tensor]:
+        return (), self._gradients(given, packed, kept[0], dy, None)[-1]
+
+    def finish_backward(
+        self, given: Tensors, packed: PackedMetadata, kept: Tensors, dy: Tensor, work: Tensors, dfinal: Tensor
+    ) -> Tensors:
+        return self._gradients(given, packed, kept[0], dy, dfinal)[:-1]
+
+    def _gradients(
+        self, given: Tensors, packed: PackedMetadata, initial: Tensor | None, dy: Tensor, dfinal: Tensor | None
+    ) -> Tensors:
+        """Returns those of what is given, and of the initial states where there are any."""
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (*given, *([] if initial is None else [initial]))]
+            y, last = walk(*leaves[: len(given)], packed, *leaves[len(given) :])
+            return torch.autograd.grad((y, last), leaves, (dy, torch.zeros_like(last) if dfinal is None else dfinal))
 
 
 def scanned(name: str) -> dict[str, Any]:
@@ -66,13 +113,13 @@ def scanned(name: str) -> dict[str, Any]:
     for x in (u, g):
         x.requires_grad_(name != FROZEN)
     if not dist.is_initialized():
-        y = WALK.scan(u, g, rates, PackedMetadata.from_lengths(lengths, device="cpu"))
+        y, _ = walk(u, g, rates, PackedMetadata.from_lengths(lengths, device="cpu"))
         straddles = 0
     else:
         plan = context_plan(lengths, dist.get_world_size(), contiguous=contiguous)
         share = RankShare(plan, dist.get_rank(), dist.group.WORLD, torch.device("cpu"))
         index, straddles = torch.from_numpy(share.tokens), int(plan.straddling.sum())
-        y, weights = scan_by_states(share, WALK, [x[index] for x in (u, g)], [rates]), weights[index]
+        y, weights = scan_by_states(share, Walk(), [x[index] for x in (u, g)], [rates]), weights[index]
     (y * weights).sum().backward()
     found = {
         "y": y.detach(),
@@ -91,13 +138,59 @@ MODELS: dict[str, Case] = {  # interpreted kernels take their time
     "recurrent_gemma": Case("recurrent_gemma", lengths=(5, 40, 7, 1)),
     "minimax": Case("minimax", lengths=(5, 40, 7, 1)),
 }
-PARTS = {"scans": [*ROWS, FROZEN], "models": list(MODELS)}
+COSTS = ("diagonal", "decayed")
+PARTS = {"scans": [*ROWS, FROZEN], "models": list(MODELS), "costs": list(COSTS)}
+
+
+def costs(name: str) -> dict[str, Any]:
+    """Counts what a scan of ours keeps for the backward and the kernels that it launches, across ranks and without."""
+    # whole chunks, so that as many states enter them across ranks: [64 | 128] and [128 | 64]
+    pieces = ((64, 256, 64), (0, 2, 4), (0, 1, 1, 2), (0, 0, 128, 0), (64, 128, 128, 64))
+    plan = ContextPlan(*map(np.array, pieces), Cost())
+    share = RankShare(plan, dist.get_rank(), dist.group.WORLD, torch.device("cpu"))
+    if name == "diagonal":
+        state = 8 * 2
+        shapes, scan = [(8,), (8,), (2,), (2,)], lambda at, u, g, B, C: diagonal_scan(at, u, g, -torch.ones(8, 2), B, C)
+    else:
+        state = 2 * 16 * 16
+        shapes, scan = [(2, 16), (2, 16), (2, 16), (2,)], decayed_scan
+    drawn = [torch.rand(len(share.tokens), *shape) for shape in shapes]
+    inputs = [x.neg_().requires_grad_() for x in drawn]
+    return {
+        "state": 4 * state,  # bytes
+        "across ranks": _cost(partial(scan, LayerSegments(share.segments, share)), inputs),
+        "without ranks": _cost(partial(scan, LayerSegments(share.segments)), inputs),
+    }
+
+
+def _cost(scan: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, Any]:
+    kept: dict[int, int] = {}
+    launched: list[str] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    def counting(launch: Callable[..., None]) -> Callable[..., None]:
+        def count(self: Any, kernel: Any, *arguments: Any) -> None:
+            launched.append(kernel.__name__)
+            launch(self, kernel, *arguments)
+
+        return count
+
+    with ExitStack() as stack:
+        for owner, method in ((selective._Launch, "__call__"), (ChunkLaunch, "launch")):
+            stack.enter_context(patch.object(owner, method, counting(getattr(owner, method))))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            y = scan(*inputs)
+        y.sum().backward()
+    return {"bytes": sum(kept.values()), "launched": Counter(launched)}
 
 
 def case(name: str) -> dict[str, Any]:
     if name in MODELS:
         return run(MODELS[name], init_device_mesh("cpu", (dist.get_world_size(),)))
-    return scanned(name)
+    return costs(name) if name in COSTS else scanned(name)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class _EarlierTokens(torch.autograd.Function):
         ctx.layout, ctx.group = layout, group
         sent = tensors[0].new_empty(sum(layout.send), sum(_widths(tensors)))
         for x, columns in zip(tensors, _columns(sent, tensors), strict=True):
-            _copy(layout.sent, x, columns)
+            copy_runs(layout.sent, x, columns)
         received = sent.new_empty(sum(layout.receive), sent.shape[1])
         pending.append(dist.all_to_all_single(received, sent, layout.receive, layout.send, group=group, async_op=True))
         return *(x.view_as(x) for x in tensors), received
@@ -97,8 +97,8 @@ class _Lengthened(torch.autograd.Function):
         length = sum(run.tokens for run in (*own, *of_fetched))
         found = tuple(x.new_empty(length, *x.shape[1:]) for x in tensors)
         for x, columns, longer in zip(tensors, _columns(fetched, tensors), found, strict=True):
-            _copy(own, x, longer)
-            _copy(of_fetched, columns, longer)
+            copy_runs(own, x, longer)
+            copy_runs(of_fetched, columns, longer)
         return found
 
     @staticmethod
@@ -128,13 +128,14 @@ def _widths(tensors: Sequence[Tensor]) -> list[int]:
     return [math.prod(x.shape[1:]) for x in tensors]
 
 
-def _copy(runs: Sequence[TokenRun], source: Tensor, target: Tensor) -> None:
+def copy_runs(runs: Sequence[TokenRun], source: Tensor, target: Tensor) -> None:
+    """Copies runs of tokens from [T, ...] into [N, ...]."""
     for run in runs:
         target.narrow(0, run.target, run.tokens).copy_(source.narrow(0, run.source, run.tokens))
 
 
 def _add_back(runs: Sequence[TokenRun], gradient: Tensor, total: Tensor) -> None:
-    """Adds the gradients of what :func:`_copy` wrote to those of its source, run by run, in an order that is fixed."""
+    """Adds the gradients of what :func:`copy_runs` wrote to those of its source, run by run, in a fixed order."""
     for run in runs:
         total.narrow(0, run.source, run.tokens).add_(gradient.narrow(0, run.target, run.tokens))
 
@@ -150,51 +151,22 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _moved(x, send, receive, group)
+        return exchanged(x, send, receive, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _moved(gradient, ctx.receive, ctx.send, ctx.group), None, None, None
+        return exchanged(gradient, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
-def _moved(x: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+def exchanged(x: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    """Rows [n, ...] by receiving rank -> rows [m, ...] by sending rank, without gradients.
+
+    A rank that neither sends nor receives may pass rows of any width.
+    """
     out = x.new_empty(sum(receive), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
     return out
-
-
-def exchanged(
-    x: Tensor, send: Sequence[int], receive: Sequence[int], group: Any, *through: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """:func:`all_to_all` of what some ranks have and others need.
-
-    Args:
-        x: [n, ...] by receiving rank; of any width where a rank neither sends nor receives.
-        send, receive: how many to and from each rank.
-        group: the ranks.
-        through: any tensors.
-
-    Returns:
-        [m, ...] by sending rank, and ``through``, which must be used in its place: so a rank that sends and receives
-        nothing comes to the exchange of the backward too.
-    """
-    found, *others = _Exchanged.apply(x, list(send), list(receive), group, *through)
-    return found, tuple(others)
-
-
-class _Exchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, send: list[int], receive: list[int], group: Any, *through: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _moved(x, send, receive, group), *(each.view_as(each) for each in through)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *of_through: Tensor) -> tuple[Any, ...]:
-        return _moved(gradient, ctx.receive, ctx.send, ctx.group), None, None, None, *of_through
 
 
 def divides(heads: int, ranks: int) -> bool:

@@ -25,7 +25,7 @@ from torch_backend.context_parallel.recurrent import (
     scan_whole,
 )
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.context_parallel.states import STATES, Recurrence, scan_by_states
+from torch_backend.context_parallel.states import STATES, scan_by_states
 from torch_backend.hf.anatomy.families import CONVOLUTION, STATE_ARGUMENTS
 from torch_backend.hf.forward import TRITON_SCAN
 from torch_backend.ops import scan as scans
@@ -34,7 +34,9 @@ from torch_backend.ops.document_batches import per_document
 from torch_backend.ops.forests import tails
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.scan import ScanChoice
-from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule, gated_delta_rule_with_states
+from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule
+from torch_backend.ops.scan.halves import HalvedScan
+from torch_backend.ops.scan.linear_attention import halves as linear
 from torch_backend.ops.scan.selective import operators as selective
 from torch_backend.segments import PackedMetadata
 
@@ -220,7 +222,7 @@ def diagonal_scan(segments: LayerSegments, u: Tensor, g: Tensor, A: Tensor, B: T
     segments.scan = TRITON_SCAN
     if segments.context is None:
         return selective.diagonal_scan(u, g, A, B, C, segments.packed)
-    return _scan_by_states(segments, _DIAGONAL, (u, g, B, C), (A,))
+    return _scan_by_states(segments, selective.HALVES, (u, g, B, C), (A,))
 
 
 def decayed_scan(segments: LayerSegments, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
@@ -228,36 +230,18 @@ def decayed_scan(segments: LayerSegments, q: Tensor, k: Tensor, v: Tensor, g: Te
     segments.scan = TRITON_SCAN
     if segments.context is None:
         return gated_delta_rule(q, k, v, g, None, segments.packed, scale=1.0)
-    return _scan_by_states(segments, _DECAYED, (q, k, v, g))
+    return _scan_by_states(segments, linear.HALVES, (q.to(v.dtype), k.to(v.dtype), v, g))
 
 
 @torch.compiler.disable
 def _scan_by_states(
-    segments: LayerSegments, recurrence: Recurrence, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...] = ()
+    segments: LayerSegments, halves: HalvedScan, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...] = ()
 ) -> Tensor:
     share = segments.context
     assert share is not None
     if share.straddles:
         segments.crossing = STATES
-    return scan_by_states(share, recurrence, inputs, parameters)
-
-
-_DIAGONAL = Recurrence(
-    scan=lambda u, g, B, C, A, packed: selective.diagonal_scan(u, g, A, B, C, packed),
-    with_states=lambda u, g, B, C, A, packed, initial=None: selective.diagonal_scan_with_states(
-        u, g, A, B, C, packed, initial=initial
-    ),
-    fade=lambda states, gates, A: states * (gates[..., None] * A.float()).exp(),
-    gates=1,
-)
-_DECAYED = Recurrence(
-    scan=lambda q, k, v, g, packed: gated_delta_rule(q, k, v, g, None, packed, scale=1.0),
-    with_states=lambda q, k, v, g, packed, initial=None: gated_delta_rule_with_states(
-        q, k, v, g, None, packed, initial=initial, scale=1.0
-    ),
-    fade=lambda states, gates: states * gates.exp()[..., None, None],
-    gates=3,
-)
+    return scan_by_states(share, halves, inputs, parameters)
 
 
 def no_fused_steps(*args: Any, **kwargs: Any) -> None:

@@ -57,7 +57,7 @@ def gated_delta_rule(
         LayoutError: shapes contradict each other.
         UnsupportedError: Triton does not run on these tensors, or their heads are of other widths.
     """
-    _check(q, k, v, g, beta, packed)
+    check(q, k, v, g, beta, packed)
     if skip is not None and skip.shape != v.shape[1:2]:
         raise LayoutError(f"skip must be {list(v.shape[1:2])}, a number for each head of v, got {list(skip.shape)}")
     linearly = beta is None or not corrects
@@ -100,14 +100,15 @@ def gated_delta_rule_with_states(
     Raises:
         LayoutError, UnsupportedError: as there.
     """
-    _check(q, k, v, g, beta, packed)
+    check(q, k, v, g, beta, packed)
     inputs = q, k, v, g, beta
     if corrects and beta is not None:
         return scan_with_states(delta.delta_scan, inputs, packed, initial, scale, delta.chunk_length(q, v))
     return scan_with_states(decay.decayed_scan, inputs, packed, initial, scale, chunk_length(q.shape[2], v))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, packed: PackedMetadata) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, packed: PackedMetadata) -> None:
+    """Raises LayoutError or UnsupportedError for what the scans do not take."""
     if q.ndim != 3 or v.ndim != 3 or k.shape != q.shape or q.shape[0] != v.shape[0] or v.shape[1] % q.shape[1]:
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise LayoutError(f"gated_delta_rule takes q, k [T, Q, K] and v [T, H, V] with H a multiple of Q, got {shapes}")

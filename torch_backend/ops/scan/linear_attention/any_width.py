@@ -35,64 +35,124 @@ def _row(q: Tensor, v: Tensor, beta: Tensor | None, initial: Tensor | None, boun
     return ChunkLaunch(q, v, beta, initial, boundaries, tiles, chunk)
 
 
+class LinearRow:
+    """One call, kernel by kernel, on states of chunks [chunks, H, V, K] and of segments [S, H, V, K].
+
+    ``gates`` are c and beta [2, H, T] in float32, or c alone.
+    """
+
+    def __init__(
+        self, q: Tensor, v: Tensor, beta: Tensor | None, initial: Tensor | None, boundaries: Tensor, segments: Tensor,
+        scale: float,
+    ) -> None:  # fmt: skip
+        self._row = _row(q, v, beta, initial, boundaries)
+        self._initial, self._boundaries, self._segments, self._scale = initial, boundaries, segments, scale
+
+    def prepare(self, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+        """The gates."""
+        from torch_backend.ops.scan.linear_attention import any_width_kernels as kernels
+
+        gates = _gates(v, beta)
+        self._row.launch(kernels.prepare, g, beta, self._segments, gates[0], gates[-1], self._row.tokens)
+        return gates
+
+    def carry(self, k: Tensor, v: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+        """The states that enter chunks, and the last ones of segments."""
+        from torch_backend.ops.scan.linear_attention import any_width_kernels as kernels
+
+        states, final = self._row.states(v), like(self._initial, v)
+        self._row.launch(
+            kernels.carry, k, v, gates[0], gates[-1], self._boundaries, self._initial, states, final, self._row.tokens
+        )
+        return states, final
+
+    def output(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, states: Tensor) -> Tensor:
+        """O [T, H, V]."""
+        from torch_backend.ops.scan.linear_attention import any_width_kernels as kernels
+
+        out = torch.empty_like(v)
+        self._row.launch(
+            kernels.output, q, k, v, gates[0], gates[-1], states, self._segments, out, self._scale, self._row.tokens
+        )
+        return out
+
+    def values_backward(self, q: Tensor, k: Tensor, gates: Tensor, dout: Tensor) -> Tensor:
+        """The part of the gradients of N that comes from each chunk's own O."""
+        from torch_backend.ops.scan.linear_attention import any_width_backward_kernels as kernels
+
+        dnew = torch.empty_like(dout)
+        self._row.launch(
+            kernels.values_backward, q, k, gates[0], self._segments, dout, dnew, self._scale, self._row.tokens
+        )
+        return dnew
+
+    def carry_backward(
+        self, q: Tensor, k: Tensor, gates: Tensor, dout: Tensor, dnew: Tensor, dfinal: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of the states that leave chunks, and of those before segments; completes ``dnew``."""
+        from torch_backend.ops.scan.linear_attention import any_width_backward_kernels as kernels
+
+        dstates, dinitial = self._row.states(dout), like(self._initial, dout)
+        self._row.launch(
+            kernels.carry_backward, q, k, gates[0], self._boundaries, dout, dnew, dfinal, dstates, dinitial,
+            self._scale, self._row.tokens,
+        )  # fmt: skip
+        return dstates, dinitial
+
+    def chunk_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, gates: Tensor, states: Tensor,
+        dstates: Tensor, dout: Tensor, dnew: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """The gradients of q, k, v, g and beta."""
+        from torch_backend.ops.scan.linear_attention import any_width_backward_kernels as kernels
+
+        dq, dk = (gradient_parts(q, self._row.heads // self._row.group) for _ in range(2))
+        dv, dg = dnew if beta is None else torch.empty_like(v), torch.empty_like(g)
+        dbeta = like(beta, v)
+        self._row.launch(
+            kernels.chunk_backward, q, k, v, gates[0], gates[-1], self._segments, states, dstates, dout, dnew, dq, dk,
+            dv, dg, dbeta, self._scale, self._row.tokens,
+        )  # fmt: skip
+        return summed_parts(dq, q), summed_parts(dk, q), dv, dg, dbeta
+
+
 def _launch_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor | None,
     boundaries: Tensor, segments: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from torch_backend.ops.scan.linear_attention import any_width_kernels as kernels
-
-    row = _row(q, v, beta, initial, boundaries)
-    out, gates, final = _made(v, beta, initial)
-    c, strength = gates[0], gates[-1]
-    row.launch(kernels.prepare, g, beta, segments, c, strength, row.tokens)
-    states = row.states(v)
-    row.launch(kernels.carry, k, v, c, strength, boundaries, initial, states, final, row.tokens)
-    row.launch(kernels.output, q, k, v, c, strength, states, segments, out, scale, row.tokens)
-    return out, gates, final
+    row = LinearRow(q, v, beta, initial, boundaries, segments, scale)
+    gates = row.prepare(v, g, beta)
+    states, final = row.carry(k, v, gates)
+    return row.output(q, k, v, gates, states), gates, final
 
 
-def _made(v: Tensor, beta: Tensor | None, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The output; c and beta [2, H, T] in float32, or c alone; the final states. All unwritten."""
-    gates = v.new_empty(1 + (beta is not None), *v.shape[1::-1], dtype=torch.float32)
-    return torch.empty_like(v), gates, like(initial, v)
+def _gates(v: Tensor, beta: Tensor | None) -> Tensor:
+    """c and beta [2, H, T] in float32, or c alone, unwritten."""
+    return v.new_empty(1 + (beta is not None), *v.shape[1::-1], dtype=torch.float32)
 
 
 def _launch_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor | None,
     boundaries: Tensor, segments: Tensor, gates: Tensor, dout: Tensor, dfinal: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from torch_backend.ops.scan.linear_attention import any_width_backward_kernels as backward
-    from torch_backend.ops.scan.linear_attention import any_width_kernels as forward
-
-    row = _row(q, v, beta, initial, boundaries)
-    c, strength = gates[0], gates[-1]
-    states, dstates, dnew = row.states(v), row.states(v), torch.empty_like(v)
-    dinitial = like(initial, v)
-    # Here the final states are not needed: their memory is that of the initial ones' gradients, written later.
-    row.launch(forward.carry, k, v, c, strength, boundaries, initial, states, dinitial, row.tokens)
-    row.launch(backward.values_backward, q, k, c, segments, dout, dnew, scale, row.tokens)
-    row.launch(backward.carry_backward, q, k, c, boundaries, dout, dnew, dfinal, dstates, dinitial, scale, row.tokens)
-    dq, dk = (gradient_parts(q, row.heads // row.group) for _ in range(2))
-    dv, dg = dnew if beta is None else torch.empty_like(v), torch.empty_like(g)
-    dbeta = like(beta, v)
-    row.launch(
-        backward.chunk_backward, q, k, v, c, strength, segments, states, dstates, dout, dnew, dq, dk, dv, dg, dbeta,
-        scale, row.tokens,
-    )  # fmt: skip
-    return summed_parts(dq, q), summed_parts(dk, q), dv, dg, dbeta, dinitial
+    row = LinearRow(q, v, beta, initial, boundaries, segments, scale)
+    states, _ = row.carry(k, v, gates)
+    dnew = row.values_backward(q, k, gates, dout)
+    dstates, dinitial = row.carry_backward(q, k, gates, dout, dnew, dfinal)
+    return *row.chunk_backward(q, k, v, g, beta, gates, states, dstates, dout, dnew), dinitial
 
 
-_forward = operator(
+forward = operator(
     "linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, Tensor boundaries, "
     "Tensor segments, float scale) -> (Tensor, Tensor, Tensor)",
     _launch_forward,
-    lambda q, k, v, g, beta, initial, *_: _made(v, beta, initial),
+    lambda q, k, v, g, beta, initial, *_: (torch.empty_like(v), _gates(v, beta), like(initial, v)),
 )
-_backward = operator(
+backward = operator(
     "linear_attention_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, "
     "Tensor boundaries, Tensor segments, Tensor gates, Tensor dout, Tensor dfinal, float scale) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
     lambda q, k, v, g, beta, initial, *_: tuple(like(x, v) for x in (q, k, v, g, beta, initial)),
 )
-decayed_scan = differentiable(_forward, _backward)
+decayed_scan = differentiable(forward, backward)

@@ -176,17 +176,17 @@ def _launch_backward(
     return summed_parts(dq, q), summed_parts(dk, q), dv, dg, dbeta, dskip.to(dv.dtype if skip is None else skip.dtype)
 
 
-_forward = operator(
+forward = operator(
     "linear_attention_scan(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? skip, Tensor boundaries, "
     "Tensor segments, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
     _launch_forward,
     _made,
 )
-_backward = operator(
+backward = operator(
     "linear_attention_scan_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, "
     "Tensor boundaries, Tensor segments, Tensor gates, Tensor entering, Tensor dout, Tensor dfinal, float scale) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
     lambda q, k, v, g, beta, skip, *_: tuple(like(x, v) for x in (q, k, v, g, beta, skip)),
 )
-_scan = differentiable(_forward, _backward)
+_scan = differentiable(forward, backward)

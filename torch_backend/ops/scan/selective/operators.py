@@ -18,6 +18,7 @@ from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.ops.forests import by_levels
 from torch_backend.ops.operators import operator, runs_triton
 from torch_backend.ops.scan.chunks import in_whole_chunks, like, placed
+from torch_backend.ops.scan.halves import HalvedScan, Tensors
 from torch_backend.segments import PackedMetadata
 
 _L = 64  # tokens of a chunk
@@ -180,12 +181,12 @@ class _DiagonalScan(torch.autograd.Function):
 
 
 class _Launch:
-    """One call: its sizes, and how each kernel is launched."""
+    """One call: its sizes, and how each kernel is launched. Results are float32, but for those of u, g, A, B and C."""
 
-    def __init__(self, u: Tensor, A: Tensor, boundaries: Tensor, initial: Tensor | None) -> None:
-        self.channels, self.numbers = A.shape
-        self.chunks, self.segments = -(-u.shape[0] // _L), len(boundaries) - 1
-        self.states = initial is not None
+    def __init__(self, u: Tensor, A: Tensor, boundaries: Tensor, *, states: bool) -> None:
+        self.tokens, (self.channels, self.numbers) = u.shape[0], A.shape
+        self.chunks, self.segments = -(-self.tokens // _L), len(boundaries) - 1
+        self.rates, self.boundaries, self.states = A.t().contiguous(), boundaries, states
 
     def block(self, name: str) -> int:
         """Channels of a program."""
@@ -206,48 +207,96 @@ class _Launch:
         walks = self.segments if name.startswith("carry") else self.chunks
         kernel[walks, self.blocks(name)](*arguments, **constants, num_warps=TILES[name].warps)
 
+    def ends(self, u: Tensor, g: Tensor, B: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
+        """The last states of chunks from zero [chunks, N, E], and the sums of their gates [chunks, E]."""
+        from torch_backend.ops.scan.selective import kernels
+
+        local = u.new_empty(self.chunks, self.numbers, self.channels, dtype=torch.float32)
+        fading = u.new_empty(self.chunks, self.channels, dtype=torch.float32)
+        self(kernels.ends, u, g, self.rates, B, segments, local, fading, self.tokens)
+        return local, fading
+
+    def carry(self, local: Tensor, fading: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The states that enter chunks [chunks, N, E], and the last ones of segments [S, N, E]."""
+        from torch_backend.ops.scan.selective import kernels
+
+        entering, final = self._between(local), like(initial, local)
+        self(kernels.carry, local, fading, self.rates, self.boundaries, initial, entering, final)
+        return entering, final
+
+    def output(self, u: Tensor, g: Tensor, B: Tensor, C: Tensor, segments: Tensor, entering: Tensor) -> Tensor:
+        """y [T, E]."""
+        from torch_backend.ops.scan.selective import kernels
+
+        y = torch.empty_like(u)
+        self(kernels.output, u, g, self.rates, B, C, segments, entering, y, self.tokens)
+        return y
+
+    def ends_backward(self, g: Tensor, C: Tensor, dy: Tensor, segments: Tensor) -> Tensor:
+        """The gradients of the states that enter chunks [chunks, N, E], but for what leaves these."""
+        from torch_backend.ops.scan.selective import kernels
+
+        local = g.new_empty(self.chunks, self.numbers, self.channels, dtype=torch.float32)
+        self(kernels.ends_backward, g, self.rates, C, dy, segments, local, self.tokens)
+        return local
+
+    def carry_backward(self, local: Tensor, fading: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the states that leave chunks [chunks, N, E], and of those before segments [S, N, E]."""
+        from torch_backend.ops.scan.selective import kernels
+
+        leaving, dinitial = self._between(local), torch.empty_like(dfinal)
+        self(kernels.carry_backward, local, fading, self.rates, self.boundaries, dfinal, leaving, dinitial)
+        return leaving, dinitial
+
+    def chunk_backward(
+        self, u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, dy: Tensor, segments: Tensor, entering: Tensor,
+        leaving: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The gradients of u, g, A, B and C."""
+        from torch_backend.ops.scan.selective import kernels
+
+        du, dg, dA = torch.empty_like(u), torch.empty_like(g), torch.empty_like(entering)
+        blocks = self.chunks * _L // TILES["chunk_backward"].ahead
+        kept = u.new_empty(blocks, self.numbers, self.channels, dtype=torch.float32)
+        parts = self.blocks("chunk_backward")
+        dB, dC = (u.new_empty(parts, *B.shape, dtype=torch.float32) for _ in range(2))
+        self(
+            kernels.chunk_backward, u, g, self.rates, B, C, dy, segments, entering, leaving, kept, du, dg, dA, dB, dC,
+            self.tokens,
+        )  # fmt: skip
+        return du, dg, dA.sum(0).t().to(A.dtype).contiguous(), dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype)
+
+    def _between(self, local: Tensor) -> Tensor:
+        """States between chunks, to be written; zeros where segments have states, for chunks of padding read theirs."""
+        return torch.zeros_like(local) if self.states else torch.empty_like(local)
+
 
 def _launch_forward(
     u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, initial: Tensor | None, boundaries: Tensor, segments: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from torch_backend.ops.scan.selective import kernels
-
-    launch, tokens, rates = _Launch(u, A, boundaries, initial), u.shape[0], A.t().contiguous()
-    y, entering, fading, final = _made(u, A, initial)
-    local = torch.empty_like(entering)
-    launch(kernels.ends, u, g, rates, B, segments, local, fading, tokens)
-    launch(kernels.carry, local, fading, rates, boundaries, initial, entering, final)
-    launch(kernels.output, u, g, rates, B, C, segments, entering, y, tokens)
-    return y, entering, fading, final
+    launch = _Launch(u, A, boundaries, states=initial is not None)
+    local, fading = launch.ends(u, g, B, segments)
+    entering, final = launch.carry(local, fading, initial)
+    return launch.output(u, g, B, C, segments, entering), entering, fading, final
 
 
 def _made(u: Tensor, A: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y; in float32 the states that enter chunks [chunks, N, E], sums of g [chunks, E], final states. All unwritten."""
+    """Allocates what :func:`_launch_forward` returns."""
     chunks = -(-u.shape[0] // _L)
-    make = u.new_zeros if initial is not None else u.new_empty  # then chunks of padding read theirs
-    entering = make(chunks, *A.shape[::-1], dtype=torch.float32)
+    entering = u.new_empty(chunks, *A.shape[::-1], dtype=torch.float32)
     fading = u.new_empty(chunks, A.shape[0], dtype=torch.float32)
-    return torch.empty_like(u), entering, fading, like(initial, u)
+    return torch.empty_like(u), entering, fading, like(initial, entering)
 
 
 def _launch_backward(
     u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, initial: Tensor | None, boundaries: Tensor, segments: Tensor,
     entering: Tensor, fading: Tensor, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    from torch_backend.ops.scan.selective import kernels
-
-    launch, tokens, rates = _Launch(u, A, boundaries, initial), u.shape[0], A.t().contiguous()
-    local = torch.empty_like(entering)
-    leaving = torch.zeros_like(entering) if launch.states else torch.empty_like(entering)
-    dinitial = like(initial, u)
-    launch(kernels.ends_backward, g, rates, C, dy, segments, local, tokens)
-    launch(kernels.carry_backward, local, fading, rates, boundaries, dfinal, leaving, dinitial)
-    du, dg, dA = torch.empty_like(u), torch.empty_like(g), local
-    kept = u.new_empty(launch.chunks * _L // TILES["chunk_backward"].ahead, *rates.shape, dtype=torch.float32)
-    parts = launch.blocks("chunk_backward")
-    dB, dC = (u.new_empty(parts, *B.shape, dtype=torch.float32) for _ in range(2))
-    launch(kernels.chunk_backward, u, g, rates, B, C, dy, segments, entering, leaving, kept, du, dg, dA, dB, dC, tokens)
-    return du, dg, dA.sum(0).t().to(A.dtype).contiguous(), dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype), dinitial
+    launch = _Launch(u, A, boundaries, states=initial is not None)
+    local = launch.ends_backward(g, C, dy, segments)
+    leaving, dinitial = launch.carry_backward(local, fading, dfinal)
+    del local  # its memory is for what follows
+    return *launch.chunk_backward(u, g, A, B, C, dy, segments, entering, leaving), dinitial
 
 
 _forward = operator(
@@ -261,5 +310,64 @@ _backward = operator(
     "Tensor segments, Tensor entering, Tensor fading, Tensor dy, Tensor dfinal) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
-    lambda u, g, A, B, C, initial, *_: (*(torch.empty_like(x) for x in (u, g, A, B, C)), like(initial, u)),
+    lambda u, g, A, B, C, *others: tuple(torch.empty_like(x) for x in (u, g, A, B, C, others[-1])),
 )
+
+
+class DiagonalHalves(HalvedScan):
+    """u, g, B and C are the inputs, A the parameter; states are [S, N, E]."""
+
+    gates = 1
+
+    def chunk(self, given: Tensors) -> int:
+        return _L
+
+    def fade(self, states: Tensor, gates: Tensor, given: Tensors) -> Tensor:
+        return states * (gates[:, None] * given[-1].t().float()).exp()
+
+    def forward(self, given: Tensors, packed: PackedMetadata) -> tuple[Tensor, Tensors]:
+        u, g, B, C, A = given
+        _check(u, g, A, B, C, packed)
+        y, *kept, _ = _forward(u, g, A, B, C, None, packed.cu_seqlens, packed.seq_idx)
+        return y, kept
+
+    def backward(self, given: Tensors, packed: PackedMetadata, kept: Tensors, dy: Tensor) -> Tensors:
+        u, g, B, C, A = given
+        none = kept[0].new_empty(0)
+        du, dg, dA, dB, dC, _ = _backward(u, g, A, B, C, None, packed.cu_seqlens, packed.seq_idx, *kept, dy, none)
+        return du, dg, dB, dC, dA
+
+    def begin(self, given: Tensors, packed: PackedMetadata) -> tuple[Tensors, Tensor]:
+        u, g, B, C, A = given
+        _check(u, g, A, B, C, packed)
+        launch = _Launch(u, A, packed.cu_seqlens, states=True)
+        local, fading = launch.ends(u, g, B, packed.seq_idx)
+        _, last = launch.carry(local, fading, local.new_zeros(launch.segments, *local.shape[1:]))
+        return (local, fading), last
+
+    def finish(self, given: Tensors, packed: PackedMetadata, work: Tensors, initial: Tensor) -> tuple[Tensor, Tensors]:
+        (u, g, B, C, A), (local, fading) = given, work
+        launch = _Launch(u, A, packed.cu_seqlens, states=True)
+        entering, _ = launch.carry(local, fading, initial)
+        return launch.output(u, g, B, C, packed.seq_idx, entering), (entering, fading)
+
+    def begin_backward(
+        self, given: Tensors, packed: PackedMetadata, kept: Tensors, dy: Tensor
+    ) -> tuple[Tensors, Tensor]:
+        (u, g, _, C, A), (_, fading) = given, kept
+        launch = _Launch(u, A, packed.cu_seqlens, states=True)
+        local = launch.ends_backward(g, C, dy, packed.seq_idx)
+        _, dinitial = launch.carry_backward(local, fading, local.new_zeros(launch.segments, *local.shape[1:]))
+        return (local,), dinitial
+
+    def finish_backward(
+        self, given: Tensors, packed: PackedMetadata, kept: Tensors, dy: Tensor, work: Tensors, dfinal: Tensor
+    ) -> Tensors:
+        (u, g, B, C, A), (entering, fading), (local,) = given, kept, work
+        launch = _Launch(u, A, packed.cu_seqlens, states=True)
+        leaving, _ = launch.carry_backward(local, fading, dfinal)
+        du, dg, dA, dB, dC = launch.chunk_backward(u, g, A, B, C, dy, packed.seq_idx, entering, leaving)
+        return du, dg, dB, dC, dA
+
+
+HALVES = DiagonalHalves()
