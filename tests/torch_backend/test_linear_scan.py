@@ -11,6 +11,7 @@ from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, 
 from tests.torch_backend.scans import LENGTHS, NAMES, assert_moved_alone, packed_on
 from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule
 from torch_backend.ops.scan.linear_attention import wide as linear
+from torch_backend.ops.scan.linear_attention.halves import HALVES
 from torch_backend.segments import PackedMetadata
 
 # Documents that reach over chunk ends and meet between them: a state enters a chunk and another one leaves it.
@@ -133,3 +134,16 @@ def test_long_documents_at_real_widths(lengths, width):
     found = run(where, inputs, PackedMetadata.from_lengths(lengths, device=where.device), dout)
     exact, rounded = (quadratic(inputs, dout, dtype, lengths) for dtype in (torch.float64, where.dtype))
     assert_within_budget(found, exact, rounded, where.dtype)
+
+
+def test_a_scan_in_halves_runs_segments_from_zero_as_the_whole_one(where):
+    """By the kernels of :mod:`wide` in half precision, by those for any width in float32."""
+    *inputs, _, _ = drawn(where)
+    packed, given = packed_on(where), [x.detach() for x in inputs]
+    out = gated_delta_rule(*inputs, None, packed, scale=1.0)
+    dout = where.draw(*out.shape, seed=6)
+    found, kept = HALVES.forward(given, packed)
+    assert torch.equal(found, out)
+    gradients = HALVES.backward(given, packed, kept, dout)
+    for gradient, expected in zip(gradients, torch.autograd.grad(out, inputs, dout), strict=True):
+        assert torch.equal(gradient, expected)

@@ -1,7 +1,7 @@
 """Run by ``torchrun`` in test_context_recurrent: scans that hand states on between ranks; rank 0 writes the results.
 
 Arguments: the file to write to, and which of PARTS: "scans" of plain torch in float64, and by our kernels "models" and
-what scans "cost".
+"long" pieces.
 """
 
 from __future__ import annotations
@@ -138,32 +138,52 @@ MODELS: dict[str, Case] = {  # interpreted kernels take their time
     "recurrent_gemma": Case("recurrent_gemma", lengths=(5, 40, 7, 1)),
     "minimax": Case("minimax", lengths=(5, 40, 7, 1)),
 }
-COSTS = ("diagonal", "decayed")
-PARTS = {"scans": [*ROWS, FROZEN], "models": list(MODELS), "costs": list(COSTS)}
+LONG = ("diagonal", "decayed")
+PARTS = {"scans": [*ROWS, FROZEN], "models": list(MODELS), "long": list(LONG)}
 
 
-def costs(name: str) -> dict[str, Any]:
-    """Counts what a scan of ours keeps for the backward and the kernels that it launches, across ranks and without."""
-    # whole chunks, so that as many states enter them across ranks: [64 | 128] and [128 | 64]
-    pieces = ((64, 256, 64), (0, 2, 4), (0, 1, 1, 2), (0, 0, 128, 0), (64, 128, 128, 64))
-    plan = ContextPlan(*map(np.array, pieces), Cost())
+def diagonal(at: LayerSegments, u: Tensor, g: Tensor, B: Tensor, C: Tensor, A: Tensor) -> Tensor:
+    return diagonal_scan(at, u, g, A, B, C)
+
+
+def long(name: str) -> dict[str, Any]:
+    """A scan of ours over pieces of several chunks, and without ranks: see :func:`_ran`."""
+    lengths, tokens = (64, 256, 64), 384
+    # [64 | 128] and [128 | 64]: of whole chunks, so that as many states enter them as without ranks
+    plan = ContextPlan(*map(np.array, (lengths, (0, 2, 4), (0, 1, 1, 2), (0, 0, 128, 0), (64, 128, 128, 64))), Cost())
     share = RankShare(plan, dist.get_rank(), dist.group.WORLD, torch.device("cpu"))
+    index, generator = torch.from_numpy(share.tokens), torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
     if name == "diagonal":
-        state = 8 * 2
-        shapes, scan = [(8,), (8,), (2,), (2,)], lambda at, u, g, B, C: diagonal_scan(at, u, g, -torch.ones(8, 2), B, C)
+        inputs = [drawn(tokens, 8), drawn(tokens, 8).abs() / 8, drawn(tokens, 2), drawn(tokens, 2)]
+        parameters, state, scan = [-drawn(8, 2).abs()], 8 * 2, diagonal
     else:
-        state = 2 * 16 * 16
-        shapes, scan = [(2, 16), (2, 16), (2, 16), (2,)], decayed_scan
-    drawn = [torch.rand(len(share.tokens), *shape) for shape in shapes]
-    inputs = [x.neg_().requires_grad_() for x in drawn]
-    return {
-        "state": 4 * state,  # bytes
-        "across ranks": _cost(partial(scan, LayerSegments(share.segments, share)), inputs),
-        "without ranks": _cost(partial(scan, LayerSegments(share.segments)), inputs),
-    }
+        inputs = [*(drawn(tokens, 2, 16) for _ in range(3)), -drawn(tokens, 2).abs() / 8]
+        parameters, state, scan = [], 2 * 16 * 16, decayed_scan
+    leaves = [x.requires_grad_() for x in (*inputs, *parameters)]
+    weights = drawn(tokens, *inputs[0].shape[1:])
+
+    def ran(at: LayerSegments, index: Tensor) -> dict[str, Any]:
+        own = [*(x[index] for x in inputs), *parameters]
+        y, cost = _cost(partial(scan, at, *own), weights[index])
+        gradients = [x.grad for x in leaves]
+        for x in leaves:
+            x.grad = None
+        return {"values": [torch.zeros_like(weights).index_copy(0, index, y), *gradients], **cost}
+
+    over_ranks = ran(LayerSegments(share.segments, share), index)
+    for x in over_ranks["values"]:
+        dist.all_reduce(x)
+    whole = ran(LayerSegments(PackedMetadata.from_lengths(lengths)), torch.arange(tokens))
+    own = ran(LayerSegments(share.segments), index)
+    return {"over ranks": over_ranks, "whole": whole["values"], "without ranks": own, "state": 4 * state}  # bytes
 
 
-def _cost(scan: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, Any]:
+def _cost(scan: Callable[[], Tensor], weights: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Scans forward and backward: the output, the bytes of all that autograd keeps, and the kernels launched."""
     kept: dict[int, int] = {}
     launched: list[str] = []
 
@@ -182,15 +202,15 @@ def _cost(scan: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, Any]:
         for owner, method in ((selective._Launch, "__call__"), (ChunkLaunch, "launch")):
             stack.enter_context(patch.object(owner, method, counting(getattr(owner, method))))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            y = scan(*inputs)
-        y.sum().backward()
-    return {"bytes": sum(kept.values()), "launched": Counter(launched)}
+            y = scan()
+        (y * weights).sum().backward()
+    return y.detach(), {"bytes": sum(kept.values()), "launched": Counter(launched)}
 
 
 def case(name: str) -> dict[str, Any]:
     if name in MODELS:
         return run(MODELS[name], init_device_mesh("cpu", (dist.get_world_size(),)))
-    return costs(name) if name in COSTS else scanned(name)
+    return long(name) if name in LONG else scanned(name)
 
 
 if __name__ == "__main__":
