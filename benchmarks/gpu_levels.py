@@ -95,7 +95,7 @@ def limit_tiles(parts: str) -> None:
     """Lets long rows compute MLPs and experts alone by tiles, without their norms, or nothing."""
     found = tiled_layers.can_be_tiled
     kept: dict[str, Any] = {
-        "mlp": lambda model: {m: None for m in found(model) if not hasattr(m, "q_proj")},
+        "mlp": lambda model: {m: tiled_layers.Tiles() for m in found(model) if not hasattr(m, "q_proj")},
         "none": lambda model: {},
     }
     tiled_layers.can_be_tiled = kept.get(parts, found)

@@ -28,7 +28,7 @@ from torch_backend.ops.tiles import Norm, Projection
 from torch_backend.steps import memory_fit, tiled_layers
 from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.steps.memory import level_layers, marked, recomputing_inside, set_level
-from torch_backend.steps.tiled_layers import can_be_tiled, tiled, tiled_modules, tiled_parts, why_not_tiled
+from torch_backend.steps.tiled_layers import Tiles, can_be_tiled, tiled, tiled_modules, tiled_parts, why_not_tiled
 
 TOKENS, WIDTH, INNER, RANK = 23, 12, 40, 3
 
@@ -127,7 +127,7 @@ def test_operators_are_well_formed() -> None:
         given = [weight, *tensors]
         needs = [True, *(t is not None for t in given)]
         run = torch.ops.crosspack.tiled_mlp_forward, torch.ops.crosspack.tiled_mlp_backward
-        torch.library.opcheck(run[0], (x, given, of_norm, *options), test_utils=checked)
+        torch.library.opcheck(run[0], (x, given, of_norm, *options, True), test_utils=checked)
         torch.library.opcheck(run[1], (x, x, given, of_norm, *options, needs), test_utils=checked)
         run = torch.ops.crosspack.tiled_projections_forward, torch.ops.crosspack.tiled_projections_backward
         dys = [drawn(TOKENS, p.weight.shape[0]).detach() for p in parts[:2]]
@@ -184,7 +184,7 @@ def test_layers_give_the_same_gradients_in_float64(short: None, make: Any, monke
     exact = gradients(model)
     set_level(model, "full")
     modules = tiled_modules(model, 128)
-    assert len(modules) == 4 and all(norm is not None for norm in modules.values())
+    assert len(modules) == 4 and all(part.norm is not None for part in modules.values())
     with tiled(modules):
         torch.testing.assert_close(gradients(model), exact, rtol=1e-10, atol=1e-12)
     assert not any(hasattr(m, tiled_layers._KIND) for m in model.modules())
@@ -277,7 +277,7 @@ def test_compiled_layers_share_one_graph_with_the_operator(short: None, make: An
         graphs.append([str(node.target) for node in graph.graph.nodes])
         return graph
 
-    with tiled(dict.fromkeys(layer.mlp for layer in layers)):
+    with tiled(dict.fromkeys((layer.mlp for layer in layers), Tiles())):
         for layer, right in zip(layers, whole, strict=True):
             layer.mlp.compile(backend=backend, fullgraph=True, dynamic=False)
             torch.testing.assert_close(layer.mlp(x), right)
@@ -294,7 +294,7 @@ def test_a_compiled_layer_keeps_no_inner_columns_and_has_the_same_gradients(shor
     leaves = [x, *mlp.parameters()]
     exact = torch.autograd.grad(mlp(x).square().sum(), leaves)
     names: list[list[str]] = []
-    with tiled({mlp: None}):
+    with tiled({mlp: Tiles()}):
         mlp.compile(backend=marked(recording(names), level), fullgraph=True, dynamic=False)
         found = torch.autograd.grad(mlp(x).square().sum(), leaves)
     torch._dynamo.reset()
@@ -320,7 +320,7 @@ def test_compiled_layers_by_tiles_share_a_graph_and_keep_no_more(
     exact = gradients(model, given)
     set_level(model, level)
     parts = tiled_modules(model, 128)
-    assert len(parts) == 4 and None not in parts.values()
+    assert len(parts) == 4 and all(part.norm is not None for part in parts.values())
     kept: dict[str, list[list[str]]] = {"whole": [], "by tiles": []}
     for names, modules in zip(kept.values(), ({}, parts), strict=True):
         torch._dynamo.reset()
@@ -373,7 +373,7 @@ def test_another_norm_runs_whole_in_front_of_tiles(change: str) -> None:
         norm.double()
     else:
         norm.forward = norm.forward
-    norms = [norm for module, norm in can_be_tiled(model).items() if hasattr(module, "q_proj")]
+    norms = [part.norm for module, part in can_be_tiled(model).items() if hasattr(module, "q_proj")]
     assert norms == [None, model.model.layers[1].input_layernorm]
     assert tiled_parts(model) == {"mlp"}, "the formula counts whole norms"
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torch_backend.ops.operators import operator
+from torch_backend.ops.recomputing import is_recomputing
 from torch_backend.ops.tiles import (
     GradientSums,
     Norm,
@@ -50,6 +51,7 @@ def tiled_mlp(
     activation: str,
     tile: int,
     norm: Norm | None = None,
+    last: bool = False,
 ) -> Tensor:
     """Returns ``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate.
 
@@ -58,6 +60,8 @@ def tiled_mlp(
         activation: a name of :data:`ACTIVATIONS`.
         tile: tokens that are computed at a time.
         norm: of x, in front of everything.
+        last: the result is only added to what the layer returns, so no backward reads it: it is not computed, and its
+            memory not written, where the forward runs again (:mod:`.recomputing`).
     """
     layers = [gate, up, down]
     tensors = [
@@ -66,14 +70,14 @@ def tiled_mlp(
     ]
     scales = [1.0 if p is None else p.scale for p in layers]
     options = [] if norm is None else [norm.eps, norm.offset]
-    y: Tensor = _TiledMLP.apply(x.flatten(0, -2), options, scales, activation, tile, *tensors)
+    y: Tensor = _TiledMLP.apply(x.flatten(0, -2), options, scales, activation, tile, last, *tensors)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class _TiledMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
-        options, tensors = others[:4], list(others[4:])
+        options, tensors = others[:5], list(others[5:])
         ctx.save_for_backward(x, *tensors)
         ctx.options = options
         y: Tensor = _forward(x, tensors, *options)
@@ -83,20 +87,22 @@ class _TiledMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *tensors = ctx.saved_tensors
-        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
-        found = _backward(dy.contiguous(), x, tensors, *ctx.options, needs)
+        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[6:]]
+        found = _backward(dy.contiguous(), x, tensors, *ctx.options[:4], needs)
         dx, *of_tensors = (value if needed else None for value, needed in zip(found, needs, strict=True))
-        return dx, None, None, None, None, *of_tensors
+        return dx, None, None, None, None, None, *of_tensors
 
 
 def _launch_forward(
     x: Tensor, tensors: Sequence[Tensor | None], options: Sequence[float], scales: Sequence[float], activation: str,
-    tile: int,
+    tile: int, last: bool,
 ) -> Tensor:  # fmt: skip
     norm, (gate, up, down) = norm_of(tensors[0], options), projections(tensors[1:], scales)
     assert up is not None and down is not None
     act, _ = ACTIVATIONS[activation]
     y = down.weight.new_empty(len(x), down.weight.shape[0])
+    if last and is_recomputing():
+        return y
     for first in range(0, len(x), tile):
         part = x[first : first + tile]
         part = part if norm is None else norm(part, up.weight.dtype)
@@ -149,7 +155,8 @@ def _fake_backward(dy: Tensor, x: Tensor, tensors: Sequence[Tensor | None], *oth
 
 
 _forward = operator(
-    "tiled_mlp_forward(Tensor x, Tensor?[] tensors, float[] norm, float[] scales, str activation, int tile) -> Tensor",
+    "tiled_mlp_forward(Tensor x, Tensor?[] tensors, float[] norm, float[] scales, str activation, int tile, "
+    "bool last) -> Tensor",
     _launch_forward,
     _fake_forward,
 )

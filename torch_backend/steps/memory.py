@@ -11,7 +11,7 @@ which no CUDA graph may, and it hides the single operations, among which ``"sele
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from operator import getitem
 from typing import Any, Literal, get_args
@@ -32,6 +32,7 @@ from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.patch import context_of
+from torch_backend.ops.recomputing import recomputing
 
 Level = Literal["none", "selective", "full", "offload"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -199,9 +200,13 @@ def recomputed_as_whole(call: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(partial(call, **kwargs), *args, use_reentrant=False)
+        return checkpoint(partial(call, **kwargs), *args, use_reentrant=False, context_fn=_forward_and_again)
 
     return run
+
+
+def _forward_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), recomputing()
 
 
 @cache

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from packing_core.training.decoder_sizes import Part
 from packing_core.training.memory_model import TILE, TILED_FROM
-from torch_backend.hf.anatomy.data_flow import only_readers, reads_by
+from torch_backend.hf.anatomy.data_flow import last_part, only_readers, reads_by
 from torch_backend.hf.anatomy.experts import is_spread
 from torch_backend.hf.anatomy.structure import causal_lm, decoder_of
 from torch_backend.hf.attention import DecoderLayer, uses_interface
@@ -43,7 +43,20 @@ _ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh
 
 _KIND, _FORM = "_crosspack_kind", "_crosspack_form"  # of a module by tiles: its class otherwise, and its form as a norm
 
-Parts = Mapping[nn.Module, nn.Module | None]  # what runs by tiles -> the norm in front of it, if tiles compute it too
+
+class Tiles(NamedTuple):
+    """The way in which a part runs by tiles.
+
+    Attributes:
+        norm: in front of the part, if its tiles compute that too.
+        last: whether its result is only added to what the layer returns.
+    """
+
+    norm: nn.Module | None = None
+    last: bool = False
+
+
+Parts = Mapping[nn.Module, Tiles]
 
 
 def tiled_modules(model: nn.Module, tokens: int) -> Parts:
@@ -55,20 +68,23 @@ def tiled_modules(model: nn.Module, tokens: int) -> Parts:
     level = level_of(model)
     if tokens < TILED_FROM or level == "none":
         return {}
-    return {m: n for m, n in can_be_tiled(model).items() if level != "selective" or LAYOUT not in m.__dict__}
+    return {m: part for m, part in can_be_tiled(model).items() if level != "selective" or LAYOUT not in m.__dict__}
 
 
 def can_be_tiled(model: nn.Module) -> Parts:
     """Returns the MLPs, attention layers and experts of a patched model that tiles can compute."""
-    found: dict[nn.Module, nn.Module | None] = {}
+    found: dict[nn.Module, Tiles] = {}
     for layer in causal_lm(model).modules():
         if isinstance(layer, DecoderLayer):
-            norms = {} if "forward" in layer.__dict__ else only_readers(original_class(layer).forward)
+            forward = None if "forward" in layer.__dict__ else original_class(layer).forward
+            norms = {} if forward is None else only_readers(forward)
+            end = None if forward is None or layer._forward_hooks else last_part(forward)
             in_front = {getattr(layer, part, None): getattr(layer, norm, None) for part, norm in norms.items()}
             for module in layer.modules():
                 if why_not_tiled(module) is None:
                     norm = in_front.get(module)
-                    found[module] = norm if norm is not None and why_no_norm(norm, module) is None else None
+                    norm = norm if norm is not None and why_no_norm(norm, module) is None else None
+                    found[module] = Tiles(norm, last=end is not None and module is getattr(layer, end))
     return found
 
 
@@ -76,9 +92,9 @@ def tiled_parts(model: nn.Module) -> set[Part]:
     """Returns the parts that tiles can compute in all layers of a decoder, as the formula of memory counts them."""
     layers_of_decoder = [m for m in decoder_of(causal_lm(model)).modules() if isinstance(m, DecoderLayer)]
     inside = {m for layer in layers_of_decoder for m in layer.modules()}  # in front may be a vision tower
-    found = {m: norm for m, norm in can_be_tiled(model).items() if m in inside}
+    found = {m: part for m, part in can_be_tiled(model).items() if m in inside}
     attention = [m for m in found if hasattr(m, _OF_ATTENTION[0])]
-    normed = all(norm is not None for m, norm in found.items() if LAYOUT not in m.__dict__)
+    normed = all(part.norm is not None for m, part in found.items() if LAYOUT not in m.__dict__)
     parts: set[Part] = {"projections"} if normed and len(attention) == len(layers_of_decoder) else set()
     return parts | ({"mlp"} if len(attention) < len(found) else set())
 
@@ -125,14 +141,15 @@ def tiled(parts: Parts) -> Iterator[None]:
     """Inside, these MLPs, attention layers and experts run by tiles, with their norms."""
     experts = [module for module in parts if LAYOUT in module.__dict__]
     swaps: list[tuple[nn.Module, type[nn.Module]]] = []
-    for module, norm in parts.items():
+    for module, (norm, last) in parts.items():
         if LAYOUT in module.__dict__:
             continue
         if norm is not None:
             form = _form_of_norm(norm)
             swaps.append((norm, _subclass(type(norm), _hand_on_input, form)))  # type: ignore[arg-type] # a class is hashable
         if not hasattr(module, _OF_ATTENTION[0]):
-            swaps.append((module, _subclass(type(module), _mlp)))  # type: ignore[arg-type]
+            forward = _last_mlp if last and not module._forward_hooks else _mlp
+            swaps.append((module, _subclass(type(module), forward)))  # type: ignore[arg-type]
             continue
         swaps.append((module, _subclass(type(module), _attention)))  # type: ignore[arg-type]
         projections = [getattr(module, name) for name in _OF_ATTENTION]
@@ -190,6 +207,14 @@ def _hand_on_input(self: Any, x: Tensor) -> Any:
 
 
 def _mlp(self: Any, given: Any) -> Tensor:
+    return _mlp_by_tiles(self, given, last=False)
+
+
+def _last_mlp(self: Any, given: Any) -> Tensor:
+    return _mlp_by_tiles(self, given, last=True)
+
+
+def _mlp_by_tiles(self: Any, given: Any, *, last: bool) -> Tensor:
     x, norm = given if isinstance(given, _Unnormed) else (given, None)
     layers = _layers(self, _OF_MLP, x)
     if layers is None:
@@ -197,7 +222,8 @@ def _mlp(self: Any, given: Any) -> Tensor:
         return plain
     x = x if norm is not None else x.to(layers[0].weight.dtype)
     gate, up, down = layers
-    return tiled_mlp(x, gate, up, down, activation=_ACTIVATIONS[type(self.act_fn).__name__], tile=TILE, norm=norm)
+    activation = _ACTIVATIONS[type(self.act_fn).__name__]
+    return tiled_mlp(x, gate, up, down, activation=activation, tile=TILE, norm=norm, last=last)
 
 
 def _attention(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:

@@ -43,6 +43,29 @@ def only_readers(forward: Callable[..., Any]) -> dict[str, str]:
 
 
 @cache
+def last_part(forward: Callable[..., Any]) -> str | None:
+    """Names the part of a layer whose result is only added to what the layer returns; None if it is not seen.
+
+    Seen are forwards that end in ``x = self.mlp(x)``, ``x = residual + x`` and ``return x``.
+    """
+    code = _source_of(forward)
+    if code is None or len(code.body) < 3:
+        return None
+    made, added, returned = code.body[-3:]
+    found = _call_of_part(made)
+    if found is None or not isinstance(made, ast.Assign) or len(made.targets) > 1:
+        return None
+    x = ast.unparse(made.targets[0])
+    match added, returned:
+        case (
+            ast.Assign(targets=[ast.Name(id=total)], value=ast.BinOp(ast.Name(id=left), ast.Add(), ast.Name(id=right))),
+            ast.Return(value=ast.Name(id=result)),
+        ) if total == result == x and (left == x) != (right == x):
+            return found[0]
+    return None
+
+
+@cache
 def reads_by(forward: Callable[..., Any], parts: Sequence[str]) -> bool:
     """Returns whether a forward reads its first argument by these parts, each once, and its shape alone."""
     code = _source_of(forward)
