@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 from unittest.mock import patch as mocked
@@ -263,7 +264,7 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
 
     def trainer() -> None:
         model = on_mesh(tiny("qwen3"))
-        arguments = TrainingArguments(output_dir="unused", report_to=[], use_cpu=True)
+        arguments = TrainingArguments(output_dir=gettempdir(), report_to=[], use_cpu=True)
         enable_packing(Trainer(model, arguments, train_dataset=[{"input_ids": [1, 2]}]), capacity=64)
 
     def shared(run: Callable[[Any, Any], Any]) -> None:
