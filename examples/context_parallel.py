@@ -17,6 +17,7 @@ import crosspack
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)
+os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # exchanges do not wait for kernels of long attention
 dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 
