@@ -15,8 +15,8 @@ Tokens per second are real ones of all ranks together, by the median time of a s
 rank beyond weights and gradients, which stay allocated between steps, as DDP holds them; host waits are those of one
 step on rank 0, and its time in the call shows whether the GPU waits for the host. Lengths of documents are lognormal
 with sigma 1.55, as those of source files. NCCL's streams have a high priority, as docs/context-parallel.md says, unless
-TORCH_NCCL_HIGH_PRIORITY=0 is set. Where a step takes a minute, ``--short`` warms up by one step and leaves host
-waits out.
+TORCH_NCCL_HIGH_PRIORITY=0 is set. Where a step takes a minute, ``--short`` warms up by one step, profiles one
+and leaves host waits out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SHAPES = {"llama": qwen2 if TOY else llama3, "hybrid": qwen35, "mamba": falcon_m
 LAYERS = {"llama": 2 if TOY else 4, "hybrid": 4 if TOY else 8, "mamba": 2 if TOY else 8}
 METHODS = ("auto", "keys", "heads")
 SIGMA = 1.55  # of the logarithm of a document's length
-PROFILED = 3  # steps after the others
+PROFILED = 3  # steps after the others; one if they are long
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     if chosen.history:
         remembered(lambda: step(batch))
     if chosen.profile:
-        profiled(lambda: step(batch), contender.ranks)
+        profiled(lambda: step(batch), contender.ranks, 1 if chosen.short else PROFILED)
     return Measured(
         ms=statistics.median(times) * 1e3,
         host_ms=statistics.median(on_host) * 1e3,
@@ -184,18 +184,18 @@ def remembered(step: Callable[[], object]) -> None:
         print(end_history(), flush=True)
 
 
-def profiled(step: Callable[[], object], ranks: int) -> None:
+def profiled(step: Callable[[], object], ranks: int, steps: int) -> None:
     """Prints, on rank 0, where the time of a step goes on each rank."""
     profile = Profile()
     profile.start()
-    for _ in range(PROFILED):
+    for _ in range(steps):
         step()
     profile.stop()
-    kinds = [profile.kinds(PROFILED)] * ranks
+    kinds = [profile.kinds(steps)] * ranks
     if ranks > 1:
         dist.all_gather_object(kinds, kinds[0])
     if os.environ["RANK"] == "0":
-        print(f"{beside(kinds)}\n{profile.report(PROFILED)}", flush=True)
+        print(f"{beside(kinds)}\n{profile.report(steps)}", flush=True)
 
 
 def config_of(chosen: argparse.Namespace) -> Any:
