@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from copy import deepcopy
 from unittest.mock import patch as mocked
 
 import pytest
@@ -47,6 +48,14 @@ def test_a_communication_hook_of_the_users_stays_alone() -> None:
     average_at_the_end(model)
     assert hooks(model) == ["fp16_compress_hook"]
     assert "communication hook" in str(why_not_recorded(model))
+
+
+def test_a_model_can_be_copied_and_its_copy_recorded() -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    average_at_the_end(model)
+    again = deepcopy(model)  # DDP begins anew in it, without a hook
+    average_at_the_end(again)
+    assert why_not_recorded(again) is None
 
 
 def test_slow_links_average_beside_the_backward() -> None:

@@ -7,6 +7,8 @@ the end of the backward nothing runs beside it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -41,6 +43,10 @@ class _Buckets:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.waiting: list[tuple[Tensor, Future[Tensor]]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Empty: a copy of a DDP model averages by itself, and groups of processes cannot be copied."""
+        return {}
 
 
 # DDP compares annotations with types, which they are not here
