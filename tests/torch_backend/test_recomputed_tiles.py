@@ -46,7 +46,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return calls
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "compiled"])
 @pytest.mark.parametrize("family", ENDS_IN_ITS_MLP)
 def test_gradients_are_the_same_without_what_no_backward_reads(
     family: str, compiled: bool, short: None, poisoned: None, computed: list[bool]
