@@ -15,8 +15,8 @@ Tokens per second are real ones of all ranks together, by the median time of a s
 rank beyond weights and gradients, which stay allocated between steps, as DDP holds them; host waits are those of one
 step on rank 0, and its time in the call shows whether the GPU waits for the host. Lengths of documents are lognormal
 with sigma 1.55, as those of source files. NCCL's streams have a high priority, as docs/context-parallel.md says, unless
-TORCH_NCCL_HIGH_PRIORITY=0 is set. Where a step takes a minute, ``--short`` warms up by one step, profiles one
-and leaves host waits out.
+TORCH_NCCL_HIGH_PRIORITY=0 is set. Where a step takes a minute, ``--short`` warms up by one step, profiles one and
+leaves host waits out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SHAPES = {"llama": qwen2 if TOY else llama3, "hybrid": qwen35, "mamba": falcon_m
 LAYERS = {"llama": 2 if TOY else 4, "hybrid": 4 if TOY else 8, "mamba": 2 if TOY else 8}
 METHODS = ("auto", "keys", "heads")
 SIGMA = 1.55  # of the logarithm of a document's length
-PROFILED = 3  # steps after the others; one if they are long
+PROFILED = 3  # steps after the others; one under --short
 
 
 @dataclass(frozen=True)

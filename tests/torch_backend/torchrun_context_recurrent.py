@@ -147,7 +147,7 @@ def diagonal(at: LayerSegments, u: Tensor, g: Tensor, B: Tensor, C: Tensor, A: T
 
 
 def long(name: str) -> dict[str, Any]:
-    """A scan of ours over pieces of several chunks, and without ranks: see :func:`_ran`."""
+    """A scan of ours over pieces of several chunks, and without ranks, and what each costs: see :func:`_cost`."""
     lengths, tokens = (64, 256, 64), 384
     # [64 | 128] and [128 | 64]: of whole chunks, so that as many states enter them as without ranks
     plan = ContextPlan(*map(np.array, (lengths, (0, 2, 4), (0, 1, 1, 2), (0, 0, 128, 0), (64, 128, 128, 64))), Cost())

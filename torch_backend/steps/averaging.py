@@ -49,7 +49,7 @@ class _Buckets:
         return {}
 
 
-# DDP compares annotations with types, which they are not here
+# without annotations: DDP compares them with types, and here they are strings
 def _averaged_with_the_last(state, bucket):
     """The communication hook: (state, ``dist.GradBucket``) -> the averaged bucket, in the future."""
     buffer = bucket.buffer()

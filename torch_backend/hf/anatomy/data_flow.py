@@ -1,8 +1,9 @@
 """Reads from the source of a forward which part of a layer reads what.
 
-The forward of a decoder layer -> which of its norms is read by one other part alone. The forward of an attention layer
--> whether it reads its input by its projections alone. Names of parts would say the same of most families and the
-wrong thing of some: ``post_attention_layernorm`` stands in front of the MLP in Llama and behind attention in Gemma 2.
+The forward of a decoder layer -> which of its norms is read by one other part alone, and which part's result is only
+added to what it returns. The forward of an attention layer -> whether it reads its input by its projections alone.
+Names of parts would say the same of most families and the wrong thing of some: ``post_attention_layernorm`` stands in
+front of the MLP in Llama and behind attention in Gemma 2.
 """
 
 from __future__ import annotations
