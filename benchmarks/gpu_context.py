@@ -11,12 +11,12 @@
 
 Every contender trains random weights on the same row by ``make_train_step``, in bfloat16 and in processes of its own:
 one rank alone, and all ranks, whose straddling documents exchange keys and values, heads (Ulysses), or what sends less.
-Tokens per second are real ones of all ranks together, by the median time of a step; memory is the largest peak of a
-rank beyond weights and gradients, which stay allocated between steps, as DDP holds them; host waits are those of one
-step on rank 0, and its time in the call shows whether the GPU waits for the host. Lengths of documents are lognormal
-with sigma 1.55, as those of source files. NCCL's streams have a high priority, as docs/context-parallel.md says, unless
-TORCH_NCCL_HIGH_PRIORITY=0 is set. Where a step takes a minute, ``--short`` warms up by one step, profiles one and
-leaves host waits out.
+Tokens per second are real ones of all ranks together, over steps that follow each other as in training; memory is the
+largest peak of a rank beyond weights and gradients, which stay allocated between steps, as DDP holds them; host waits
+are those of one step on rank 0, and its time in the call shows whether the GPU waits for the host. Lengths of documents
+are lognormal with sigma 1.55, as those of source files. NCCL's streams have a high priority, as
+docs/context-parallel.md says, unless TORCH_NCCL_HIGH_PRIORITY=0 is set. Where a step takes a minute, ``--short`` warms
+up by one step, profiles one and leaves host waits out.
 """
 
 from __future__ import annotations
@@ -146,16 +146,17 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     held = 0 if TOY else torch.cuda.memory_allocated()
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
-    times, on_host = [], []
+    on_host = []
+    if mesh is not None:
+        dist.barrier()
+    synchronize()
+    start = time.perf_counter()
     for _ in range(chosen.steps):
-        if mesh is not None:
-            dist.barrier()
-        synchronize()
         begin = time.perf_counter()
         loss = step(batch)["loss"]
         on_host.append(time.perf_counter() - begin)
-        synchronize()
-        times.append(time.perf_counter() - begin)
+    synchronize()
+    seconds = (time.perf_counter() - start) / chosen.steps
     peak = torch.tensor(0 if TOY else torch.cuda.max_memory_allocated() - held, device=DEVICE)
     if mesh is not None:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
@@ -165,7 +166,7 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     if chosen.profile:
         profiled(lambda: step(batch), contender.ranks, 1 if chosen.short else PROFILED)
     return Measured(
-        ms=statistics.median(times) * 1e3,
+        ms=seconds * 1e3,
         host_ms=statistics.median(on_host) * 1e3,
         peak=float(peak) / 2**30,
         waits=None if chosen.short else waits(lambda: step(batch)),

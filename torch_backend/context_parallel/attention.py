@@ -112,14 +112,15 @@ def context_attention(
         wait()
         keys, values = lengthened(layout, fetched, k, v, whole=True)
         return attend(q, keys, values, layout.queries, sinks)
-    first = layout.first
+    # slices that split makes have their gradients put together in one copy, those of indices are padded and added
+    (first_q, last_q), (first_k, _), (first_v, _) = (x.split([layout.first, len(x) - layout.first]) for x in (q, k, v))
     parts = []
     if layout.beginning is not None:  # meanwhile the others arrive
-        parts.append(attend(q[:first], k[:first], v[:first], layout.beginning, sinks))
+        parts.append(attend(first_q, first_k, first_v, layout.beginning, sinks))
     wait()
     if layout.continuing is not None:
         keys, values = lengthened(layout, fetched, k, v)
-        parts.append(attend(q[first:], keys, values, layout.continuing, sinks))
+        parts.append(attend(last_q, keys, values, layout.continuing, sinks))
     return torch.cat(parts)
 
 
