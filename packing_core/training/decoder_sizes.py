@@ -39,7 +39,7 @@ _NOT_GATED = (
 _OTHER_SIZES = ("dbrx", "hrm_text", "hunyuan_v1_moe", "jetmoe", "moshi")
 _ONE_BLOCK = ("mamba2", "nemotron_h")  # whose layers are a norm and a mixer, or a norm and an MLP
 Part = Literal["mlp", "projections"]  # of a layer: its MLP or experts; queries, keys and values, and all its norms
-LEVELS_OF_TILES = ("selective", "full", "offload")
+LEVELS_OF_TILES = ("selective", "attention", "full", "offload")
 # Names of kinds of layers in configs -> the kind.
 _ATTENTION, _BOTH, _ALONE = "attention", "attention beside a recurrent layer", "no mixer"
 _DELTA, _MAMBA2, _RG_LRU = "the gated delta rule", "Mamba-2", "RG-LRU"
@@ -83,7 +83,7 @@ class FeedForward(NamedTuple):
         """Returns the levels at which long rows compute it by tiles; experts keep a product at others."""
         if self.untiled == self.inner:
             return ()
-        return ("full", "offload") if self.routed else LEVELS_OF_TILES
+        return ("attention", "full", "offload") if self.routed else LEVELS_OF_TILES
 
     def is_narrow(self, width: int) -> bool:
         """Returns whether its products are at most twice as wide as the model, which "selective" keeps."""

@@ -10,12 +10,13 @@ and an MLP of W inner columns (both halves of a gated one), the backward reads
 
     "none"       inputs of the norms 2 D, rotated queries and keys Q + K, V, O, the MLP's inner columns W
     "selective"  2 D + Q + K + V + O, and W where each half of the MLP is at most twice as wide as the model
+    "attention"  D + O, and the keys of latent attention
     "full"       the layer's input D
     "offload"    D of two layers: of this one, and of the next on its way back from the host
 
-and the softmax statistics, 4 bytes a head. Norms of queries and keys read those before the rotation too, from which
-"selective" makes the others; norms behind attention and MLP the input of the latter, and other mixers what their sizes
-say. Most is held at one of three times:
+and, but for "full" and "offload", the softmax statistics, 4 bytes a head. Norms of queries and keys read those before
+the rotation too, from which "selective" makes the others; norms behind attention and MLP the input of the latter, and
+other mixers what their sizes say. Most is held at one of three times:
 
     in the loss      what all layers keep, hidden states before and after the last norm and their gradient, a chunk of
                      logits, and the sum of the output layer's gradient in float32
@@ -39,7 +40,7 @@ from typing import Any
 from packing_core.training.decoder_sizes import LEVELS_OF_TILES, DecoderSizes, LayerSizes, Part
 
 GIB = 2**30
-LEVELS = ("none", "selective", "full", "offload")  # the fastest first
+LEVELS = ("none", "selective", "attention", "full", "offload")  # the fastest first
 USABLE = 0.95  # of a device: its own context, and what the allocator cannot use
 
 # Chunks of the loss take a seventh of all logits, within these bounds: few sums in float32 where rows are long, and
@@ -207,6 +208,7 @@ class MemoryModel:
             first_product = kind.feed.inner if kind.feed.routed or kind.feed.is_narrow(sizes.width) else 0
             kept["none"] += kind.layers * (itemsize * (narrow + kind.feed.inner) + statistics)
             kept["selective"] += kind.layers * (itemsize * (narrow - kind.mixer.twice + first_product) + statistics)
+            kept["attention"] += kind.layers * (itemsize * (sizes.width + kind.mixer.attended) + kind.mixer.statistics)
             kept["full"] += kind.layers * itemsize * sizes.width
             by_tiles = kind.tiles if tiles is None else {*tiles} & kind.tiles
             for parts, found in ((set(), works), (by_tiles, works_by_tiles)):
@@ -289,4 +291,6 @@ def _work(
         else:
             columns = max(mlp, around, end)
         work[level] = itemsize * columns + (statistics if level == "full" else 0)
-    return work | {"offload": work["full"]}
+    # what was kept of attention is not held twice
+    attended = itemsize * mixer.attended + mixer.statistics
+    return work | {"attention": work["full"] - attended, "offload": work["full"]}

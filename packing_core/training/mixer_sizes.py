@@ -31,6 +31,7 @@ class Mixer(NamedTuple):
         linear: inputs and outputs of its linear layers, added up.
         statistics: bytes, of the softmax.
         twice: of ``kept``, what a norm and a rotation make again at "selective": queries and keys that have norms.
+        attended: of ``kept``, what "attention" keeps: the results of attention over keys.
     """
 
     kept: int = 0
@@ -40,6 +41,7 @@ class Mixer(NamedTuple):
     linear: int = 0
     statistics: int = 0
     twice: int = 0
+    attended: int = 0
 
     def beside(self, other: Mixer) -> Mixer:
         """Returns the sizes of two mixers that run beside each other in one layer."""
@@ -56,7 +58,7 @@ def attention(kind: str, width: int, heads: int, read: Read) -> Mixer:
     weights = width * (2 * queries + 2 * keys + gate)
     gradients = read_and_returned + gate
     kept = read_and_returned + again + gate
-    return Mixer(kept, gradients, queries, weights, 4 * width + gradients, 4 * heads, again)
+    return Mixer(kept, gradients, queries, weights, 4 * width + gradients, 4 * heads, again, queries)
 
 
 def latent_attention(width: int, heads: int, read: Read) -> Mixer:
@@ -67,8 +69,9 @@ def latent_attention(width: int, heads: int, read: Read) -> Mixer:
     read_and_returned = 2 * queries + 2 * values
     of_queries = low * (width + queries) if low else width * queries
     weights = of_queries + width * (latent + turned) + latent * (heads * nope + values) + values * width
-    linear = 4 * width + read_and_returned
-    return Mixer(read_and_returned + low + latent, read_and_returned, values, weights, linear, 4 * heads)
+    linear, kept = 4 * width + read_and_returned, read_and_returned + low + latent
+    # keys are put together in place, and a graph marks its view of them as the attention that reads it
+    return Mixer(kept, read_and_returned, values, weights, linear, 4 * heads, attended=values + queries)
 
 
 def gated_delta(width: int, itemsize: int, read: Read) -> Mixer:

@@ -110,6 +110,7 @@ def test_a_layer_keeps_what_its_backward_reads() -> None:
     narrow = inputs_of_norms + queries + keys + values + output
     assert memory.kept["none"] == 2 * (narrow + inner) + statistics
     assert memory.kept["selective"] == 2 * narrow + statistics
+    assert memory.kept["attention"] == 2 * (8 + output) + statistics
     assert memory.kept["full"] == memory.host == 2 * 8
     weights = 2 * 10 * 8 + 8 * (8 + 4 + 4) + 8 * 8 + 3 * 8 * 24 + 2 * 8 + 8
     assert memory.fixed == 2 * weights * (1 + 1 + 2)
@@ -196,7 +197,8 @@ def test_experts_keep_their_first_product_at_the_selective_level_and_have_no_til
     assert memory.kept["none"] == memory.kept["selective"] > 24 * first_product
     assert memory.kept["full"] == 24 * 2 * 2_880
     experts = MemoryModel.from_config(GPT_OSS, tiles=["mlp"])
-    assert set(experts.tiled) == {"full", "offload"} and set(dense.tiled) == {"selective", "full", "offload"}
+    of_inputs = {"attention", "full", "offload"}
+    assert set(experts.tiled) == of_inputs and set(dense.tiled) == {"selective", *of_inputs}
 
 
 MAMBA2 = {

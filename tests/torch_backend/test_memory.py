@@ -29,7 +29,16 @@ from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.steps.eligibility import why_not_compiled, why_not_recomputed
 from torch_backend.steps.explaining import plain_layers
-from torch_backend.steps.memory import LEVELS, hold_level, keeps, level_layers, level_of, recomputing_inside, set_level
+from torch_backend.steps.memory import (
+    LEVELS,
+    hold_level,
+    is_attention,
+    keeps,
+    level_layers,
+    level_of,
+    recomputing_inside,
+    set_level,
+)
 
 RECOMPUTING = [level for level in LEVELS if level != "none"]
 FAMILIES = ["qwen2", "qwen3_5_text", "gpt_oss"]
@@ -75,7 +84,7 @@ def test_plain_layers_give_the_same_gradients_and_recompute_more(family: str) ->
             torch.testing.assert_close(gradients(model, batch()), exact, rtol=1e-4, atol=1e-6)
         work[level] = counted.get_total_flops()
     assert sizes["none"] > sizes["full"]
-    assert work["none"] < work["selective"] < work["full"]
+    assert work["none"] < work["selective"] < work["attention"] <= work["full"]  # attention on the CPU is not counted
 
 
 @pytest.mark.slow
@@ -85,7 +94,7 @@ def test_compiled_layers_give_the_same_gradients_and_keep_less(interpreted: None
     state_of(model).guard = DeviceGuard()  # boundaries on the CPU would be read
     given = {name: value for name, value in batch(max_seqlen=128, bucket=16).items() if name != "packed_lengths"}
     exact, sizes = gradients(model, given), {}
-    for level in ("none", "selective", "full"):
+    for level in ("none", "selective", "attention", "full"):
         torch._dynamo.reset()
         set_level(model, level)
         names: list[list[str]] = []
@@ -97,7 +106,7 @@ def test_compiled_layers_give_the_same_gradients_and_keep_less(interpreted: None
         sizes[level] = sum(map(len, layers))
         if level == "full":  # its output, which is the next layer's input; an empty tensor of the hybrid's scan
             assert all(len(each) <= 2 for each in layers)
-    assert sizes["none"] > sizes["selective"] > sizes["full"]
+    assert sizes["none"] > sizes["selective"] > sizes["attention"] > sizes["full"]
 
 
 def recording(names: list[list[str]]) -> Any:
@@ -137,6 +146,27 @@ def test_the_selective_level_keeps_attention_and_narrow_products(
 def test_the_selective_level_keeps_our_operators_but_cheap_ones(name: str) -> None:
     operator = SimpleNamespace(__name__=f"{name}.default", namespace="crosspack")
     assert keeps(operator, [torch.Size((4, 2, 8))]) is (name == "attention_forward")
+
+
+@pytest.mark.parametrize(
+    ("operation", "kept"),
+    [
+        (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, True),
+        (torch.nn.functional.scaled_dot_product_attention, True),
+        (torch.ops.higher_order.flex_attention, True),
+        (SimpleNamespace(__name__="attention_forward.default", namespace="crosspack"), True),
+        (SimpleNamespace(__name__="flash4_forward.default", namespace="crosspack"), True),
+        (SimpleNamespace(__name__="fwd.default", namespace="flash_attn_3"), True),
+        (SimpleNamespace(__name__="linear_attention_scan.default", namespace="crosspack"), False),
+        (SimpleNamespace(__name__="gated_delta_rule.default", namespace="crosspack"), False),
+        (torch.ops.aten.mm.default, False),
+        (torch.nn.functional.linear, False),
+        ("L__self___self_attn_q_proj", False),  # a module of a graph
+    ],
+    ids=str,
+)
+def test_the_level_of_attention_keeps_that_over_keys_alone(operation: Any, kept: bool) -> None:
+    assert is_attention(operation) is kept
 
 
 def test_a_level_is_read_from_the_model_however_it_was_set() -> None:
@@ -277,7 +307,9 @@ def test_a_trainer_gets_a_level_in_place_of_its_checkpointing(tmp_path: Path) ->
 def test_levels_that_a_model_cannot_have_are_refused_by_name() -> None:
     model = patch(tiny("llama"), verify=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(PackingError, match="memory='most' is no level: pass one of 'none', 'selective', 'full'"):
+    with pytest.raises(
+        PackingError, match="memory='most' is no level: pass one of 'none', 'selective', 'attention', 'full'"
+    ):
         make_train_step(model, optimizer, memory="most")  # type: ignore[arg-type]
     model.supports_gradient_checkpointing = False
     with pytest.raises(UnsupportedError, match='LlamaForCausalLM cannot recompute .* memory="full" is not possible'):

@@ -74,6 +74,7 @@ def counted(family: str, level: Any, dtype: torch.dtype = torch.float32, **chang
 
 WIDE = {"intermediate_size": 160}  # more than twice the width of 64, so that "selective" keeps no inner columns
 TWO_OF_EACH_KIND = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+HYBRID_OF_FOUR = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 DENSE = {"first_k_dense_replace": 2, "intermediate_size": 32}
 
 
@@ -91,6 +92,9 @@ DENSE = {"first_k_dense_replace": 2, "intermediate_size": 32}
         ("gpt_oss", {}, "selective"),
         *((family, WIDE, "selective") for family in ("qwen2", "qwen3")),
         ("qwen3", {}, "selective"),
+        *((family, {}, "attention") for family in ("qwen3", "gpt_oss")),
+        ("qwen3_5_text", HYBRID_OF_FOUR, "attention"),
+        ("deepseek_v3", DENSE, "attention"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -158,6 +158,7 @@ STEPS = [[LENGTHS, (20, 9, 70)], [(64, 3, 90), LENGTHS]]  # documents of each mi
 # name -> the family, and what its layers keep
 MEMORY: dict[str, tuple[str, str]] = {
     "selective": ("qwen3", "selective"),
+    "attention": ("qwen3", "attention"),
     "full": ("qwen3", "full"),
     "hybrid, selective": ("qwen3_5_text", "selective"),
     "hybrid, full": ("qwen3_5_text", "full"),
@@ -169,6 +170,7 @@ COMPILED_LEVELS: dict[str, tuple[str, str]] = {
     "full": ("qwen3", "full"),
     "offload": ("qwen3", "offload"),
     "selective": ("qwen3", "selective"),
+    "attention": ("qwen3", "attention"),
     "hybrid, full": ("qwen3_5_text", "full"),
 }
 WRAPPERS: dict[str, Callable[[Any], Any]] = {"DDP": DistributedDataParallel, "FSDP2": sharded}

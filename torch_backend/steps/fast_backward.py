@@ -307,7 +307,7 @@ class Gradients:
         compile_layers(self.model, memory="none" if in_parts else level, dynamic=None if any_length else False)
         calls = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
         if in_parts:
-            calls |= {m: recomputed_as_whole(calls[m]) for m in recomputed if m in calls}
+            calls |= {m: recomputed_as_whole(calls[m], level) for m in recomputed if m in calls}
         elif level == "offload":
             calls |= {m: self.host.around(calls[m]) for m in recomputed if m in calls}
         found = self.layers[level, in_parts] = CompiledLayers(calls, recomputed, state.compiled)

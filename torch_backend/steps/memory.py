@@ -5,7 +5,7 @@
 
 A level is set on the model, as ``gradient_checkpointing_enable`` sets it, and read from there. Compiled layers
 recompute inside their own backward graph. A checkpoint around them would do the same, but it reads the random state,
-which no CUDA graph may, and it hides the single operations, among which ``"selective"`` chooses.
+which no CUDA graph may, and it hides the single operations, among which ``"selective"`` and ``"attention"`` choose.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.patch import context_of
-from torch_backend.ops.recomputing import recomputing
+from torch_backend.ops.recomputing import KeptResults, keeping, recomputing
 
-Level = Literal["none", "selective", "full", "offload"]
+Level = Literal["none", "selective", "attention", "full", "offload"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 Memory = Level | Literal["auto"]  # the fastest level that fits (:mod:`.memory_fit`)
 
@@ -49,6 +49,10 @@ _PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm")
 _DRAWN = ("dropout", "pdrop", "jitter")  # in names of settings: how much of a layer is random
 _ENABLE = "gradient_checkpointing_enable"
 _WIDE = 2.0  # times as many columns out of a product as into it
+_ATTENTION = ("attention", "attn", "flash4", "xformers")  # in names of operators, or of the libraries that they are of
+_SCANS = ("linear_attention",)
+# An operation, and the shapes of its tensors -> whether what it returns is kept.
+Rule = Callable[[Any, Sequence[torch.Size]], bool]
 
 
 def set_level(model: nn.Module, level: Level) -> None:
@@ -58,8 +62,8 @@ def set_level(model: nn.Module, level: Level) -> None:
         model: a transformers model, or a wrapper of one.
         level: ``"none"`` keeps all that the backward reads. ``"selective"`` keeps the results of attention, of scans
             and of products that are at most twice as wide as what they multiply, and recomputes the rest: norms,
-            rotations, activations and the wide half of an MLP. ``"full"`` keeps the input of each layer.
-            ``"offload"`` moves that to the host and back.
+            rotations, activations and the wide half of an MLP. ``"attention"`` keeps the input of each layer and the
+            result of its attention, ``"full"`` the input alone. ``"offload"`` moves that to the host and back.
 
     Raises:
         PackingError, UnsupportedError: as :func:`check_level`.
@@ -193,20 +197,27 @@ def recomputing_inside(layers: Sequence[nn.Module]) -> Iterator[None]:
             layer.gradient_checkpointing = True  # type: ignore[assignment]
 
 
-def recomputed_as_whole(call: Callable[..., Any]) -> Callable[..., Any]:
+def recomputed_as_whole(call: Callable[..., Any], level: Level = "full") -> Callable[..., Any]:
     """Returns ``call`` of a layer under torch's checkpoint, as at ``"full"``: for one compiled as several graphs.
 
-    Transformers puts its own checkpoint inside of what is compiled or around it, depending on its version.
+    At ``"attention"`` the second forward finds the results of our kernels and of flash-attention 4, which run between
+    the graphs. Transformers puts its own checkpoint inside of what is compiled or around it, depending on its version.
     """
+    contexts = _forward_and_again_with_attention if level == "attention" else _forward_and_again
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(partial(call, **kwargs), *args, use_reentrant=False, context_fn=_forward_and_again)
+        return checkpoint(partial(call, **kwargs), *args, use_reentrant=False, context_fn=contexts)
 
     return run
 
 
 def _forward_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     return nullcontext(), recomputing()
+
+
+def _forward_and_again_with_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    results: list[KeptResults] = []
+    return keeping(results), recomputing(results)
 
 
 @cache
@@ -226,10 +237,11 @@ def mark(graph: torch.fx.GraphModule, level: Level) -> None:
     The marks are those of ``torch.utils.checkpoint`` inside of a compiled function; they pass through tracing, and the
     partitioner of forward and backward obeys them.
     """
+    rule = _KEPT.get(level)
     for part in _forward_parts(graph):
         for node in part.nodes:
             if node.op in ("call_function", "call_method", "call_module"):
-                kept = level == "selective" and _is_kept(node)
+                kept = rule is not None and _is_kept(node, rule)
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
                 node.meta["ac_graph_id"] = 1
 
@@ -242,11 +254,11 @@ def _forward_parts(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Graph]:
             yield getattr(graph, node.args[0].target).graph
 
 
-def _is_kept(node: torch.fx.Node) -> bool:
+def _is_kept(node: torch.fx.Node, rule: Rule) -> bool:
     if node.target is getitem:  # one of several results
-        return _is_kept(node.args[0])  # type: ignore[arg-type]
+        return _is_kept(node.args[0], rule)  # type: ignore[arg-type]
     shapes = [x.meta.get("example_value") for x in (*node.all_input_nodes, node)]
-    return keeps(node.target, [x.shape for x in shapes if isinstance(x, Tensor)])
+    return rule(node.target, [x.shape for x in shapes if isinstance(x, Tensor)])
 
 
 def keeps(operation: Any, shapes: Sequence[torch.Size]) -> bool:
@@ -268,10 +280,32 @@ def keeps(operation: Any, shapes: Sequence[torch.Size]) -> bool:
     return not any(word in name for word in _CHEAP)
 
 
+def is_attention(operation: Any, shapes: Sequence[torch.Size] = ()) -> bool:
+    """Returns whether an operation is attention over keys, which takes time by the square of a document's length.
+
+    Args:
+        operation: an operator, or a function of torch, of this package or of a library of attention.
+        shapes: as of :func:`keeps`; they do not matter.
+    """
+    if isinstance(operation, str):  # a method of a tensor, or a module
+        return False
+    name = getattr(operation, "__name__", str(operation))
+    known = f"{getattr(operation, 'namespace', '')}::{name.rpartition('::')[2]}"
+    return any(word in known for word in _ATTENTION) and not any(word in known for word in _SCANS)
+
+
 def _selective() -> Any:
-    keeping, again = create_selective_checkpoint_contexts(_policy)
-    keeping.__class__ = _KeptBeforeChanges
-    return keeping, again
+    return _contexts_of(keeps)
+
+
+def _attention() -> Any:
+    return _contexts_of(is_attention)
+
+
+def _contexts_of(rule: Rule) -> Any:
+    kept, again = create_selective_checkpoint_contexts(partial(_policy, rule))
+    kept.__class__ = _KeptBeforeChanges
+    return kept, again
 
 
 def _offload() -> Any:
@@ -286,13 +320,13 @@ def _recompute_all(*_: Any, **__: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The selective level for plain layers, as ``torch.utils.checkpoint`` asks for it."""
+def _policy(rule: Rule, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Decides by a rule what plain layers keep, as ``torch.utils.checkpoint`` asks for it."""
     shapes = [x.shape for x in args if isinstance(x, Tensor)]
     if getattr(operation, "__name__", "").partition(".")[0] in _PRODUCTS:
         *_, first, second = shapes
         shapes = [*shapes, torch.Size((*first[:-1], second[-1]))]
-    kept = bool(shapes) and keeps(operation, shapes)
+    kept = bool(shapes) and rule(operation, shapes)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -325,6 +359,8 @@ def _address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
+# What is kept of a layer beside its input.
+_KEPT: dict[Level, Rule] = {"selective": keeps, "attention": is_attention}
 # By which torch's checkpoint is told the level, and by which it is read back. None for "full": torch.compile traces no
 # checkpoint that is given contexts which do nothing.
-_CONTEXTS: dict[Level, Any] = {"selective": _selective, "offload": _offload}
+_CONTEXTS: dict[Level, Any] = {"selective": _selective, "attention": _attention, "offload": _offload}

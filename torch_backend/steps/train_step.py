@@ -345,10 +345,10 @@ def make_train_step(
             microbatch; under FSDP as many as the others. The ranks of a context-parallel mesh are among them, and pass
             the same microbatches.
         memory: what each layer keeps between forward and backward: everything (``"none"``); the results of attention,
-            scans and narrow products (``"selective"``); its input (``"full"``, as gradient checkpointing does); its
-            input, on the host (``"offload"``). The rest is recomputed. ``"auto"`` takes the fastest level at which
-            the longest microbatch fits, and prints it. None leaves the model as it is set, for example by
-            ``gradient_checkpointing_enable``.
+            scans and narrow products (``"selective"``); its input and the result of attention (``"attention"``); its
+            input (``"full"``, as gradient checkpointing does); its input, on the host (``"offload"``). The rest is
+            recomputed. ``"auto"`` takes the fastest level at which the longest microbatch fits, and prints it. None
+            leaves the model as it is set, for example by ``gradient_checkpointing_enable``.
 
     Raises:
         PackingError: ``memory`` is no level.

@@ -27,6 +27,7 @@ from torch_backend.ops.attention.flash_family import (
 from torch_backend.ops.attention.probe import Probed
 from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.ops.operators import operator
+from torch_backend.ops.recomputing import computed_once
 from torch_backend.segments import PackedMetadata
 
 
@@ -208,6 +209,7 @@ def _shared_arguments(
     }
 
 
+@computed_once
 def _launch_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, cu_keys: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:

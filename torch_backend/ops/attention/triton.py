@@ -25,6 +25,7 @@ from torch_backend.ops.attention.triton_work import (
     query_tiles,
 )
 from torch_backend.ops.operators import operator, runs_triton, shared_memory
+from torch_backend.ops.recomputing import computed_once
 from torch_backend.segments import LONG, PackedMetadata
 
 LOG2E = 1.4426950408889634
@@ -221,6 +222,7 @@ def _power_of_two(n: int) -> int:
 # Launchers
 
 
+@computed_once
 def _launch_forward(
     q: Tensor,
     k: Tensor,
