@@ -97,6 +97,7 @@ def test_layers_that_recompute_are_compiled_over_ranks(ranks: dict[str, Any], ca
         return
     how = f'compiled, memory="{level}", around what exchanges between ranks'
     how += ", with the inputs of layers on the device" * (level == "offload")
+    how += ", keeping what triton and flash4 attention return" * (level == "attention")
     assert f"layers of the step: {how}\n" in found["explained"]
     assert found["graphs"] > 0
 

@@ -43,6 +43,8 @@ def compiled_layers(model: nn.Module, *, any_length: bool = False, pieces: bool 
         around = f", {as_one}around what exchanges between ranks"
         if level_of(model) == "offload":
             around += ", with the inputs of layers on the device"
+        if level_of(model) == "attention":
+            around += ", keeping what triton and flash4 attention return"
     return f"compiled{lengths}{named}{kernels}{around}"
 
 
