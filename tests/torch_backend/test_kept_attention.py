@@ -12,6 +12,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from tests.torch_backend.models import tiny
 from tests.torch_backend.test_tiled_layers import gradients
 from torch_backend import patch
+from torch_backend.ops.attention import probe
 from torch_backend.ops.recomputing import KeptResults, computed_once, is_recomputing, keeping, recomputing
 from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.steps.memory import Level, recomputed_as_whole, set_level
@@ -62,6 +63,18 @@ def test_attention_of_plain_layers_runs_once(level: Level, forward: Noted) -> No
     set_level(model, level)
     torch.testing.assert_close(gradients(model), exact, rtol=1e-5, atol=1e-6)
     assert len(forward.again) == len(model.model.layers) * (2 if level == "full" else 1)
+
+
+def test_a_trial_run_in_the_first_forward_is_not_kept(forward: Noted) -> None:
+    """Trials launch the kernel too, where nobody asked before whether it works here."""
+    exact = gradients(patch(tiny("qwen3", vocab_size=64), implementation="triton", verify=False).train())
+    model = patch(tiny("qwen3", vocab_size=64), implementation="triton", verify=False).train()
+    for layer in model.model.layers:
+        layer._compiled_call_impl = recomputed_as_whole(layer._call_impl, "attention")
+    forward.again.clear()
+    probe._outcome.cache_clear()
+    torch.testing.assert_close(gradients(model), exact, rtol=1e-5, atol=1e-6)
+    assert len(forward.again) > len(model.model.layers) and not any(forward.again)
 
 
 def test_a_result_that_was_changed_in_place_is_refused() -> None:

@@ -165,14 +165,8 @@ MEMORY: dict[str, tuple[str, str]] = {
 }
 # Of the first, convolutions and scans exchange; of the second, without our kernels, whole documents run.
 COMPILED_HYBRIDS = ("qwen3_5_text", "recurrent_gemma")
-# as MEMORY
-COMPILED_LEVELS: dict[str, tuple[str, str]] = {
-    "full": ("qwen3", "full"),
-    "offload": ("qwen3", "offload"),
-    "selective": ("qwen3", "selective"),
-    "attention": ("qwen3", "attention"),
-    "hybrid, full": ("qwen3_5_text", "full"),
-}
+COMPILED_LEVELS = {name: MEMORY[name] for name in ("selective", "attention", "full", "hybrid, full")}
+COMPILED_LEVELS |= {"offload": ("qwen3", "offload")}
 WRAPPERS: dict[str, Callable[[Any], Any]] = {"DDP": DistributedDataParallel, "FSDP2": sharded}
 
 
