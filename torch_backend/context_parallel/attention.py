@@ -112,7 +112,7 @@ def context_attention(
         wait()
         keys, values = lengthened(layout, fetched, k, v, whole=True)
         return attend(q, keys, values, layout.queries, sinks)
-    # slices that split makes have their gradients put together in one copy, those of indices are padded and added
+    # gradients of both parts of a split are joined in one copy; those of two slices would be padded, then added
     (first_q, last_q), (first_k, _), (first_v, _) = (x.split([layout.first, len(x) - layout.first]) for x in (q, k, v))
     parts = []
     if layout.beginning is not None:  # meanwhile the others arrive

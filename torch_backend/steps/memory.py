@@ -50,7 +50,7 @@ _DRAWN = ("dropout", "pdrop", "jitter")  # in names of settings: how much of a l
 _ENABLE = "gradient_checkpointing_enable"
 _WIDE = 2.0  # times as many columns out of a product as into it
 _ATTENTION = ("attention", "attn", "flash4", "xformers")  # in names of operators, or of the libraries that they are of
-_SCANS = ("linear_attention",)
+_SCAN = "linear_attention"  # which has no keys to look at
 # An operation, and the shapes of its tensors -> whether what it returns is kept.
 Rule = Callable[[Any, Sequence[torch.Size]], bool]
 
@@ -291,7 +291,7 @@ def is_attention(operation: Any, shapes: Sequence[torch.Size] = ()) -> bool:
         return False
     name = getattr(operation, "__name__", str(operation))
     known = f"{getattr(operation, 'namespace', '')}::{name.rpartition('::')[2]}"
-    return any(word in known for word in _ATTENTION) and not any(word in known for word in _SCANS)
+    return any(word in known for word in _ATTENTION) and _SCAN not in known
 
 
 def _selective() -> Any:
