@@ -11,7 +11,7 @@ import sys
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch as mocked
 
 import torch
@@ -33,14 +33,15 @@ Model = Any
 # Lengths that each pair of ranks holds, step by step: unequal shares, a rank without a target, one without documents.
 STEPS = 2 * [((5, 19, 33, 7), (40,)), ((9, 30), (1, 1, 1)), ((3, 11, 21), ()), ((25, 2), (8, 14, 4))]
 FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text", "recurrent_gemma")
-# How weights or documents are cut, and whether layers are compiled and, but for cut documents, recorded, or neither.
-CASES = {
-    f"{strategy}, {'fast' if fast else 'plain'}": (strategy, fast)
+# How weights or documents are cut; whether layers are compiled and, but for cut documents, recorded, or neither; and a
+# level of memory, at which all pieces of a rank run at once, as long ones do.
+CASES: dict[str, tuple[str, bool, Literal["attention", "full"] | None]] = {
+    f"{strategy}, {'fast' if fast else 'plain'}": (strategy, fast, None)
     for strategy in ("ddp", "fsdp", "context")
     for fast in (True, False)
 }
-RECOMPUTED = "context, fast, recomputed"  # in which all pieces of a rank run at once, as long ones do
-CASES[RECOMPUTED] = ("context", True)
+CASES["context, fast, layers recomputed"] = ("context", True, "full")
+CASES["context, fast, layers but attention recomputed"] = ("context", True, "attention")
 
 
 def held(step: int, rank: int) -> list[Tensor]:
@@ -77,7 +78,7 @@ def main(family: str, target: Path) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     found: dict[str, Any] = {}
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
-    for name, (strategy, fast) in CASES.items():
+    for name, (strategy, fast, memory) in CASES.items():
         cut = strategy == "context"
         model = patch(tiny(family).to(device), verify=False, mesh=mesh if cut else None)
         if strategy == "fsdp":
@@ -86,11 +87,10 @@ def main(family: str, target: Path) -> None:
             model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         every = [[held(step, rank) for rank in range(dist.get_world_size())] for step in range(len(STEPS))]
         mine = [[list(chain(*shares))] if cut else [shares[ranks.rank]] for shares in every]
-        recomputed = name == RECOMPUTED
         try:
             at_once = mocked.object(attention, "runs_at_once", lambda layout: layout.continuing is not None)
-            with at_once if recomputed else nullcontext():
-                found[name] = train(model, mine, fast, "full" if recomputed else None)
+            with at_once if memory else nullcontext():
+                found[name] = train(model, mine, fast, memory)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     if ranks.rank == 0:
