@@ -1,6 +1,6 @@
 """Ranks of ``torchrun`` and one process train the same documents to the same weights, whoever holds which, by Trainer.
 
-DDP, FSDP2 and, where DeepSpeed is installed, ZeRO-2, ZeRO-3 and tensor parallelism.
+DDP, FSDP1, FSDP2 and, where DeepSpeed is installed, ZeRO-2, ZeRO-3 and tensor parallelism.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RANKS = (2, 4)
 DEEPSPEED = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="unsupported here: DeepSpeed is no dependency of any extra"
 )
-ROUTES = [("ddp", ranks) for ranks in RANKS] + [("fsdp2", 2)]
+ROUTES = [("ddp", ranks) for ranks in RANKS] + [("fsdp1", 2), ("fsdp2", 2)]
 ROUTES += [pytest.param((strategy, 2), marks=DEEPSPEED) for strategy in ("zero2", "zero3", "autotp")]  # type: ignore[misc]
 
 
@@ -41,13 +41,13 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_train_as_one_process_does(ranks: dict[str, Any], family: str, tmp_path: Path) -> None:
     many, strategy = ranks[family], ranks["strategy"]
-    if family == "bloom" and strategy in ("fsdp2", "zero3"):
+    if family == "bloom" and strategy in ("fsdp1", "fsdp2", "zero3"):
         assert "ranks would gather its parameters a different number of times, and hang" in many
         return
     if family == "bloom" and strategy == "autotp":
         assert "DeepSpeed's tensor parallelism cannot split bloom" in many
         return
-    assert many["sharded"] == (strategy in ("fsdp2", "zero3"))
+    assert many["sharded"] == (strategy in ("fsdp1", "fsdp2", "zero3"))
     assert many["replays"] == (2 if RECORDED.get(strategy) == family else 0)  # the microbatches of the second step
     one = train(untrained(family), tmp_path, rows_at_once=4, accumulation=2, strategy="ddp")
     data = documents(DOCUMENTS)

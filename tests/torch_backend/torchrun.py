@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 
 from tests.processes import LIMIT, run
@@ -46,6 +48,12 @@ def whole(found: dict[str, Tensor]) -> dict[str, Tensor]:
         ).clone()
         for name, x in found.items()
     }
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """The whole weights of a model, under the names of the model that no wrapper is around."""
+    with FSDP1.summon_full_params(model) if isinstance(model, FSDP1) else nullcontext():
+        return whole({name: p.detach() for name, p in model.named_parameters()})
 
 
 def run_cases(target: Path, cases: Iterable[str], run: Callable[[str], Any]) -> None:

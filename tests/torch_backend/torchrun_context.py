@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertModel, LlamaForSequenceClassification, Trainer, TrainingArguments
 
 from tests.torch_backend.context_audits import AUDITS, audited
 from tests.torch_backend.models import collate, documents, tiny
-from tests.torch_backend.torchrun import leave, whole
-from tests.torch_backend.torchrun_loss import sharded
+from tests.torch_backend.torchrun import leave, weights_of
+from tests.torch_backend.torchrun_loss import sharded, sharded_by_fsdp_1
 from torch_backend import (
     PackedCollator,
     enable_packing,
@@ -167,7 +168,11 @@ MEMORY: dict[str, tuple[str, str]] = {
 COMPILED_HYBRIDS = ("qwen3_5_text", "recurrent_gemma")
 COMPILED_LEVELS = {name: MEMORY[name] for name in ("selective", "attention", "full", "hybrid, full")}
 COMPILED_LEVELS |= {"offload": ("qwen3", "offload")}
-WRAPPERS: dict[str, Callable[[Any], Any]] = {"DDP": DistributedDataParallel, "FSDP2": sharded}
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "DDP": DistributedDataParallel,
+    "FSDP2": sharded,
+    "FSDP1": sharded_by_fsdp_1,
+}
 
 
 def train(
@@ -202,8 +207,8 @@ def train(
         metrics.append({name: float(x) for name, x in step(batches[share::shares]).items()})
     held_out = [batch_of(model, documents(LENGTHS, 7))]
     evaluated = {name: float(x) for name, x in step.evaluate(held_out).items()}
-    weights = whole({name: p.detach() for name, p in model.named_parameters()})
-    return {"metrics": metrics, "evaluated": evaluated, "weights": weights, "explained": str(explain(step))}
+    explained = str(explain(step))
+    return {"metrics": metrics, "evaluated": evaluated, "weights": weights_of(model), "explained": explained}
 
 
 def averaged(mesh: Any) -> dict[str, Any]:
@@ -250,7 +255,7 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
     batch = collate(documents(LENGTHS), capacity=None)
     one_beyond = batch["input_ids"].clone()
     one_beyond[0, 20] = 96  # on one rank alone
-    on_mesh = partial(patch, verify=False, mesh=mesh)
+    on_mesh, one_group = partial(patch, verify=False, mesh=mesh), world["cp"].get_group()
 
     def different_batches() -> None:
         on_mesh(tiny("qwen3"))(**collate(documents(LENGTHS, seed=dist.get_rank()), capacity=None))
@@ -277,7 +282,10 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
 
     def step_of(process_group: Any = None, group: Any = None) -> Any:
         """A step whose gradients are reduced, and whose targets are counted, over these groups; None for all ranks."""
-        model = DistributedDataParallel(on_mesh(tiny("qwen3")), process_group=process_group)
+        return step_by(partial(DistributedDataParallel, process_group=process_group), group)
+
+    def step_by(wrap: Callable[[Any], Any], group: Any = None) -> Any:
+        model = wrap(on_mesh(tiny("qwen3")))
         return make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), group=group)
 
     def other_labels() -> None:
@@ -300,8 +308,9 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
         "dropout": lambda: on_mesh(tiny("qwen3", attention_dropout=0.1))(**batch),
         "different batches": different_batches,
         "different labels": other_labels,
-        "gradients of some ranks": lambda: step_of(world["cp"].get_group()),
-        "targets of some ranks": lambda: step_of(None, world["cp"].get_group()),
+        "gradients of some ranks": lambda: step_of(one_group),
+        "gradients of some ranks, FSDP1": lambda: step_by(partial(sharded_by_fsdp_1, process_group=one_group)),
+        "targets of some ranks": lambda: step_of(None, one_group),
         "no boundaries": lambda: step_of()({name: batch[name] for name in TEXT}),
         "no boundaries in evaluation": lambda: step_of().evaluate([{name: batch[name] for name in TEXT}]),
         "fewer tokens than ranks": lambda: on_mesh(tiny("qwen3"))(**collate([torch.tensor([7])], capacity=None)),
@@ -422,6 +431,8 @@ def steps(mesh: Any, world: Any) -> dict[str, Any]:
     if dist.get_world_size() == 4:
         several = partial(train, DistributedDataParallel, world["cp"], 2, world.get_local_rank("dp"))
         results["step, two groups"] = attempt(several)
+        hybrid = partial(sharded_by_fsdp_1, device_mesh=world, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        results["step, FSDP1, hybrid"] = attempt(partial(train, hybrid, mesh))
     return results
 
 

@@ -26,7 +26,7 @@ from tests.torch_backend.preference import text
 from tests.torch_backend.test_preference import dpo, peft
 from tests.torch_backend.test_reward import reward
 from tests.torch_backend.test_scored_trainers import kto, policy
-from tests.torch_backend.torchrun import run_cases, whole
+from tests.torch_backend.torchrun import run_cases, weights_of
 from tests.torch_backend.torchrun_context_trainer import restarting, straddling
 from torch_backend import audit, enable_packing, patch
 from torch_backend.context_parallel.share import RankShare
@@ -128,7 +128,7 @@ def train(name: str) -> dict[str, Any]:
         "straddled": straddled,
         "logs": [untimed(entry) for entry in trainer.state.log_history],
         "evaluated": untimed(evaluated),
-        "weights": whole({name: p.detach() for name, p in trainer.model.named_parameters()}),
+        "weights": weights_of(trainer.model),
     }
 
 

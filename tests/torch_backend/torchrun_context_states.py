@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from tests.torch_backend.models import collate, documents, tiny
-from tests.torch_backend.torchrun import run_cases, whole
+from tests.torch_backend.torchrun import run_cases, weights_of
 from tests.torch_backend.torchrun_context_scored import LORA, built, preferences
 from tests.torch_backend.torchrun_context_trainer import CAPACITY, Case, trainer_of
 from tests.torch_backend.torchrun_loss import sharded
@@ -93,7 +93,7 @@ def run(trainer: Any, checkpoint: Path | None) -> dict[str, Any]:
     trainer.accelerator.wait_for_everyone()
     return {
         "loss": [x["loss"] for x in trainer.state.log_history if "loss" in x],
-        "weights": whole({name: p.detach() for name, p in trainer.model.named_parameters()}),
+        "weights": weights_of(trainer.model),
         "saved": [load_file(file) for file in folder.glob("saved/*.safetensors")],
         "files": sorted(file.name for file in folder.glob("saved/*model*")),
     }

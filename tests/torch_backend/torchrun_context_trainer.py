@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import arguments, tiny_tokenizer
-from tests.torch_backend.torchrun import leave, whole
+from tests.torch_backend.torchrun import leave, weights_of
 from torch_backend import audit, enable_packing, explain
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
@@ -159,7 +159,7 @@ def train(case: Case) -> dict[str, Any]:
     return {
         **{key: [x[key] for x in history if key in x] for key in (*LOGGED, *COUNTS, *ROUTERS)},
         "eval_loss": evaluated,
-        "weights": whole({name: p.detach() for name, p in trainer.model.named_parameters()}),
+        "weights": weights_of(trainer.model),
         "explained": explained,
         "straddled": straddled,
     }
@@ -177,7 +177,7 @@ def resumed(folder: Path) -> dict[str, Any]:
         found[name] = {
             "microbatches": trainer.training_step.call_count,
             "loss": [x["loss"] for x in trainer.state.log_history if "loss" in x],
-            "weights": whole({name: p.detach() for name, p in trainer.model.named_parameters()}),
+            "weights": weights_of(trainer.model),
         }
     return found
 

@@ -70,9 +70,9 @@ def sharded(model: Model, *own: str) -> Model:
     return fully_shard(model, mesh=mesh)
 
 
-def sharded_by_fsdp_1(model: Model) -> Model:
+def sharded_by_fsdp_1(model: Model, **options: Any) -> Model:
     def wrap(module: nn.Module) -> FSDP1:
-        return FSDP1(module, use_orig_params=True, device_id=torch.device("cpu"))
+        return FSDP1(module, use_orig_params=True, device_id=torch.device("cpu"), **options)
 
     model = plain(model)
     model.lm_head = wrap(model.lm_head)

@@ -24,7 +24,7 @@ from packing_core import pack
 from packing_core.batches.dataset import with_empty_row
 from packing_core.training.timing import Clock
 from tests.torch_backend.models import CAPACITY, documents, tiny
-from tests.torch_backend.torchrun import leave, whole
+from tests.torch_backend.torchrun import leave, weights_of
 from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.context_parallel import attention
 from torch_backend.job.ranks import Process, Ranks, shard
@@ -61,7 +61,7 @@ def train(model: Model, shares: list[list[list[Tensor]]], fast: bool = True, mem
     choice: Any = "auto" if fast else False
     step = make_train_step(model, optimizer, max_grad_norm=0.5, compile=choice, capture=choice, memory=memory)
     metrics = [step([batch(docs, getattr(model, "module", model)) for docs in microbatches]) for microbatches in shares]
-    found = whole({name: p.detach() for name, p in model.named_parameters()})
+    found = weights_of(model)
     return {
         "metrics": [{name: float(x) for name, x in each.items()} for each in metrics],
         "weights": {name: weight.cpu() for name, weight in found.items()},

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.torch_backend.graphs import stand_in
 from tests.torch_backend.models import collate, documents, tiny
-from tests.torch_backend.torchrun import run_cases, whole
+from tests.torch_backend.torchrun import run_cases, weights_of
 from tests.torch_backend.torchrun_loss import plain, sharded, sharded_by_fsdp_1, with_idle_parameter
 from torch_backend import make_train_step
 
@@ -97,17 +95,10 @@ def train(case: Case, model: Model, shares: int, share: int) -> dict[str, Any]:
         metrics.append({name: float(x) for name, x in step(given).items()})
     return {
         "metrics": metrics,
-        "weights": weights(model),
+        "weights": weights_of(model),
         "graph": step.parts["graph"],
         "replays": getattr(graphs, "replayed", None),
     }
-
-
-def weights(model: Model) -> dict[str, torch.Tensor]:
-    """Whole weights under the names of the model that is not wrapped."""
-    with FSDP1.summon_full_params(model) if isinstance(model, FSDP1) else nullcontext():
-        found = {name: p.detach() for name, p in model.named_parameters()}
-        return whole(found)
 
 
 def on_rank(name: str) -> Any:

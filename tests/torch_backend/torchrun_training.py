@@ -1,7 +1,7 @@
 """Run by ``torchrun`` in test_torchrun: two optimizer steps of packed training; rank 0 writes what came out.
 
-Arguments: the folder to write to, rows per rank and microbatch, microbatches per step, and what is sharded: ddp, fsdp2,
-zero2, zero3, or autotp, DeepSpeed's tensor parallelism, whose ranks hold the same rows.
+Arguments: the folder to write to, rows per rank and microbatch, microbatches per step, and what is sharded: ddp, fsdp1,
+fsdp2, zero2, zero3, or autotp, DeepSpeed's tensor parallelism, whose ranks hold the same rows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import transformers
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -24,7 +25,7 @@ from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.graphs import stand_in
 from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import CAPACITY, arguments, documents, gpt_oss
-from tests.torch_backend.torchrun import leave, whole
+from tests.torch_backend.torchrun import leave, weights_of
 from torch_backend.trainers.enable_packing import enable_packing
 
 DOCUMENTS = 48  # 16 rows in the order of the documents: 2 steps of 8 rows
@@ -33,6 +34,7 @@ FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text", "bloom")  # rotary and plain att
 
 DEEPSPEED = {f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in (2, 3)}
 DEEPSPEED["autotp"] = {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}
+FSDP = {"fsdp1": 1, "fsdp2": 2}
 RECORDED = {"ddp": "gpt_oss", "fsdp2": "qwen3"}  # strategy -> the family whose steps are recorded (graphs.py)
 
 
@@ -60,9 +62,12 @@ def train(
     graphs: SimpleNamespace | None = None,
 ) -> dict[str, Any]:
     options = {"per_device_train_batch_size": rows_at_once, "gradient_accumulation_steps": accumulation}
-    if strategy == "fsdp2":
+    if strategy in FSDP:
         layers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)})
-        options |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": layers}}
+        config = {"version": FSDP[strategy], "transformer_layer_cls_to_wrap": layers}
+        if strategy == "fsdp1":  # whose weights accelerate sends to the other ranks from an accelerator alone
+            config |= {"sync_module_states": False, "cpu_ram_efficient_loading": False}
+        options |= {"fsdp": True, "fsdp_config": config}
     if strategy in DEEPSPEED:
         options["deepspeed"] = {
             **DEEPSPEED[strategy],
@@ -72,10 +77,11 @@ def train(
             "gradient_clipping": "auto",
         }
     given = arguments(transformers.TrainingArguments, folder, **LIMITS, **options)
-    if strategy == "fsdp2":
+    if strategy in FSDP:
         # accelerate has FSDP for ranks with an accelerator alone, so these ranks say that they have one.
         assert given.device.type == "cpu"
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+        PartialState._shared_state["device"] = torch.device("cpu")  # and not cpu:0, which FSDP1 takes for another one
     trainer = Counting(model, given, train_dataset=documents(DOCUMENTS))
     enable_packing(trainer, capacity=CAPACITY, verify=False)
     if graphs is not None:
@@ -83,16 +89,17 @@ def train(
     trainer.train()
     return {
         "replays": getattr(graphs, "replayed", 0),
-        "model": weights_of(trainer.model, strategy),
+        "model": gathered(trainer.model, strategy),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "counts": trainer.counts,
-        "sharded": any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in trainer.model.parameters()),
+        "sharded": isinstance(trainer.model, FSDP1)
+        or any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in trainer.model.parameters()),
     }
 
 
-def weights_of(model: torch.nn.Module, strategy: str) -> dict[str, torch.Tensor]:
+def gathered(model: torch.nn.Module, strategy: str) -> dict[str, torch.Tensor]:
     if strategy != "zero3":
-        return whole({name: p.detach() for name, p in model.named_parameters()})
+        return weights_of(model)
     from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters(list(model.parameters())):

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from packing_core.errors import UnsupportedError
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 def check_optimizer(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
@@ -98,6 +100,13 @@ def _reduced_over(outer: nn.Module) -> set[int] | None:
     """Returns the ranks over which a module reduces gradients; None where it does not say."""
     if isinstance(outer, DistributedDataParallel):
         return set(dist.get_process_group_ranks(outer.process_group))
+    if isinstance(outer, FullyShardedDataParallel):
+        sharded = dist.get_process_group_ranks(outer.process_group)
+        if outer.sharding_strategy not in _HYBRID:  # torch leaves hybrid sharding where groups have one rank
+            return set(sharded)
+        # a mesh of two dimensions, whose row and column through this rank are known
+        replicated = dist.get_process_group_ranks(outer._inter_node_pg)
+        return {one + other - dist.get_rank() for one in sharded for other in replicated}
     if not isinstance(outer, FSDPModule):
         return None
     meshes: list[list[int]] = [
