@@ -4,6 +4,9 @@ A test -> :func:`compiled` -> a process of its own, where kernels are not interp
 driver -> the cases of :mod:`.launches` call public functions, forward and backward -> Triton compiles each launch with
 the arguments that a GPU would get, checks its shared memory against the device's, and starts nothing.
 
+Each case runs again on documents of other lengths. A kernel that is compiled again then takes a number of tokens for a
+constant, and would be compiled in every step whose rows have another length.
+
 An interpreter takes what a compiler refuses (a branch on an argument that is None), and knows no shared memory.
 """
 
@@ -35,10 +38,12 @@ TURING = Device(75, 64 * 1024)
 
 
 class Compiled(NamedTuple):
-    """Bytes of shared memory by kernel (``module.function``), the most of its launches; errors by case."""
+    """Bytes of shared memory by kernel (``module.function``), the most of its launches; and by case errors, and the
+    kernels that were compiled again for other lengths."""
 
     shared: dict[str, int]
     failed: dict[str, str]
+    again: dict[str, list[str]]
 
     @property
     def report(self) -> str:
@@ -69,7 +74,7 @@ class StandIn:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.shared: dict[str, int] = {}
-        self.launched = ""
+        self.compiled: list[str] = []
         self.utils = SimpleNamespace(
             get_device_properties=lambda _: {"max_shared_mem": device.memory},
             load_binary=lambda *_: (1, 1, 0, 0, 1024),  # module, function, registers, spills, threads
@@ -89,8 +94,9 @@ class StandIn:
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         """Triton makes one for each kernel that it has compiled, before it checks its shared memory."""
         function = source.fn
-        self.launched = f"{function.__module__.removeprefix('torch_backend.ops.')}.{function.__name__}"
-        self.shared[self.launched] = max(metadata.shared, self.shared.get(self.launched, 0))
+        name = f"{function.__module__.removeprefix('torch_backend.ops.')}.{function.__name__}"
+        self.compiled.append(name)
+        self.shared[name] = max(metadata.shared, self.shared.get(name, 0))
         return lambda *_: None
 
 
@@ -140,16 +146,22 @@ def stop_after(last: str) -> None:
 
 def main(device: Device, cases: list[list[Any]], to: str) -> None:
     stand_in = install(device, to)
-    from tests.torch_backend.launches import run_case
+    from tests.torch_backend.launches import OTHER_LENGTHS, on_documents, run_case
 
-    failed = {}
+    failed, again = {}, {}
     for case in cases:
         try:
             run_case(device, *case)
+            before = len(stand_in.compiled)
+            with on_documents(OTHER_LENGTHS):
+                run_case(device, *case)
         except Exception as error:  # reported with the others, so that one run names all
             reason = "" if error.__cause__ is None else f": {error.__cause__}"
-            failed[json.dumps(case)] = f"after {stand_in.launched}: {type(error).__name__}: {error}{reason}"
-    print(json.dumps([stand_in.shared, failed]))
+            last = stand_in.compiled[-1] if stand_in.compiled else "nothing"
+            failed[json.dumps(case)] = f"after {last}: {type(error).__name__}: {error}{reason}"
+        else:
+            again[json.dumps(case)] = stand_in.compiled[before:]
+    print(json.dumps([stand_in.shared, failed, {case: kernels for case, kernels in again.items() if kernels}]))
 
 
 if __name__ == "__main__":

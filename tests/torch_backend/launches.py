@@ -5,7 +5,8 @@ Only shapes, dtypes, strides and options matter: :mod:`.compiling` compiles what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch_backend.ops.attention.triton import TRITON
 from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.experts import Adapter, experts
 from torch_backend.ops.linear_logprobs import linear_logprobs
-from torch_backend.ops.norm import gated_rms_norm, unit_rows
+from torch_backend.ops.norm import gated_rms_norm, rms_norm, rms_norm_gradients, unit_rows
 from torch_backend.ops.rope import QKNorm, apply_rope
 from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule, gated_delta_rule_with_states
 from torch_backend.ops.scan.kimi_delta.operators import kimi_delta_rule, kimi_delta_rule_with_states
@@ -28,12 +29,26 @@ from torch_backend.segments import PackedMetadata
 Options = dict[str, Any]
 LENGTHS = (5, 60, 35)
 TOKENS = sum(LENGTHS)
+OTHER_LENGTHS = (7, 70, 39)  # whose sum 16 does not divide either, for which Triton compiles kernels of their own
 SEGMENTS: dict[str, Callable[[], PackedMetadata]] = {
     "documents": lambda: PackedMetadata.from_lengths(LENGTHS),
     "last tokens": lambda: PackedMetadata.of_last_tokens((1, 9), (13, 19), device="cpu"),
     "spans": lambda: PackedMetadata.from_lengths((9,)).with_spans(torch.tensor([-1, 0, 0, 0] + 5 * [-1])),
     "prefixes": lambda: PackedMetadata.from_lengths((17, 9, 8), parents=(-1, 0, 0)),
 }
+
+
+@contextmanager
+def on_documents(lengths: tuple[int, ...]) -> Iterator[None]:
+    """Lets the functions below run on documents of these lengths."""
+    before = LENGTHS
+    _set_lengths(lengths)
+    yield
+    _set_lengths(before)
+
+
+def _set_lengths(lengths: tuple[int, ...]) -> None:
+    globals().update(LENGTHS=lengths, TOKENS=sum(lengths))
 
 
 def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -46,16 +61,20 @@ def backward(*outputs: torch.Tensor) -> None:
 
 def of_attention(
     dtype: torch.dtype, device: Device, *, segments: str = "documents", width: int = 64, value_width: int = 0,
-    group: int = 2, sinks: bool = False, alibi: bool = False, **options: Any,
+    heads: int = 2, group: int = 2, sinks: bool = False, alibi: bool = False, heads_first: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     packed = SEGMENTS[segments]()
     keys = packed if packed.keys is None else packed.keys
-    q, k = new(dtype, packed.tokens, 2 * group, width), new(dtype, keys.tokens, 2, width)
-    v = new(dtype, keys.tokens, 2, value_width or width)
+    shapes = (
+        (packed.tokens, heads * group, width),
+        (keys.tokens, heads, width),
+        (keys.tokens, heads, value_width or width),
+    )
+    q, k, v = (new(dtype, h, t, d).transpose(0, 1) if heads_first else new(dtype, t, h, d) for t, h, d in shapes)
     if sinks:
-        options["sinks"] = new(dtype, 2 * group)
+        options["sinks"] = new(dtype, heads * group)
     if alibi:
-        options["alibi_slopes"] = torch.zeros(2 * group)
+        options["alibi_slopes"] = torch.zeros(heads * group)
     TRITON.supports = TRITON.refuses  # a trial would read results
     backward(attention(q, k, v, packed, implementation="triton", **options))
 
@@ -107,10 +126,16 @@ def of_convolution(
     backward(short_convolution(x, weight, packed, bias=new(dtype, 96) if bias else None, silu=silu))
 
 
-def of_norm(dtype: torch.dtype, device: Device, *, width: int = 128, gated: bool = False, silu: bool = False) -> None:
-    x = new(dtype, TOKENS, 4, width)
-    if gated:
-        backward(gated_rms_norm(x, new(dtype, width), new(dtype, TOKENS, 4, width), eps=1e-6, silu=silu))
+def of_norm(
+    dtype: torch.dtype, device: Device, *, width: int = 128, gated: bool = False, silu: bool = False,
+    tile: bool = False, rows: tuple[int, ...] = (4,),
+) -> None:  # fmt: skip
+    x = new(dtype, TOKENS, *rows, width)
+    if tile:
+        weight = torch.zeros(width)
+        rms_norm(x, weight, eps=1e-6), rms_norm_gradients(x, weight, x, eps=1e-6)
+    elif gated:
+        backward(gated_rms_norm(x, new(dtype, width), new(dtype, TOKENS, *rows, width), eps=1e-6, silu=silu))
     else:
         backward(unit_rows(x))
 
@@ -194,7 +219,11 @@ OPTIONS: dict[str, list[Options]] = {
         for options in ({}, {"window": 6, "softcap": 1.5, "sinks": True, "alibi": True}, {"causal": False})
         if options.get("causal", True) or segments == "documents"
     ]
-    + [{"window": 6, "causal": False}, {"softcap": 1.5}, {"sinks": True, "group": 1}, {"alibi": True, "group": 8}],
+    + [{"window": 6, "causal": False}, {"softcap": 1.5}, {"sinks": True, "group": 1}, {"alibi": True, "group": 8}]
+    + [
+        {"segments": "documents", "heads_first": True, "heads": heads, "group": group}
+        for heads, group in ((2, 2), (1, 2), (1, 1))
+    ],
     "of_delta_rule": [
         {},
         {"beta": False},
@@ -216,7 +245,12 @@ OPTIONS: dict[str, list[Options]] = {
         {"silu": True, "taps": 2},
         {"bias": True, "transposed": True},
     ],
-    "of_norm": [{}, {"gated": True, "silu": True}, {"gated": True, "width": 96}],
+    "of_norm": [
+        {},
+        {"gated": True, "silu": True},
+        {"gated": True, "width": 96, "rows": ()},
+        {"tile": True, "rows": ()},
+    ],
     "of_rope": [
         {"norm": "per head"},
         {},
@@ -246,6 +280,9 @@ OPTIONS: dict[str, list[Options]] = {
 }
 # What launches the kernels that the first options do not.
 QUICK: list[tuple[str, Options]] = [
+    ("of_attention", {}),
+    ("of_attention", {"heads_first": True}),
+    ("of_norm", {"gated": True, "width": 96, "rows": ()}),
     ("of_delta_rule", {"beta": False}),
     ("of_delta_rule", {"width": 32, "corrects": False}),
     ("of_cross_entropy", {"bias": True}),
@@ -272,7 +309,7 @@ SIZES: dict[str, list[Options]] = {
     "of_kimi_rule": [{}, {"width": 256}, {"heads": 192}],
     "of_diagonal_scan": [{}, {"numbers": 128}],
     "of_convolution": [{"silu": True, "bias": True}],
-    "of_norm": [{"gated": True, "silu": True}, {"width": 4_096}],
+    "of_norm": [{"gated": True, "silu": True}, {"width": 4_096}, {"width": 4_096, "tile": True, "rows": ()}],
     "of_rope": [{"norm": "over heads", "heads": 32}, {"norm": "per head", "width": 256, "angles": 128}],
     "of_cross_entropy": [{"entries": 32_768}, {"entries": 32_768, "bias": True}],
     "of_logprobs": [{"entries": 32_768, "entropy": True}],

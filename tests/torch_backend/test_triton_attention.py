@@ -190,6 +190,26 @@ def test_strided_inputs_are_read_in_place(where, small_tiles):
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("heads_of_keys", [2, 1])
+def test_inputs_whose_heads_come_first_have_the_same_bits(where, small_tiles, heads_of_keys):
+    *inputs, dout = drawn(where, 4, heads_of_keys, 16, 16)
+    packed = PackedMetadata.from_lengths(LENGTHS, device=where.device)
+
+    def run(given: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in given]
+        out = attention(*leaves, packed, implementation="triton")
+        return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+
+    def heads_first(x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(x.shape[1], x.shape[0], x.shape[2]).copy_(x.transpose(0, 1)).transpose(0, 1)
+
+    assert heads_first(inputs[1]).stride(1) == TOKENS * 16
+    right = run(inputs, dout)
+    for x, y in zip(run([heads_first(x) for x in inputs], heads_first(dout)), right, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("poison", [100.0, float("nan")])
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"causal": False}], ids=str)
 def test_no_segment_moves_another_by_a_bit(where, small_tiles, poison, options):

@@ -54,6 +54,7 @@ def kernels() -> set[str]:
 def test_every_kernel_compiles_as_it_is_launched(tmp_path: Path) -> None:
     found = compiled(HOPPER, FIRST, tmp_path, to="ttir")
     assert not found.failed, found.report
+    assert not found.again
     assert set(found.shared) == kernels()
 
 
@@ -63,6 +64,7 @@ def test_every_option_compiles(dtype: str, tmp_path: Path) -> None:
     cases = [[name, dtype, each] for name, options in OPTIONS.items() for each in options]
     found = compiled(HOPPER, cases, tmp_path, to="ttir")
     assert not found.failed, found.report
+    assert not found.again
 
 
 def tiles_on(memory: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> KernelTiles:

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torch_backend.ops.norm import WIDEST, rms_norm, rms_norm_gradients
+from torch_backend.ops.operators import runs_triton
+
 
 class Projection(NamedTuple):
     """A linear layer ``x W^T + bias + scale (x A^T) B^T``, the last two where there are any."""
@@ -47,6 +50,8 @@ class Projection(NamedTuple):
 class Norm(NamedTuple):
     """``x / sqrt(mean(x^2) + eps) (offset + weight)`` over the last axis, computed in float32 at least.
 
+    One kernel computes it where Triton runs and one reads such a row, and another its gradients.
+
     Attributes:
         weight: [D]. offset: 1 where the weight counts from one, as in Gemma's models.
     """
@@ -56,12 +61,16 @@ class Norm(NamedTuple):
     offset: float = 0.0
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the norm of ``x`` [..., D] in ``dtype``."""
+        """Returns the norm of ``x`` [n, D] in ``dtype``."""
+        if _has_kernel(x) and x.dtype == dtype:
+            return rms_norm(x, self._factor(x), eps=self.eps)
         unit, _ = self._unit(x)
         return (unit * self._factor(unit)).to(dtype)
 
     def gradients(self, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the gradients of ``x`` [n, D], in its dtype, and of the weight, not yet rounded."""
+        if _has_kernel(x):
+            return rms_norm_gradients(x, self._factor(x), dy, eps=self.eps)
         unit, root = self._unit(x)
         dy = dy.to(unit.dtype)
         of_weight = (dy * unit).sum(0)
@@ -73,8 +82,13 @@ class Norm(NamedTuple):
         root = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return x * root, root
 
-    def _factor(self, unit: Tensor) -> Tensor:
-        return self.weight.to(unit.dtype) + self.offset
+    def _factor(self, x: Tensor) -> Tensor:
+        """Returns what rows of norm 1 are multiplied by, not rounded."""
+        return self.weight.to(_wide(x)) + self.offset
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return runs_triton(x) and x.shape[-1] <= WIDEST
 
 
 def projections(tensors: Sequence[Tensor | None], scales: Sequence[float]) -> Iterator[Projection | None]:

@@ -108,11 +108,25 @@ def packed_attention(
 ) -> Tensor:
     """Attention with given tile shapes; see :func:`torch_backend.ops.attention.attention` for the rest."""
     lists = _work_lists(packed, request, tiles)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(_by_tokens, (q, k, v))
     options = request.causal, request.window or 0, request.softcap or 0.0, request.scale, _by_heads(packed, request)
     parts = query_parts(packed), key_parts(packed) if request.requires_grad else None
     begins, ends = (None, None) if packed.spans is None else packed.spans
     return _Attention.apply(q, k, v, sinks, alibi_slopes, *lists, *parts, begins, ends, tiles, options)
+
+
+def _by_tokens(x: Tensor) -> Tensor:
+    """Returns x [T, H, D], copied unless the heads of a token lie together.
+
+    Kernels are compiled for the strides of x, which then do not depend on the number of tokens.
+    """
+    heads = x.shape[1]
+    return x if x.stride(2) == 1 and (heads == 1 or x.stride(0) >= heads * x.stride(1)) else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Returns the strides along tokens and heads of each tensor; that of a single head may be anything, and is 0."""
+    return [stride for x in tensors for stride in (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0)]
 
 
 def _by_heads(packed: PackedMetadata, request: AttentionRequest) -> bool:
@@ -170,7 +184,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, slopes, out, lse, *lists = ctx.saved_tensors
         tiles = list(ctx.tiles.queries), list(ctx.tiles.keys)
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dout = _by_tokens(dout)
         dq, dk, dv, stats = _backward(dout, q, k, v, slopes, out, lse, *lists, *tiles, *ctx.options)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
@@ -244,7 +258,7 @@ def _launch_forward(
     out, lse = _forward_outputs(q, k, v)
     kernels.forward[work.shape[0] * k.shape[1],](
         q, k, v, sinks, slopes, out, lse, work, parts, ends, q.shape[0], scale, softcap, window,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *_shape(q, k, v),
+        *_strides(q, k, v), *_shape(q, k, v),
         causal, window > 0, softcap > 0, sinks is not None, slopes is not None, parts is not None,
         work.shape[1] == LAST_TOKENS, ends is not None, by_heads, **_blocks(q, v, tile),
     )  # fmt: skip
@@ -277,7 +291,7 @@ def _launch_backward(
     from torch_backend.ops.attention import triton_kernels as kernels
 
     dq, dk, dv, stats = _backward_outputs(dout, q, k, v)
-    strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
+    strides = _strides(q, k, v, dout)
     last = work_q.shape[1] == LAST_TOKENS
     forms = parts_q is not None, last, ends is not None, by_heads
     options = causal, window > 0, softcap > 0, slopes is not None, *forms

@@ -1,7 +1,8 @@
-"""Norms of hybrid layers in one pass: rows of norm 1 for q and k, and RMSNorm with a gate behind a scan.
+"""Norms in one pass: rows of norm 1 for q and k, RMSNorm with a gate behind a scan, and RMSNorm of a tile.
 
 x [..., D] -> :func:`unit_rows` or :func:`gated_rms_norm` -> [..., D], forward and backward by one Triton kernel each.
 Uncompiled layers take ten passes over memory for the same; ``torch.compile`` makes one of them by itself.
+:func:`rms_norm` and :func:`rms_norm_gradients` are for operators, which have no autograd inside.
 """
 
 from __future__ import annotations
@@ -44,6 +45,22 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, *, eps: float, silu:
     return found
 
 
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """Returns ``weight x / sqrt(mean(x^2) + eps)`` over the last axis, in the dtype of x, without a gradient.
+
+    Args:
+        x: [..., D] of two axes or more, D at most ``WIDEST``, on a GPU; weight: [D], of any dtype.
+    """
+    found: Tensor = _forward(x, weight, None, eps, x.shape[-1], False)
+    return found
+
+
+def rms_norm_gradients(x: Tensor, weight: Tensor, dy: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of x and of the weight of :func:`rms_norm`, in their dtypes, from that of its result."""
+    dx, dweight, _ = _backward(x, weight, None, dy, eps, x.shape[-1], False)
+    return dx, dweight
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, *options: Any) -> Tensor:
@@ -60,13 +77,17 @@ class _Norm(torch.autograd.Function):
         return dx, None if weight is None else dweight, None if gate is None else dgate, None, None, None
 
 
-def _rows(x: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """x as [T, HEADS, D] with unit stride along D, without a copy where that can be, and its strides."""
-    if x is None:
-        return None, 0, 0
-    heads = x.unsqueeze(0) if x.ndim == 2 else x.flatten(0, -3)
-    heads = heads if heads.stride(2) == 1 else heads.contiguous()
-    return heads, heads.stride(0), heads.stride(1)
+def _rows(*given: Tensor | None) -> list[tuple[Tensor | None, int, int]]:
+    """Each tensor as [T, HEADS, D] with unit stride along D, without a copy where that can be, and its strides.
+
+    HEADS is 1 where the rows of each tensor lie at equal distances: a kernel is compiled for each number of heads, and
+    there an axis of tokens may stand.
+    """
+    laid = [x if x is None else x.unsqueeze(1) if x.ndim == 2 else x.flatten(0, -3) for x in given]
+    laid = [x if x is None or x.stride(2) == 1 else x.contiguous() for x in laid]
+    if all(x is None or len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in laid):
+        laid = [x if x is None else x.flatten(0, 1).unsqueeze(1) for x in laid]
+    return [(x, 0, 0) if x is None else (x, x.stride(0), x.stride(1)) for x in laid]
 
 
 def _sizes(x: Tensor, weight: Tensor | None, gate: Tensor | None, count: int, silu: bool) -> dict[str, Any]:
@@ -83,7 +104,7 @@ def _launch_forward(
     from torch_backend.ops.norm import triton as kernels
 
     y = x.new_empty(x.shape)
-    (laid, *x_strides), (gates, *z_strides) = _rows(x), _rows(gate)
+    (laid, *x_strides), (gates, *z_strides) = _rows(x, gate)
     assert laid is not None
     sizes, rows = _sizes(laid, weight, gate, count, silu), laid.shape[0] * laid.shape[1]
     grid = (-(-rows // sizes["ROWS"]),)
@@ -96,7 +117,7 @@ def _launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from torch_backend.ops.norm import triton as kernels
 
-    (laid, *x_strides), (gates, *z_strides), (dys, *dy_strides) = _rows(x), _rows(gate), _rows(dy)
+    (laid, *x_strides), (gates, *z_strides), (dys, *dy_strides) = _rows(x, gate, dy)
     assert laid is not None
     sizes, rows = _sizes(laid, weight, gate, count, silu), laid.shape[0] * laid.shape[1]
     programs = -(-rows // (sizes["ROWS"] * _TILES))
