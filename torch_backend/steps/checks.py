@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from packing_core.errors import UnsupportedError
 
+logger = logging.getLogger(__name__)
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
@@ -93,6 +95,23 @@ def check_ranks(cut_over: Any, counted_over: Any, outer: nn.Module | None) -> No
             f"{type(outer).__name__} reduces gradients over ranks {_listed(reduced)}, and documents are cut over ranks "
             f"{_listed(parts)}, each of which has a part of the gradients: wrap the model over all ranks of the mesh, "
             'not over mesh["dp"] alone'
+        )
+
+
+def warn_of_other_ranks(counted_over: Any, outer: nn.Module) -> None:
+    """Logs a warning where targets are counted over other ranks than gradients are reduced over.
+
+    That is right where ranks have the same documents, as under tensor parallelism. Else gradients are divided by the
+    number of targets of other documents, or are a mean of means.
+    """
+    reduced, counted = _reduced_over(outer), set(dist.get_process_group_ranks(counted_over))
+    if reduced is not None and reduced != counted:
+        logger.warning(
+            "%s reduces gradients over ranks %s, and targets are counted over ranks %s. If all of them have different "
+            "documents, pass make_train_step(group=...), the ranks that gradients are reduced over",
+            type(outer).__name__,
+            _listed(reduced),
+            _listed(counted),
         )
 
 

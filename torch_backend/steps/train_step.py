@@ -28,7 +28,7 @@ from torch_backend.hf.inputs.context import SHARE
 from torch_backend.hf.patch import context_of, cut_over_ranks, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.segments import to_device
-from torch_backend.steps.checks import check_optimizer, check_ranks, check_trainable
+from torch_backend.steps.checks import check_optimizer, check_ranks, check_trainable, warn_of_other_ranks
 from torch_backend.steps.eligibility import fast_loss_refused
 from torch_backend.steps.fast_backward import (
     Batch,
@@ -122,6 +122,8 @@ class TrainStep:
             )
         if (context := context_of(model)) is not None:
             check_ranks(context.group, group, self.wrappers[0] if self.wrappers else None)
+        if self.wrappers and dist.is_initialized():
+            warn_of_other_ranks(group, self.wrappers[0])
         self._precision: Callable[[], AbstractContextManager[Any]] = lambda: torch.autocast(
             self.device.type, autocast, enabled=autocast is not None
         )
