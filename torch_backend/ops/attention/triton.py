@@ -118,10 +118,12 @@ def packed_attention(
 def _by_tokens(x: Tensor) -> Tensor:
     """Returns x [T, H, D], copied unless the heads of a token lie together.
 
-    Kernels are compiled for the strides of x, which then do not depend on the number of tokens.
+    Kernels are compiled for the strides of x, which then do not depend on the number of tokens. Compiled layers, whose
+    rows mostly have one length, hand x on as it is: they would keep the copy.
     """
-    heads = x.shape[1]
-    return x if x.stride(2) == 1 and (heads == 1 or x.stride(0) >= heads * x.stride(1)) else x.contiguous()
+    heads_first = x.shape[1] > 1 and x.stride(0) < x.shape[1] * x.stride(1)
+    copied = x.stride(2) != 1 or (heads_first and not torch.compiler.is_compiling())
+    return x.contiguous() if copied else x
 
 
 def _strides(*tensors: Tensor) -> list[int]:
