@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.torch_backend.context_refusals import LENGTHS, TEXT
 from tests.torch_backend.models import collate, documents, in_float64, tiny
 from tests.torch_backend.torchrun import run_cases
-from tests.torch_backend.torchrun_context import LENGTHS, ROUTED, TEXT
+from tests.torch_backend.torchrun_context import ROUTED
 from tests.torch_backend.torchrun_loss import Model, Wrapper, adapted, gradients, plain, sharded, sharded_adapters
 from torch_backend import PackedCollator, normalise, patch, record_routing, reduce, replay_routing, token_logprobs
 from torch_backend.context_parallel import whole
