@@ -17,6 +17,7 @@ from packing_core.planning.balance import ShardedPlan, balance
 from packing_core.planning.context import ContextPlan, context_plan
 from packing_core.planning.cost import Cost
 from packing_core.planning.plan import PackPlan, plan
+from packing_core.planning.rule import RowRule
 from packing_core.storage.ragged import Ragged
 from packing_core.streaming.mixing import Mixture, mix
 from packing_core.streaming.state import join_states
@@ -36,6 +37,7 @@ __all__ = [
     "PackedDataset",
     "PackingError",
     "Ragged",
+    "RowRule",
     "ShardedPlan",
     "UnsupportedError",
     "UnsupportedModelError",

@@ -6,13 +6,44 @@ Every message says what is wrong, where, and the way out:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
+
+_VALUE = r"""(?:=(True\b|[\d,]+|["']\w+["'](?:(?:, or |, | or )["']\w+["'])*))?"""
 
 
 class PackingError(ValueError):
-    """Bad input to any Crosspack function; the base of every error that Crosspack raises on purpose."""
+    """Bad input to any Crosspack function; the base of every error that Crosspack raises on purpose.
+
+    Args:
+        option: the keywords of the function that the message names, separated by spaces.
+    """
+
+    def __init__(self, *message: object, option: str = "") -> None:
+        self.args = message  # as super().__init__ does, which torch.compile does not trace
+        self.option = option
+
+    def reworded(self, message: str) -> Self:
+        """Returns the same error with another message that names the same keywords."""
+        return type(self)(message, option=self.option)
+
+    def with_names(self, name: Callable[[str], str]) -> str:
+        """Returns the message with the keywords by the names that ``name`` gives them, as a command line takes them.
+
+        >>> error = PackingError('pass overflow="split" or "drop", or raise capacity', option="overflow capacity")
+        >>> error.with_names("--{}".format)
+        'pass --overflow split or drop, or raise --capacity'
+        """
+        if not self.option:
+            return str(self)
+
+        def named(match: re.Match[str]) -> str:
+            value = re.sub("[\"']", "", match[2] or "True")
+            return name(match[1]) if value == "True" else f"{name(match[1])} {value}"
+
+        return re.sub(rf"(?<![\w-])({'|'.join(self.option.split())})\b{_VALUE}", named, str(self))
 
 
 class CapacityError(PackingError):

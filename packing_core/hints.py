@@ -31,10 +31,8 @@ _CALLED = {
         "sample_packing_bin_size max_segments_per_seq max_sequences_per_bin max_segments_per_bin max_docs "
         "max_documents max_seqs max_packed_sequences"
     ),
-    "alignment": "pad_to_multiple_of multiple_of align pack_alignment_struct",
     "order": "curriculum length_curriculum sort sorted grouped sort_by_length group_by_length",
     "keys": "key group_by group_key sort_key sort_by groups topics",
-    "window": "sample_packing_group_size group_size num_packing_bins chunk_size buffer buffer_size",
     "buffer": "buffer_size sample_packing_group_size group_size num_packing_bins window shuffle_buffer prefetch",
     "seed": "shuffle shuffle_seed random_seed random_state shuffle_rows shuffle_bins",
     "shard": "num_shards shard_index shard_id rank world_size num_replicas process_index process_count",
@@ -66,7 +64,7 @@ _NEEDLESS = {  # the reason why there is no such argument -> what it is called e
     ),
     "take what you need from the batch: to_dict(), kernel_view() or padding_free()": "return_tensors padding_free",
     "no row is left out; skip those that you do not want": "drop_last drop_remainder",
-    "rows are always padded to the capacity": "padding pad_to_max_length",
+    "rows are always padded to the capacity": "padding pad_to_max_length pad_to_multiple_of multiple_of",
     "iterate again for another epoch": "epochs num_epochs",
     "rows are made where they are read, so a DataLoader's workers make them": "num_workers num_proc",
 }
@@ -82,6 +80,8 @@ _HOW = {
 def hinted(*options_of: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator: unknown keywords raise an error that names the right one.
 
+    So do values by position beyond those that the function takes so.
+
     Args:
         options_of: functions whose keyword-only arguments the decorated one hands on.
     """
@@ -90,6 +90,7 @@ def hinted(*options_of: Callable[..., Any]) -> Callable[[Callable[P, R]], Callab
         name = function.__qualname__.removesuffix(".__init__")
         own = inspect.signature(function).parameters.values()
         known = [one.name for one in own if one.kind != one.VAR_KEYWORD and one.name != "self"]
+        positional = [one.name for one in own if one.kind == one.POSITIONAL_OR_KEYWORD]
         for other in options_of:
             options = inspect.signature(other).parameters.values()
             known += [one.name for one in options if one.kind == one.KEYWORD_ONLY]
@@ -99,11 +100,27 @@ def hinted(*options_of: Callable[..., Any]) -> Callable[[Callable[P, R]], Callab
             for keyword in kwargs:
                 if keyword not in known:
                     raise KeywordError(f"{name}() has no argument {keyword!r}: {_way_out(keyword, known)}")
+            if len(args) > len(positional):
+                taken = [one for one in positional if one != "self"]
+                named = ", ".join(f"{one}=" for one in known if one not in taken)
+                raise KeywordError(
+                    f"{name}() takes {', '.join(taken)} by position and got {args[len(positional)]!r} beside: name the "
+                    f"argument that it is of {named}"
+                )
             return function(*args, **kwargs)
 
         return checked
 
     return decorate
+
+
+def names_here(name: str) -> list[str]:
+    """Returns the arguments that other packers call by this name, or that have it here.
+
+    >>> names_here("max_length")
+    ['capacity']
+    """
+    return [ours for ours, others in _CALLED.items() if name == ours or name in others.split()]
 
 
 def _way_out(keyword: str, known: list[str]) -> str:
@@ -114,9 +131,9 @@ def _way_out(keyword: str, known: list[str]) -> str:
     for reason, others in _NEEDLESS.items():
         if spelt in others.split():
             return f"leave it out, {reason}"
-    for ours, others in _CALLED.items():
+    for ours in names_here(spelt):
         right = "capacity_or_plan" if ours == "capacity" and "capacity_or_plan" in known else ours
-        if right in known and (spelt == ours or spelt in others.split()):
+        if right in known:
             return f"pass {right}={f', {_HOW[right]}' if right in _HOW else ''}"
     close = get_close_matches(spelt, known, 1)
     return f"pass {close[0]}=" if close else f"it has {', '.join(known)}"

@@ -26,8 +26,8 @@ class PackedBatch(DerivedBatch):
     """R rows of ``capacity`` tokens that hold S segments; every array is read-only.
 
     A segment is what one row holds of one document. The segments of a row stand from left to right in the order of
-    ``cu_seqlens``, each at the first multiple of ``alignment`` that the one before leaves free, so ``cu_seqlens`` and
-    ``rows`` say where each stands. What no segment covers is padding; only rows end with it unless ``alignment > 1``.
+    ``cu_seqlens``, each where the one before ends, so ``cu_seqlens`` and ``rows`` say where each stands. What no
+    segment covers is padding, at the ends of rows.
 
     Args:
         input_ids: integers [R, capacity]; padding holds ``pad_id``.
@@ -41,7 +41,6 @@ class PackedBatch(DerivedBatch):
         loss_mask: bool [R, capacity], False at tokens that are never targets (prompts); None when all may be.
         columns: the user's other per-token arrays, [R, capacity] each, 0 in padding.
         per_document: the user's values per document, [S, ...] each: those of the document of each segment.
-        alignment: every segment starts at a multiple of it within its row.
         pad_id: the token that fills padding.
         parents: int64 [S], the segment that each one continues, -1 for none: a row is then a forest, and a document
             the path from a root to a leaf. ``sources`` of a leaf is its document, of any other segment one of those

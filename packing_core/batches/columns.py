@@ -22,8 +22,10 @@ from packing_core.batches.marks import (
     first_true,
     is_numbered,
     read_segments,
+    refuse_trained_padding,
 )
 from packing_core.errors import LayoutError
+from packing_core.storage.digests import digest, sampled
 from packing_core.storage.ragged import Ragged
 from packing_core.storage.segment_indexing import Int64, ranges
 
@@ -51,6 +53,15 @@ class Documents:
     prompt_lengths: Int64 | None
     columns: dict[str, Ragged]
 
+    @property
+    def digest(self) -> str:
+        """Digests the contents of documents from all over the data."""
+        sequences = {"input_ids": self.input_ids, "labels": self.labels, "loss_mask": self.loss_mask} | self.columns
+        stored = {name: values for name, values in sequences.items() if values is not None}
+        return digest(
+            (i, 0, {name: values[i] for name, values in stored.items()}) for i in sampled(len(self.input_ids))
+        )
+
 
 def trained_tokens(columns: Mapping[str, Any]) -> Bool | None:
     """Returns the tokens that the masks among ``columns`` train, in their shape; None if there is no mask."""
@@ -69,7 +80,8 @@ def read_columns(columns: Mapping[str, Any]) -> Documents:
             an example that is a packed row is cut into its documents. Any other column has a value per token.
 
     Raises:
-        LayoutError: columns contradict each other, or a document has a hole.
+        LayoutError: columns contradict each other, a document has a hole, or a token of padding is trained by its label
+            or mask.
         PackingError: a column is not of flat sequences of numbers.
     """
     prompts = columns.get(PROMPT)
@@ -81,6 +93,8 @@ def read_columns(columns: Mapping[str, Any]) -> Documents:
         del marks["attention_mask"]
     loss_mask = trained_tokens({name: ragged.pop(name).flat().values for name in TRAINED if name in ragged})
     offsets = _offsets(ragged["input_ids"].lengths)
+    if (mask := marks.get("attention_mask")) is not None:
+        _refuse_trained_padding(ragged, loss_mask, np.asarray(mask == 0), offsets)
     if marks:
         segments = _segments(marks, offsets, ragged["input_ids"].flat().values)
         real, offsets = ~segments.padding, _offsets(segments.documents)
@@ -108,6 +122,35 @@ def read_examples(examples: Sequence[Mapping[str, Any]]) -> Documents:
             raise LayoutError(f"a feature has no input_ids, only {', '.join(example)}: tokenise before collating")
     names = dict.fromkeys(name for x in examples for name, value in x.items() if value is not None)
     return read_columns({name: [_value(examples, number, name) for number in range(len(examples))] for name in names})
+
+
+def documents_in(given: Any) -> Documents | None:
+    """The documents of a ``datasets.Dataset`` or a list of mappings, by the columns of :func:`read_columns`.
+
+    Tokens of a dataset stay in its Arrow buffers. Returns None for anything else, such as sequences of tokens.
+
+    Raises:
+        LayoutError: as :func:`read_examples`.
+    """
+    known, names = ("input_ids", "labels", *READ), getattr(given, "column_names", None)
+    if isinstance(names, list) and hasattr(given, "with_format") and hasattr(given, "__len__"):
+        if "input_ids" not in names:
+            raise LayoutError(f"the dataset has no input_ids, only {', '.join(names)}: tokenise it first")
+        return arrow_documents(given, [name for name in names if name in known])
+    if isinstance(given, list | tuple) and given and isinstance(given[0], Mapping):
+        return read_examples(
+            [
+                {name: example[name] for name in example if name in known} if isinstance(example, Mapping) else example
+                for example in given
+            ]
+        )
+    return None
+
+
+def arrow_documents(dataset: Any, names: list[str]) -> Documents:
+    """The documents of a ``datasets.Dataset`` by its columns ``names``."""
+    arrow = dataset.select_columns(names).with_format("arrow")[:]
+    return read_columns({name: arrow[name] for name in names})
 
 
 def documents_of(example: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -166,6 +209,21 @@ def _check_sizes(columns: Mapping[str, Ragged]) -> None:
                 f"example {example} has {column.lengths[example]:,} {name} and {sizes[example]:,} input_ids: "
                 "a column has one value for each token"
             )
+
+
+def _refuse_trained_padding(
+    columns: Mapping[str, Ragged], loss_mask: Bool | None, masked: Bool, offsets: Int64
+) -> None:
+    """Raises LayoutError if a token of padding is trained; without labels and masks none is."""
+    if "labels" not in columns and loss_mask is None:
+        return
+    labels = columns["labels" if "labels" in columns else "input_ids"].flat().values
+
+    def place(token: int) -> str:
+        example = int(np.searchsorted(offsets, token, side="right")) - 1
+        return f"token {token - int(offsets[example])} of example {example}"
+
+    refuse_trained_padding(labels, masked & (True if loss_mask is None else loss_mask), place)
 
 
 def _segments(marks: Mapping[str, Any], offsets: Int64, tokens: Any) -> FlatSegments:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from packing_core.batches.derived import DerivedBatch
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.views import as_int32, kernel_view
 from packing_core.errors import LayoutError, UnsupportedError
 from packing_core.storage.segment_indexing import Array
@@ -65,11 +66,11 @@ def _hf(batch: DerivedBatch) -> dict[str, Any]:
         "input_ids": view.input_ids.astype(np.int64)[None],
         "labels": view.targets.astype(np.int64)[None],
         "position_ids": view.position_ids.astype(np.int64)[None],
-        "seq_idx": view.seq_idx[None],
-        "cu_seq_lens_q": view.cu_seqlens,
-        "cu_seq_lens_k": view.cu_seqlens,
-        "max_length_q": view.max_seqlen,
-        "max_length_k": view.max_seqlen,
+        BatchKey.NUMBERS: view.seq_idx[None],
+        BatchKey.BOUNDARIES: view.cu_seqlens,
+        BatchKey.KEY_BOUNDARIES: view.cu_seqlens,
+        BatchKey.LONGEST: view.max_seqlen,
+        BatchKey.KEY_LONGEST: view.max_seqlen,
     }
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from packing_core.batches.batch import PackedBatch
+from packing_core.batches.columns import documents_in
 from packing_core.batches.stored import IGNORE_INDEX, RESERVED, WEIGHTINGS, Weighting, segment_starts
 from packing_core.errors import CapacityError, LayoutError, PackingError, within_memory
 from packing_core.hints import hinted
@@ -52,7 +53,9 @@ def pack(
            [0, 1, 2, 3, 0]], dtype=int32)
 
     Args:
-        sequences: N documents of token ids, in any form that ``Ragged.of`` takes.
+        sequences: N documents of token ids, in any form that ``Ragged.of`` takes; or a ``datasets.Dataset`` or list of
+            mappings, whose ``labels``, masks and prompt lengths then say what is trained, as in
+            :func:`packing_core.batches.columns.read_columns`.
         capacity_or_plan: tokens a row can hold, or a plan made before.
         labels: N sequences of signed integers as long as the documents, unshifted, -100 where nothing is trained; by
             default the documents themselves.
@@ -110,6 +113,11 @@ class PackedDataset:
         weighting: Weighting = "token",
         **plan_options: Any,
     ) -> None:
+        if (documents := documents_in(sequences)) is not None:
+            sequences = documents.input_ids
+            labels = _once("labels", documents.labels, labels)
+            loss_mask = _once("loss_mask", documents.loss_mask, loss_mask)
+            prompt_lengths = _once("prompt_lengths", documents.prompt_lengths, prompt_lengths)
         self.sequences = _of_kind(Ragged.of(sequences), "sequences", "iu", "integer token ids")
         lengths = self.sequences.lengths
         if isinstance(capacity_or_plan, PackPlan):
@@ -173,7 +181,7 @@ class PackedDataset:
         row = np.repeat(np.arange(len(rows)), counts)
         source, start, length = self.plan.source[pieces], self.plan.start[pieces], self.plan.length[pieces]
         shape = (len(rows), self.plan.capacity)
-        at = row * self.plan.capacity + segment_starts(row, length, self.plan.alignment)
+        at = row * self.plan.capacity + segment_starts(row, length)
         padding = indexes(*gaps(at, length, shape[0] * shape[1]))
 
         context = self.plan.context[pieces] if len(self.plan.context) else np.zeros_like(pieces)
@@ -218,7 +226,6 @@ class PackedDataset:
             labels=labels,
             loss_mask=loss_mask,
             columns={name: filled(column, 0) for name, column in self.columns.items()},
-            alignment=self.plan.alignment,
             pad_id=self.pad_id,
             weighting=self.weighting,
             per_document={name: values[source] for name, values in self.per_document.items()},
@@ -252,6 +259,12 @@ def _of_kind(column: Ragged, name: str, kinds: str, wanted: str) -> Ragged:
     if column.dtype.kind not in kinds:
         raise LayoutError(f"{name} has dtype {column.dtype}: pass {wanted}")
     return column
+
+
+def _once(name: str, of_examples: Any, passed: Any) -> Any:
+    if of_examples is not None and passed is not None:
+        raise LayoutError(f"the examples say {name}, and {name}= was passed: leave one of them out")
+    return of_examples if passed is None else passed
 
 
 def _beside(column: Any, name: str, lengths: Int64) -> Ragged:

@@ -42,12 +42,10 @@ class DerivedBatch(StoredBatch):
     def seq_idx(self) -> Int32:
         """int32 [R, capacity]: 0-based segment number per row, as Mamba kernels take it.
 
-        With n segments in the row, the padding at its end has number n, and gaps that ``alignment`` leaves before it
-        have n + 1, n + 2, .. from right to left: no padding ever shares a number with a segment.
+        With n segments in the row, its padding has number n, which it shares with no segment.
         """
-        in_row = np.bincount(self.rows, minlength=len(self))[self.rows]
-        after = 2 * in_row - 1 - self._number_in_row
-        return self._spread(self._number_in_row, np.concatenate([np.zeros(1, np.int64), after]))
+        number = self._number_in_row
+        return self._spread(number, np.concatenate([np.zeros(1, np.int64), number + 1]))
 
     @property
     def attention_mask(self) -> Bool:

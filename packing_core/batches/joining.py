@@ -20,7 +20,7 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
     :meth:`PackedBatch.unpack`, ``reduce`` and ``spread`` then raise.
 
     Args:
-        batches: of one capacity, alignment, padding token and weighting, with the same labels, masks and columns.
+        batches: of one capacity, padding token and weighting, with the same labels, masks and columns.
 
     Raises:
         LayoutError: there are none, or they differ in one of these.
@@ -61,7 +61,6 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
         loss_mask=joined("loss_mask"),
         columns=joined_dict("columns"),
         per_document=joined_dict("per_document"),
-        alignment=first.alignment,
         pad_id=first.pad_id,
         weighting=first.weighting,
         parents=_parents(batches, segment_offsets),
@@ -83,7 +82,7 @@ def _parents(batches: Sequence[PackedBatch], segment_offsets: Sequence[int]) -> 
 def _kind(batch: PackedBatch) -> dict[str, Any]:
     """Returns what two batches must have in common, under the names that messages use."""
     return {
-        **{name: getattr(batch, name) for name in ("capacity", "alignment", "pad_id", "weighting", "restarts")},
+        **{name: getattr(batch, name) for name in ("capacity", "pad_id", "weighting", "restarts")},
         **{
             name: "given" if getattr(batch, name) is not None else "missing"
             for name in ("labels", "loss_mask", "context")

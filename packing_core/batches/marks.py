@@ -7,13 +7,16 @@ flat tokens: row r is ``row_offsets[r]:row_offsets[r + 1]``, a row of a batch or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core.batches.keys import BatchKey
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError
 from packing_core.storage.ragged import Ragged
 from packing_core.storage.segment_indexing import Int64, indexes, ranges
@@ -21,18 +24,15 @@ from packing_core.storage.segment_indexing import Int64, indexes, ranges
 Array = NDArray[Any]
 Bool = NDArray[np.bool_]
 
-LENGTHS = ("packed_lengths", "seq_lengths", "packed_seq_lengths")  # of the documents in order
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")  # cumulative lengths, over all rows
-NUMBERS = (
-    "segment_ids",
-    "seq_idx",
-)  # equal within a document; padding is 0 or -1 in segment_ids and below 0 in seq_idx
+LENGTHS = (BatchKey.LENGTHS, "seq_lengths", "packed_seq_lengths")  # of the documents in order
+# Equal within a document; padding is 0 or -1 in segment_ids and below 0 in seq_idx.
+NUMBERS = ("segment_ids", BatchKey.NUMBERS)
 PER_TOKEN = (*NUMBERS, "attention_mask", "position_ids")
-MARKS = (*LENGTHS, *BOUNDARIES, *PER_TOKEN)
+MARKS = (*LENGTHS, *BatchKey.CUMULATIVE, *PER_TOKEN)
 # What other packers call them (flash-attention and Megatron, torchtune, OLMo, MosaicML, MaxText), and the name here.
 OTHER_NAMES = {
-    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"), "cu_seq_lens_q"),
-    **dict.fromkeys(("cu_seq_lens", "cu_doc_lens", "cumulative_seqlens"), "cu_seq_lens_q"),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"), BatchKey.BOUNDARIES),
+    **dict.fromkeys(("cu_seq_lens", "cu_doc_lens", "cumulative_seqlens"), BatchKey.BOUNDARIES),
     **dict.fromkeys(("seq_lens", "seqlens", "doc_lens", "document_lens", "document_lengths"), "seq_lengths"),
     **dict.fromkeys(("document_ids", "doc_ids", "sequence_id", "sequence_ids"), "segment_ids"),
     **dict.fromkeys(("inputs_segmentation", "segmentation"), "segment_ids"),
@@ -98,12 +98,12 @@ def read_segments(
     if tokens is not None and len(tokens) and "segment_ids" in numbers:
         rows.check_counts_from_one(numbers["segment_ids"], tokens)
     for name, values in numbers.items():
-        padding |= values < 0 if name == "seq_idx" else (values == 0) | (values == -1)
+        padding |= values < 0 if name == BatchKey.NUMBERS else (values == 0) | (values == -1)
     if is_numbered(marks.get("attention_mask")):
         numbers["attention_mask"] = marks["attention_mask"]
 
     found: dict[str, Bool] = {}
-    for name in (*LENGTHS, *BOUNDARIES):
+    for name in (*LENGTHS, *BatchKey.CUMULATIVE):
         if name in marks:
             found[name], uncovered = rows.divided(name, marks[name], None if needed is None else needed & ~padding)
             if tokens is not None and (needed is None or not needed.any()):
@@ -129,6 +129,35 @@ def read_segments(
 def is_numbered(mask: Any) -> bool:
     """Returns whether an attention mask numbers the documents of its rows 1, 2, 3 (0 is padding)."""
     return hasattr(mask, "shape") and bool((np.asarray(mask) > 1).any())
+
+
+def refuse_trained_padding(labels: Array, masked: Bool, place: Callable[[int], str]) -> None:
+    """Check that no token of a document is trained where the attention mask is 0: packing leaves these tokens out.
+
+    Labels that are all one number there are ids that were copied with their padding: training without packing learns
+    to predict it, and packing does not, so a warning says that.
+
+    Args:
+        labels: [T], -100 where nothing is trained.
+        masked: bool [T], where the mask is 0.
+        place: what messages call a token, by its number.
+
+    Raises:
+        LayoutError: labels differ there.
+    """
+    lost = (labels != IGNORE_INDEX) & masked
+    values = np.unique(labels[lost])
+    if len(values) == 1:
+        warnings.warn(
+            f"labels are {values[0]} where attention_mask is 0, so training without packing learns to predict padding, "
+            "and packing leaves it out: label padding -100 if both are to train the same",
+            stacklevel=2,
+        )
+    elif (token := first_true(lost)) is not None:
+        raise LayoutError(
+            f"{place(token)} has attention_mask 0 and the label {labels[token]}, which is trained without packing, and "
+            "packing leaves padding out: give it the label -100, or attention_mask 1 if it belongs to the document"
+        )
 
 
 def first_true(values: Bool) -> int | None:
@@ -342,7 +371,7 @@ class _Positions:
 
 def _lists(name: str, given: Any) -> Ragged:
     """Lengths as one list per row, or as a single list over all rows."""
-    if name in BOUNDARIES:
+    if name in BatchKey.CUMULATIVE:
         marks = np.asarray(given)
         if marks.ndim != 1:
             raise LayoutError(f"{name} has shape {list(marks.shape)}: pass one dimension, over all rows")
@@ -358,7 +387,7 @@ def _lists(name: str, given: Any) -> Ragged:
 
 
 def _verb(name: str) -> str:
-    return "end at" if name in BOUNDARIES else "add up to"
+    return "end at" if name in BatchKey.CUMULATIVE else "add up to"
 
 
 def _checked(mask: Array) -> Array:

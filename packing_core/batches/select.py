@@ -45,7 +45,7 @@ def single_rows(batch: StoredBatch, first: int = 0) -> Iterator[dict[str, Any]]:
     They are those of a batch that was checked, so what is made of them need not be checked.
     """
     names = [entry.name for entry in fields(batch)]
-    alike = {name: getattr(batch, name) for name in ("alignment", "pad_id", "weighting", "restarts")}
+    alike = {name: getattr(batch, name) for name in ("pad_id", "weighting", "restarts")}
     whole = [name for name in ("input_ids", "labels", "loss_mask") if getattr(batch, name) is not None]
     absent = dict.fromkeys(set(names) - set(alike) - set(whole))
     bounds = np.searchsorted(batch.rows, np.arange(first, len(batch) + 1))

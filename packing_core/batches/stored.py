@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core.batches.keys import BatchKey
 from packing_core.errors import CapacityError, LayoutError
-from packing_core.planning.pieces import MOST_TOKENS, check_pad_id, choice, positive
+from packing_core.planning.pieces import MOST_TOKENS, check_pad_id, choice
 from packing_core.storage.arrays import NUMBERS, as_array, as_int64, check_names, read_only
 from packing_core.storage.forest import check_parents, offsets
 from packing_core.storage.segment_indexing import Array, Int64
@@ -27,7 +28,7 @@ IGNORE_INDEX = -100  # the label that no loss counts, as torch.nn.functional.cro
 
 # What a batch stores or derives itself: no column may have its name.
 RESERVED = frozenset(
-    ["input_ids", "labels", "loss_mask", "targets", "loss_weights", "segment_ids", "position_ids", "seq_idx"]
+    ["input_ids", "labels", "loss_mask", "targets", "loss_weights", "segment_ids", "position_ids", BatchKey.NUMBERS]
     + ["attention_mask", "boundaries"]
 )
 
@@ -44,7 +45,6 @@ class StoredBatch:
     labels: Array | None = None
     loss_mask: Bool | None = None
     columns: Mapping[str, Array] = field(default_factory=dict)
-    alignment: int = 1
     pad_id: int = 0
     weighting: Weighting = "token"
     per_document: Mapping[str, Array] = field(default_factory=dict)
@@ -66,7 +66,6 @@ class StoredBatch:
         if self.context is not None:
             self._set("context", read_only(as_int64(self.context, "context")))
         self._set("per_document", {name: read_only(np.asarray(x)) for name, x in self.per_document.items()})
-        self._set("alignment", positive("alignment", self.alignment))
         self._set("pad_id", check_pad_id(self.pad_id, self.input_ids.dtype))
         choice("weighting", self.weighting, WEIGHTINGS)
         check_segments(self)
@@ -121,8 +120,8 @@ class StoredBatch:
 
     @cached_property
     def segment_starts(self) -> Int64:
-        """int64 [S]: the column of its row at which each segment starts, always a multiple of ``alignment``."""
-        return read_only(segment_starts(self.rows, self.lengths, self.alignment))
+        """int64 [S]: the column of its row at which each segment starts."""
+        return read_only(segment_starts(self.rows, self.lengths))
 
     @cached_property
     def flat_starts(self) -> Int64:
@@ -156,10 +155,9 @@ def check_continuation(batch: StoredBatch) -> None:
         )
 
 
-def segment_starts(rows: Int64, lengths: Int64, alignment: int) -> Int64:
+def segment_starts(rows: Int64, lengths: Int64) -> Int64:
     """int64 [S]: the column of each segment; ``rows`` [S] never decreases, ``lengths`` [S] are tokens."""
-    taken = lengths if alignment == 1 else -(-lengths // alignment) * alignment
-    before = np.cumsum(taken) - taken
+    before = np.cumsum(lengths) - lengths
     return before - of_row(rows, before)
 
 
@@ -203,8 +201,6 @@ def check_segments(batch: StoredBatch) -> None:
             f"cu_seqlens marks {batch.cu_seqlens[-1]:,} tokens and input_ids has {batch.input_ids.size:,}: they must "
             f"agree"
         )
-    if batch.alignment > batch.capacity:
-        raise CapacityError(f"alignment is {batch.alignment:,} and capacity {batch.capacity:,}: pass at most that")
     if batch.rows[0] < 0 or batch.rows[-1] >= len(batch) or (batch.rows[1:] < batch.rows[:-1]).any():
         raise LayoutError(f"rows must never decrease and stay in 0..{len(batch) - 1}: sort the segments by row")
     for name in ("sources", "starts"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -44,11 +45,13 @@ class _Piece:
     end: int
     children: list[_Piece] = field(default_factory=list)
 
-    def walk(self, parent: _Piece | None = None) -> Iterator[tuple[_Piece, _Piece | None]]:
-        """This piece and all below it, parents first, each with its parent."""
-        yield self, parent
-        for child in self.children:
-            yield from child.walk(self)
+    def walk(self) -> Iterator[tuple[_Piece, _Piece | None]]:
+        """This piece and all below it, parents first, each with its parent; of any depth."""
+        waiting: list[tuple[_Piece, _Piece | None]] = [(self, None)]
+        while waiting:
+            piece, parent = waiting.pop()
+            yield piece, parent
+            waiting.extend((child, piece) for child in reversed(piece.children))
 
 
 @hinted(plan)
@@ -86,7 +89,7 @@ def pack_tree(
         shortest: a common beginning of fewer tokens than this is not shared.
         overflow: what to do with a tree of more than ``capacity`` tokens. ``error`` raises; ``repeat`` makes several
             trees of it, each with the shared tokens that its documents need.
-        plan_options: ``strategy``, ``seed``, ``alignment`` and the other options of ``plan`` for whole trees.
+        plan_options: ``strategy``, ``seed`` and the other options of ``plan`` for whole trees.
 
     Raises:
         CapacityError: a tree, or under ``"repeat"`` a document, is longer than ``capacity``.
@@ -112,11 +115,10 @@ def pack_tree(
         strategy="sequential",
         seed=None,
     )
-    alignment = positive("alignment", plan_options.get("alignment", 1))
-    trees = [part for tree in _trees(flat, groups, shortest) for part in _fitting(tree, capacity, alignment, overflow)]
-    planned = plan(np.array([_size(tree, alignment) for tree in trees]), capacity, **plan_options)
+    trees = [part for tree in _trees(flat, groups, shortest) for part in _fitting(tree, capacity, overflow)]
+    planned = plan(np.array([_size(tree) for tree in trees]), capacity, **plan_options)
     rows = [[trees[number] for number in row] for row in planned.to_lists()]
-    return _materialise(flat, rows, capacity, alignment)
+    return _materialise(flat, rows, capacity)
 
 
 def part_saved(lengths: ArrayLike, parents: ArrayLike, documents: ArrayLike, cost: Cost) -> float:
@@ -151,23 +153,28 @@ def _trees(flat: PackedBatch, groups: ArrayLike | None, shortest: int) -> list[_
             f"groups is {group.dtype} {list(group.shape)}: pass one integer for each of {count} documents"
         )
 
-    def below(members: Sequence[int], at: int) -> list[_Piece]:
-        """The pieces of documents that agree up to token ``at``."""
-        alike: dict[Any, list[int]] = {}
-        for number in members:
-            head = tokens[number][at : at + shortest]
-            key = (int(group[number]), head.tobytes()) if len(head) == shortest else (number, None)
-            alike.setdefault(key, []).append(number)
-        pieces = []
-        for several in alike.values():
-            if len(several) == 1:
-                pieces.append(_Piece(several, at, int(flat.lengths[several[0]])))
+    # In the order of their content, documents with a common beginning are neighbours, and what several of them share is
+    # the least that two neighbours among them do.
+    order = np.array(sorted(range(count), key=lambda number: (group[number], tokens[number].tobytes())))
+    shared = np.full(count, -1)
+    for place, (document, following) in enumerate(pairwise(order.tolist()), 1):
+        if group[document] == group[following]:
+            shared[place] = _agreeing(tokens[document], tokens[following])
+    trees: list[_Piece] = []
+    waiting = [(trees, 0, count, 0)]
+    while waiting:
+        pieces, first, last, at = waiting.pop()  # documents that agree up to token ``at``, and where their pieces go
+        begins = first + np.append(0, 1 + np.flatnonzero(shared[first + 1 : last] < at + shortest))
+        bounds = [*begins.tolist(), last]
+        for run in np.argsort(np.minimum.reduceat(order[first:last], begins - first)).tolist():
+            begin, end = bounds[run], bounds[run + 1]
+            members = np.sort(order[begin:end]).tolist()
+            if len(members) == 1:
+                pieces.append(_Piece(members, at, int(flat.lengths[members[0]])))
                 continue
-            end = at + min(_agreeing(tokens[several[0]][at:], tokens[other][at:]) for other in several[1:])
-            pieces.append(_Piece(several, at, end, below(several, end)))
-        return pieces
-
-    return below(range(count), 0)
+            pieces.append(_Piece(members, at, int(shared[begin + 1 : end].min())))
+            waiting.append((pieces[-1].children, begin, end, pieces[-1].end))
+    return trees
 
 
 def _shareable(flat: PackedBatch) -> Int64:
@@ -197,21 +204,17 @@ def _agreeing(one: Array, other: Array) -> int:
     return int(np.argmax(different)) if different.any() else most
 
 
-def _room(begin: int, end: int, alignment: int) -> int:
-    return -(-(end - begin) // alignment) * alignment
+def _size(tree: _Piece) -> int:
+    return sum(piece.end - piece.begin for piece, _ in tree.walk())
 
 
-def _size(tree: _Piece, alignment: int) -> int:
-    return sum(_room(piece.begin, piece.end, alignment) for piece, _ in tree.walk())
-
-
-def _fitting(tree: _Piece, capacity: int, alignment: int, overflow: str) -> list[_Piece]:
+def _fitting(tree: _Piece, capacity: int, overflow: str) -> list[_Piece]:
     """The tree, or under ``"repeat"`` trees of at most ``capacity`` tokens that hold its documents in order.
 
     Raises:
         CapacityError: it does not fit.
     """
-    size = _size(tree, alignment)
+    size = _size(tree)
     if size <= capacity:
         return [tree]
     if overflow == "error" and len(tree.documents) > 1:
@@ -229,30 +232,40 @@ def _fitting(tree: _Piece, capacity: int, alignment: int, overflow: str) -> list
     for leaf in (piece for piece, _ in tree.walk() if not piece.children):  # neighbours share the most
         number = leaf.documents[0]
         path = paths[number]
-        if (whole := sum(_room(piece.begin, piece.end, alignment) for piece in path)) > capacity:
+        if (whole := sum(piece.end - piece.begin for piece in path)) > capacity:
             raise CapacityError(
                 f"document {number} takes {whole:,} tokens and capacity is {capacity:,}: raise capacity, or cut it"
             )
-        added = sum(_room(piece.begin, piece.end, alignment) for piece in path if id(piece) not in seen)
+        added = sum(piece.end - piece.begin for piece in path if id(piece) not in seen)
         if not parts or taken + added > capacity:
             parts.append([])
             seen, taken, added = set(), 0, whole
         parts[-1].append(number)
         seen |= {id(piece) for piece in path}
         taken += added
-    return [_restricted(tree, set(part)) for part in parts]
+    return [_joined({number: paths[number] for number in part}) for part in parts]
 
 
-def _restricted(tree: _Piece, documents: set[int]) -> _Piece:
-    """The tree of some of its documents; pieces that only one document passes through are one piece."""
-    kept = [number for number in tree.documents if number in documents]
-    children = [_restricted(child, documents) for child in tree.children if documents.intersection(child.documents)]
-    if len(children) == 1:
-        return _Piece(kept, tree.begin, children[0].end, children[0].children)
-    return _Piece(kept, tree.begin, tree.end, children)
+def _joined(paths: Mapping[int, Sequence[_Piece]]) -> _Piece:
+    """The tree of documents, each with its path in a larger tree; pieces that follow each other alone are one."""
+    copies: dict[int, _Piece] = {}
+    root = _Piece([], 0, 0)
+    for number, path in paths.items():
+        parent = root
+        for piece in path:
+            if id(piece) not in copies:
+                copies[id(piece)] = _Piece([], piece.begin, piece.end)
+                parent.children.append(copies[id(piece)])
+            parent = copies[id(piece)]
+            parent.documents.append(number)
+    (tree,) = root.children
+    for piece, _ in tree.walk():
+        while len(piece.children) == 1:
+            piece.end, piece.children = piece.children[0].end, piece.children[0].children
+    return tree
 
 
-def _materialise(flat: PackedBatch, rows: list[list[_Piece]], capacity: int, alignment: int) -> PackedBatch:
+def _materialise(flat: PackedBatch, rows: list[list[_Piece]], capacity: int) -> PackedBatch:
     numbers: dict[int, int] = {}  # of pieces among the segments
     parents, row, source, start, length = (list[int]() for _ in range(5))
     for number, trees in enumerate(rows):
@@ -264,7 +277,7 @@ def _materialise(flat: PackedBatch, rows: list[list[_Piece]], capacity: int, ali
             start.append(piece.begin)
             length.append(piece.end - piece.begin)
     row_, source_, start_, length_ = (np.array(x, np.int64) for x in (row, source, start, length))
-    at = row_ * capacity + segment_starts(row_, length_, alignment)
+    at = row_ * capacity + segment_starts(row_, length_)
     size = len(rows) * capacity
     taken = indexes(flat.flat_starts[source_] + start_, length_)
     places = indexes(at, length_)
@@ -285,7 +298,6 @@ def _materialise(flat: PackedBatch, rows: list[list[_Piece]], capacity: int, ali
         labels=None if flat.labels is None else moved(flat.labels, IGNORE_INDEX),
         loss_mask=None if flat.loss_mask is None else moved(flat.loss_mask, 0),
         columns={name: moved(array, 0) for name, array in flat.columns.items()},
-        alignment=alignment,
         pad_id=flat.pad_id,
         weighting=flat.weighting,
         per_document={name: values[source_] for name, values in flat.per_document.items()},

@@ -121,8 +121,17 @@ def as_int32(tokens: Array, name: str) -> Int32:
 
 
 def _segments(batch: DerivedBatch, longest: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Boundaries [K+1] of segments and of padding cut into pieces of at most ``longest``, and which is which [K]."""
+    """Boundaries [K+1] of segments and of padding, and which is which [K].
+
+    Padding is cut into pieces of at most ``longest``, and at the ends of rows: a row of padding behind another row.
+    """
     begin, free = gaps(batch.flat_starts, batch.lengths, batch.input_ids.size)
+    row_starts = np.arange(batch.capacity, batch.input_ids.size, batch.capacity)
+    gap = np.searchsorted(begin, row_starts) - 1  # the last one that begins before
+    inside = row_starts < (begin + free)[gap]
+    end = np.concatenate([begin + free, (begin + free)[gap[inside]]])
+    begin = np.concatenate([begin, row_starts[inside]])
+    free = np.minimum(end, (begin // batch.capacity + 1) * batch.capacity) - begin
     pieces = -(-free // longest)
     first = np.repeat(begin, pieces)
     starts = np.concatenate([batch.flat_starts, first + ranges(pieces) * longest])

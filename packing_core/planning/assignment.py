@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing_core.planning import bins
-from packing_core.planning import column_generation as colgen
 from packing_core.storage.segment_indexing import blocks as batches
 from packing_core.storage.segment_indexing import indexes, ranges
 
@@ -32,16 +31,13 @@ class RowAssignment(NamedTuple):
 
 
 def decreasing(
-    pack: Callable[[Int64, Int64, int, int], tuple[bins.Blocks, Int64 | None]],
+    pack: Callable[[Int64, Int64, int, int], bins.Blocks],
     sizes: Int64,
     capacity: int,
     max_segments: int,
     shuffle: Shuffle,
 ) -> RowAssignment:
-    """Hand the number of pieces of each size, by decreasing size, to ``pack`` and write down its blocks.
-
-    ``pack`` also says in which order the blocks take the sorted pieces, None for the order they have.
-    """
+    """Hand the number of pieces of each size, by decreasing size, to ``pack`` and write down its blocks."""
     # Sizes and indexes are sorted together, in half the memory where both fit an int32, which is several times faster
     # than an indirect sort. They fit an int64 always (``pieces``). Large arrays are used again: new memory takes time.
     n = len(sizes)
@@ -53,10 +49,7 @@ def decreasing(
     keys.sort()
     ordered = np.right_shift(keys, bits, out=spare)
     first = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
-    blocks, places = pack(-ordered[first].astype(np.int64), np.diff(first, append=n), capacity, max_segments)
-    if places is not None:
-        keys = keys[places]
-
+    blocks = pack(-ordered[first].astype(np.int64), np.diff(first, append=n), capacity, max_segments)
     offsets = _scatter(blocks, keys, shuffle, out=spare)
     order = np.bitwise_and(spare, (1 << bits) - 1, out=keys).astype(np.int64, copy=False)
     np.negative(np.right_shift(spare, bits, out=spare), out=spare)
@@ -74,9 +67,8 @@ def sequential(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle)
     return RowAssignment(_offsets(counts), order, sizes[order])
 
 
-best_fit = partial(decreasing, lambda *counted: (bins.best_fit(*counted), None))
-first_fit = partial(decreasing, lambda *counted: (bins.first_fit(*counted), None))
-fewest = partial(decreasing, colgen.fewest)
+best_fit = partial(decreasing, bins.best_fit)
+first_fit = partial(decreasing, bins.first_fit)
 
 
 def permutation(n: int, bits: np.random.PCG64) -> Int64:

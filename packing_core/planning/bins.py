@@ -1,8 +1,8 @@
 """Bin packing on counts: how many items of each size in, blocks of equal rows out.
 
 Rows with the same contents are interchangeable, so a run of equal items goes into a run of equal rows at once. The work
-in Python is per distinct size; ``assignment`` writes the blocks down with a few array operations. Sizes are in units of
-the plan's alignment, and no document ids pass through here.
+in Python is per distinct size; ``assignment`` writes the blocks down with a few array operations. No document
+ids pass through here.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ worker and every resumed run computes the same rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from heapq import heapify, heappush, heapreplace
 from typing import Any
 
@@ -21,8 +22,9 @@ from packing_core.planning.equal_cost import equal_cost_rows
 from packing_core.planning.mixed import FULL, most_rows
 from packing_core.planning.order import Order, OrderRule, ordered_rows
 from packing_core.planning.packplan import PackPlan
-from packing_core.planning.pieces import Overflow, OverflowRule, check_lengths, integer, positive
-from packing_core.planning.plan import Strategy, plan
+from packing_core.planning.pieces import Overflow, check_lengths, integer, positive
+from packing_core.planning.plan import plan, plan_of
+from packing_core.planning.rule import RowRule, Strategy
 
 Int64 = NDArray[np.int64]
 
@@ -32,7 +34,7 @@ DRAWS = 8  # of the rows of an epoch with an order, until they are as few as tho
 
 def plan_epoch(
     lengths: ArrayLike,
-    capacity: int,
+    capacity: int | RowRule,
     *,
     seed: int,
     epoch: int = 0,
@@ -82,18 +84,28 @@ def plan_epoch(
             documents than ranks.
     """
     ranks, seed, epoch = positive("ranks", ranks), _from_0("seed", seed), _from_0("epoch", epoch)
-    cost = checked_cost(cost)
-    rule = OverflowRule.checked(positive("capacity", capacity), overflow, context, min_piece)
+    if in_order and (order != "random" or equal_cost):
+        other = "equal_cost=True" if equal_cost else f'order="{order}"'
+        raise PackingError(f"in_order=True keeps the order of the documents: leave it or {other} out")
+    rule = RowRule.of(
+        capacity,
+        overflow=overflow,
+        context=context,
+        min_piece=min_piece,
+        max_segments=max_segments,
+        order=order,
+        keys=keys,
+        weights=weights,
+        equal_cost=equal_cost,
+        cost=cost,
+    )
+    if rule.strategy != "mixed":
+        raise PackingError(f"epochs pack mixed rows: leave strategy={rule.strategy!r} out", option="strategy")
+    capacity, limit, order, cost = rule.capacity, rule.max_segments, rule.order, checked_cost(rule.cost)
     lengths = check_lengths(lengths)
     pieces = rule.cut(lengths)
-    limit = None if max_segments is None else positive("max_segments", max_segments)
     random = np.random.PCG64([seed, epoch])
-    if in_order and order != "random":
-        raise PackingError(f'in_order=True keeps the order of the documents: leave it or order="{order}" out')
-    if equal_cost and (in_order or order != "random"):
-        given = "in_order=True" if in_order else f'order="{order}"'
-        raise PackingError(f"equal_cost=True chooses the documents of a step by cost: leave it or {given} out")
-    ordered = OrderRule.checked(order, keys, weights, len(lengths))
+    ordered = OrderRule.checked(order, rule.keys, rule.weights, len(lengths))
     if order == "random":
         strategy: Strategy = "sequential" if in_order else "mixed"
         draw = None if in_order else _draw(random)
@@ -111,24 +123,8 @@ def plan_epoch(
                 rows = drawn
                 break
 
-    def planned(rows: RowAssignment) -> PackPlan:
-        piece = rows.order
-        return PackPlan(
-            rows.offsets,
-            piece if pieces.source is None else pieces.source[piece],
-            np.zeros(len(piece), np.int64) if pieces.start is None else pieces.start[piece],
-            rows.sizes,
-            capacity=capacity,
-            n_documents=len(lengths),
-            dropped=pieces.dropped,
-            truncated=pieces.truncated,
-            context=np.zeros(0, np.int64) if pieces.context is None else pieces.context[piece],
-            restarts=pieces.context is not None and overflow == "restart",
-            check=False,
-        )
-
     cut = _cut_in_two(rows.offsets, -(-count // ranks) * ranks - len(rows.counts))
-    made = planned(RowAssignment(cut, rows.order, rows.sizes))
+    made = plan_of(rule, pieces, RowAssignment(cut, rows.order, rows.sizes), len(lengths))
     if ranks == 1 or in_order:
         steps = np.full(-(-made.n_rows // ranks) * ranks, made.n_rows, np.int64)
         steps[: made.n_rows] = np.arange(made.n_rows)
@@ -137,17 +133,17 @@ def plan_epoch(
     if order != "random":
         return balance_in_order(made, ranks, cost=cost, seed=dealt_by)
     dealt = balance(made, ranks, cost=cost, seed=dealt_by)
-    if equal_cost and dealt.imbalance > EVEN and made.n_rows % ranks == 0:
+    if rule.equal_cost and dealt.imbalance > EVEN and made.n_rows % ranks == 0:
         levelled = equal_cost_rows(pieces.length, capacity, limit, made.n_rows, ranks, cost, random)
         if levelled is not None:
-            evener = balance(planned(levelled), ranks, cost=cost, seed=dealt_by)
+            evener = balance(plan_of(rule, pieces, levelled, len(lengths)), ranks, cost=cost, seed=dealt_by)
             return min(dealt, evener, key=lambda sharded: sharded.imbalance)
     return dealt
 
 
 def plan_steps(
     lengths: ArrayLike,
-    capacity: int,
+    capacity: int | RowRule,
     rows_per_step: int,
     *,
     seed: int,
@@ -170,26 +166,17 @@ def plan_steps(
     Raises:
         PackingError: what ``plan_epoch`` raises, or the documents make fewer pieces than a step has rows.
     """
-    rule = OverflowRule.checked(positive("capacity", capacity), overflow, context, min_piece)
+    rule = RowRule.of(
+        capacity, overflow=overflow, context=context, min_piece=min_piece, max_segments=max_segments, cost=cost
+    )
     pieces = len(rule.cut(check_lengths(lengths)).length)
     if pieces < positive("rows_per_step", rows_per_step):
         raise PackingError(
             f"equal_cost=True needs a document for each row of a step, and there are {plural(pieces, 'document')} and "
-            f"rows_per_step={rows_per_step:,}: lower it, or leave equal_cost out"
+            f"rows_per_step={rows_per_step:,}: lower it, or leave equal_cost out",
+            option="equal_cost rows_per_step",
         )
-    dealt = plan_epoch(
-        lengths,
-        capacity,
-        seed=seed,
-        epoch=epoch,
-        overflow=overflow,
-        context=context,
-        min_piece=min_piece,
-        max_segments=max_segments,
-        ranks=rows_per_step,
-        cost=cost,
-        equal_cost=True,
-    )
+    dealt = plan_epoch(lengths, replace(rule, equal_cost=True), seed=seed, epoch=epoch, ranks=rows_per_step)
     order = dealt.steps.reshape(-1)
     return dealt.plan.select(order[order < dealt.plan.n_rows])
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from packing_core.errors import PackingError
 from packing_core.planning.assignment import RowAssignment, Shuffle, permutation
 from packing_core.planning.mixed import FULL, mixed
-from packing_core.planning.pieces import choice
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
@@ -53,28 +52,15 @@ class OrderRule:
 
     @staticmethod
     def checked(order: Any, keys: Any, weights: Any, documents: int) -> OrderRule:
-        """Checks the options against the number of documents.
+        """Reads the keys and weights of a :class:`.rule.RowRule`.
 
         Raises:
-            PackingError: they contradict each other, or a document has no key that can be used.
+            PackingError: a document has no key, or a key no weight, that can be used.
         """
-        choice("order", order, get_args(Order))
         if order in ("random", "curriculum"):
-            for name, value in (("keys", keys), ("weights", weights)):
-                if value is not None:
-                    raise PackingError(
-                        f'{name} has no effect under order="{order}": pass order="sorted", "grouped" or "weighted", or '
-                        f"leave {name} out"
-                    )
             return OrderRule(order)
-        if keys is None:
-            raise PackingError(f'order="{order}" needs keys: pass one key per document')
         found, codes = _coded(keys, documents)
         if order != "weighted":
-            if weights is not None:
-                raise PackingError(
-                    f'weights has no effect under order="{order}": pass order="weighted", or leave weights out'
-                )
             return OrderRule(order, codes)
         return OrderRule(order, codes, _weights_of(found, codes, weights))
 
@@ -143,7 +129,7 @@ def octaves(lengths: Int64) -> Int64:
 
 
 def ordered_rows(
-    rule: OrderRule, lengths: Int64, capacity: int, max_segments: int | None, shuffle: Shuffle, *, alignment: int = 1
+    rule: OrderRule, lengths: Int64, capacity: int, max_segments: int | None, shuffle: Shuffle
 ) -> RowAssignment:
     """``mixed`` rows of pieces in the order of ``rule``, one stage after the other.
 
@@ -153,18 +139,18 @@ def ordered_rows(
     """
     stages = rule.stages(lengths, capacity, shuffle)
     drawn_by = shuffle if rule.order == "curriculum" else None
-    sizes, room, limit = -(-lengths // alignment), capacity // alignment, max_segments or len(lengths)
+    limit = max_segments or len(lengths)
     packed: list[tuple[Int64, Int64, Int64]] = []
     moved = stages.order[:0]
     for begin, end in pairwise(stages.offsets.tolist()):
         taken = np.concatenate([moved, stages.order[begin:end]])
-        rows = mixed(sizes[taken], room, min(limit, len(taken)), drawn_by)
+        rows = mixed(lengths[taken], capacity, min(limit, len(taken)), drawn_by)
         order, counts = taken[rows.order], np.diff(rows.offsets)
         moved = moved[:0]
         if end < len(lengths):
             filled = np.add.reduceat(rows.sizes, rows.offsets[:-1])
             emptiest = int(filled.argmin())
-            if filled[emptiest] < FULL * room:
+            if filled[emptiest] < FULL * capacity:
                 stays = np.repeat(np.arange(len(counts)) != emptiest, counts)
                 order, moved, counts = order[stays], order[~stays], np.delete(counts, emptiest)
         packed.append((counts, order, lengths[order]))
@@ -186,8 +172,12 @@ def _coded(keys: Any, documents: int) -> tuple[NDArray[Any], Int64]:
         raise PackingError(f"keys is a {type(keys).__name__} of other things: pass one number or text per document")
     if len(array) != documents:
         raise PackingError(f"there are {len(array):,} keys and {documents:,} documents: pass one per document")
-    if array.dtype.kind == "O" or (isinstance(keys, list | tuple) and array.dtype.kind in "US"):
-        _refuse_unlike(keys if isinstance(keys, list | tuple) else array.tolist())
+    if isinstance(keys, list | tuple) and array.dtype.kind in "fUSO":
+        # Python compares exactly; NumPy would round integers beside floats and drop the NULs that end a text
+        array = np.empty(len(keys), object)
+        array[:] = keys
+    if array.dtype.kind == "O":
+        _refuse_unlike(array.tolist())
     elif array.dtype.kind in "fM" and (wrong := np.flatnonzero(array != array)).size:
         raise PackingError(f"the key of document {wrong[0]} is {array[wrong[0]]}: pass one that can be sorted")
     try:

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from packing_core.errors import CapacityError, LayoutError, reading
 from packing_core.planning import bins as _bins
 from packing_core.planning.composition import Composition, composition
-from packing_core.planning.pieces import MOST_TOKENS, check_alignment, positive
+from packing_core.planning.pieces import MOST_TOKENS, positive
 from packing_core.storage.arrays import as_int64, read_only
 from packing_core.storage.segment_indexing import indexes, sliced
 
 Int64 = NDArray[np.int64]
 
-_NUMBERS = ("capacity", "n_documents", "alignment")
+_NUMBERS = ("capacity", "n_documents")
 _LATER = ("context", "restarts")  # what files of earlier versions lack
 
 
@@ -51,8 +51,7 @@ class PackPlan:
         source: int64 [P] document index.
         start: int64 [P] first token of the piece within its document (0 unless the document was split).
         length: int64 [P] tokens of the piece, at least 1.
-        capacity: tokens a row can hold, a multiple of ``alignment``.
-        alignment: every piece starts at a multiple of this within its row.
+        capacity: tokens a row can hold.
         n_documents: how many lengths the plan was made from.
         dropped: int64, ids of documents left out under ``overflow="drop"``, ascending.
         truncated: int64, ids of documents cut under ``overflow="truncate"``, ascending.
@@ -65,7 +64,7 @@ class PackPlan:
 
     Raises:
         LayoutError: the arrays contradict each other.
-        CapacityError: a row holds more than ``capacity`` tokens, or ``alignment`` does not divide ``capacity``.
+        CapacityError: a row holds more than ``capacity`` tokens.
     """
 
     row_offsets: Int64
@@ -75,7 +74,6 @@ class PackPlan:
     _: KW_ONLY
     capacity: int
     n_documents: int
-    alignment: int = 1
     dropped: Int64 = field(default_factory=_none)
     truncated: Int64 = field(default_factory=_none)
     context: Int64 = field(default_factory=_none)
@@ -91,7 +89,6 @@ class PackPlan:
                 value = bool(value) if entry.name == "restarts" else read_only(as_int64(value, entry.name))
             object.__setattr__(self, entry.name, value)
         if check:
-            check_alignment(self.capacity, self.alignment)
             self._check_rows()
             self._check_documents()
 
@@ -115,12 +112,11 @@ class PackPlan:
             raise LayoutError(
                 f"lengths up to {self.length.max():,} over {pieces:,} pieces pass 2**60 tokens: use several plans"
             )
-        units = np.add.reduceat(-(-self.length // self.alignment), self.row_offsets[:-1])
-        if units.max() > self.capacity // self.alignment:
-            row = int(units.argmax())
+        if self.row_tokens.max() > self.capacity:
+            row = int(self.row_tokens.argmax())
             raise CapacityError(
-                f"row {row} takes {int(units[row]) * self.alignment:,} tokens (alignment {self.alignment}) and "
-                f"capacity is {self.capacity:,}: put fewer pieces into it, or raise capacity"
+                f"row {row} takes {self.row_tokens[row]:,} tokens and capacity is {self.capacity:,}: put fewer pieces "
+                "into it, or raise capacity"
             )
 
     def _check_documents(self) -> None:
@@ -201,15 +197,14 @@ class PackPlan:
     @cached_property
     def offset(self) -> Int64:
         """int64 [P] where each piece begins within its row."""
-        room = -(-self.length // self.alignment) * self.alignment
-        begin = np.cumsum(room) - room
+        begin = np.cumsum(self.length) - self.length
         return _frozen(begin - np.repeat(begin[self.row_offsets[:-1]], np.diff(self.row_offsets)))
 
     @cached_property
     def lower_bound(self) -> int:
-        """No plan of these pieces has fewer rows (Martello and Toth 1990, bound L2, in units of the alignment)."""
-        sizes, counts = np.unique(-(-self.length // self.alignment), return_counts=True)
-        return _bins.lower_bound(sizes[::-1], counts[::-1], self.capacity // self.alignment)
+        """No plan of these pieces has fewer rows (Martello and Toth 1990, bound L2)."""
+        sizes, counts = np.unique(self.length, return_counts=True)
+        return _bins.lower_bound(sizes[::-1], counts[::-1], self.capacity)
 
     @property
     def fingerprint(self) -> str:
@@ -276,7 +271,6 @@ class PackPlan:
             self.length[pieces],
             capacity=self.capacity,
             n_documents=self.n_documents,
-            alignment=self.alignment,
             dropped=self.dropped,
             truncated=self.truncated,
             context=self.context[pieces] if len(self.context) else self.context,
@@ -315,6 +309,8 @@ class PackPlan:
                     raise LayoutError(
                         f"{os.fspath(path)!r} is not a saved plan, it has no {entry.name!r}: pass one of PackPlan.save"
                     )
+            if stored.get("alignment", 1) != 1:  # of earlier versions
+                raise LayoutError(f"{os.fspath(path)!r} has gaps by alignment={stored['alignment']}: plan it again")
             return cls(**values)
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickling arrays would make them writeable

@@ -91,8 +91,8 @@ class Backend(Operations):
         """Loss and gradients of documents whose common beginnings are computed once (option "shared_prefixes").
 
         Args:
-            documents: some of which share their first tokens, on several levels; only what follows is trained. A
-                common beginning has 16 tokens at least.
+            documents: some of which share their first tokens, on several levels, or are equal. A common beginning has
+                16 tokens at least; labels in it count once for each of its documents.
 
         Returns:
             The mean loss over all trained labels, its gradient by weight name, and the number of tokens that the

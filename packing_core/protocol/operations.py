@@ -136,7 +136,7 @@ class Operations:
             k: ``[B, S, K, D]``.
             v: ``[B, S, H, E]``.
             g: ``[B, S, H]``, the log of the decay, at most 0; ``[B, S, H, D]`` takes the option "channel_decay".
-            beta: ``[B, S, H]``, from 0 to 1.
+            beta: ``[B, S, H]``, from 0 to 2; above 1 the state's part along k changes its sign.
             segment_ids: ``[B, S]``.
             normalise: True takes the option "normalise": every head of q and k is divided by
                 ``sqrt(sum(x^2) + 1e-6)`` first. Without it they have that norm already.
@@ -268,7 +268,7 @@ class Operations:
             labels: int64 ``[B, S]`` **as given**: ``labels[t]`` trains the logits at t-1, -100 is not trained on.
                 Labels at a segment's first token and at padding are present here and must not count.
             segment_ids: ``[B, S]``.
-            token_weights: ``[B, S]`` weight of each label, aligned with ``labels``; None for 1.
+            token_weights: ``[B, S]`` weight of each label, aligned with ``labels``, of either sign or 0; None for 1.
 
         Returns:
             The loss sum, the weight sum, and the gradient of the loss sum ``[B, S, V]``, zero where nothing is trained.

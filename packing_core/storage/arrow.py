@@ -63,6 +63,8 @@ def _lists(array: Any, name: str, first: int) -> tuple[Array, Array]:
         numbers = values.to_numpy(zero_copy_only=False)
     except Exception as error:  # of pyarrow's own kinds: a type that NumPy has not
         raise LayoutError(f"{name} has Arrow values of {values.type}: pass numbers ({first_line(error)})") from None
+    if not len(numbers) and numbers.dtype == object:  # of type null, as datasets makes of empty lists alone
+        numbers = np.zeros(0, np.int64)
     return as_array(numbers, f"{name}.values"), offsets
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing_core.errors import LayoutError, PackingError
-from packing_core.planning.pieces import OverflowRule, PieceSpan, integer, too_long
+from packing_core.planning.pieces import PieceSpan, integer, too_long
+from packing_core.planning.rule import RowRule
 
 Int64 = NDArray[np.int64]
 Piece = tuple[int, int, int, int, Any]  # document number, first token, length, context, content
@@ -147,7 +148,7 @@ def length_of(document: Any, number: int) -> int:
         ) from None
 
 
-def cut(number: int, document: Any, length: int, rule: OverflowRule) -> list[Piece]:
+def cut(number: int, document: Any, length: int, rule: RowRule) -> list[Piece]:
     """The pieces of a document of ``length`` tokens: none where it is dropped.
 
     Raises:

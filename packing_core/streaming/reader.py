@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from packing_core.planning.pieces import OverflowRule
+from packing_core.planning.rule import RowRule
 from packing_core.streaming.pending import Pending, Piece, Read, cut, length_of
 from packing_core.streaming.sources import Source
 
@@ -32,7 +32,7 @@ class Reader:
     last: Any
     exhausted: bool
 
-    def __init__(self, source: Source, rule: OverflowRule, *, buffer: int, buffer_tokens: int, max_age: int) -> None:
+    def __init__(self, source: Source, rule: RowRule, *, buffer: int, buffer_tokens: int, max_age: int) -> None:
         self.source = source
         self.rule, self.capacity = rule, rule.capacity
         self.buffer, self.buffer_tokens, self.max_age = buffer, buffer_tokens, max_age

@@ -12,8 +12,8 @@ from packing_core.batches.batch import PackedBatch
 from packing_core.batches.dataset import pack
 from packing_core.errors import LayoutError
 from packing_core.planning.mixed import mixed
-from packing_core.planning.pieces import OverflowRule
 from packing_core.planning.plan import PackPlan, plan
+from packing_core.planning.rule import RowRule
 from packing_core.streaming.pending import Pending, columns_of, read_now
 
 Int64 = NDArray[np.int64]
@@ -29,7 +29,6 @@ def plan_round(
     strategy: str,
     seed: list[int] | None,
     once: bool,
-    alignment: int,
     max_segments: int | None,
 ) -> PackPlan:
     """Rows of all that is pending, in the planner's order.
@@ -39,10 +38,10 @@ def plan_round(
         once: take the first draw of mixed rows: rows that are not full stay, so it will do until the end.
     """
     if strategy == "best_fit":
-        return plan(lengths, capacity, alignment=alignment, max_segments=max_segments, seed=None)
+        return plan(lengths, capacity, max_segments=max_segments, seed=None)
     rows = mixed(
-        -(-lengths // alignment),
-        capacity // alignment,
+        lengths,
+        capacity,
         min(max_segments or len(lengths), len(lengths)),
         None if seed is None else np.random.PCG64(seed),
         once=once,
@@ -54,7 +53,6 @@ def plan_round(
         lengths[rows.order],
         capacity=capacity,
         n_documents=len(lengths),
-        alignment=alignment,
         check=False,
     )
 
@@ -130,9 +128,7 @@ def _enough(amount: Int64, order: Int64, most: int) -> int:
     return int(np.searchsorted(gone, gone[-1] - most)) + 1
 
 
-def make_rows(
-    pending: Pending, rows: PackPlan, numbers: Int64, rule: OverflowRule, options: dict[str, Any]
-) -> PackedBatch:
+def make_rows(pending: Pending, rows: PackPlan, numbers: Int64, rule: RowRule, options: dict[str, Any]) -> PackedBatch:
     """Makes rows ``numbers`` of a plan of the pending pieces, which ``rule`` cut; ``options`` are those of ``pack``.
 
     Raises:
@@ -147,9 +143,8 @@ def make_rows(
         np.zeros(len(contents), np.int64),
         chosen.length,
         capacity=rows.capacity,
-        alignment=rows.alignment,
         n_documents=len(contents),
-        context=pending.context[chosen.source] if rule.context else np.zeros(0, np.int64),
+        context=pending.context[chosen.source] if rule.context_tokens else np.zeros(0, np.int64),
         restarts=rule.overflow == "restart",
         check=False,
     )

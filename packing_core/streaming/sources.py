@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from packing_core.errors import PackingError
 from packing_core.storage.arrays import as_int64
 from packing_core.storage.arrow import is_arrow
+from packing_core.storage.digests import digest, sampled
 from packing_core.storage.ragged import Ragged
 from packing_core.streaming.pending import Later
 
@@ -44,6 +45,7 @@ class Source:
         self._handed_out = 0  # documents of an iterator that were read
         self._kind = _kind_of(self.given, name)
         self._size: int | None = None
+        self._sample: list[Any] | None = None
         self._lengths: list[int] | None = None
         if lengths is not None:
             if self._kind != "sequence":
@@ -123,6 +125,40 @@ class Source:
             sequence = self._kind == "sequence"
             self._size = len(self.given) if sequence else sum(1 for _ in self.open(0))
         return self._size
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a saved state holds of a sequence, beside the position."""
+        if not self.is_sequence:
+            return {}
+        try:
+            return {"source": self.sample(len(self.given))}
+        except Exception:  # a document that cannot be read now must not keep a position from being saved
+            return {}
+
+    def sample(self, size: int) -> list[Any]:
+        """Returns ``size`` and a digest of documents from all over the first ``size`` of a sequence."""
+        if self._sample is None or self._sample[0] != size:
+            numbers = sampled(min(size, len(self.given)))
+            self._sample = [size, digest((number, 0, self.given[number]) for number in numbers)]
+        return self._sample
+
+
+def share_of(data: Any) -> tuple[int, int] | None:
+    """Returns (index, count) of data that say that they are one reader's share of others; None if they do not.
+
+    These are parts of ``crosspack.read``, streams of ``split_dataset_by_node``, accelerate's shards of a data set, and
+    mixtures of them. Whoever deals such data to ranks again loses the rest.
+    """
+    node = getattr(data, "_distributed", None)
+    for owner, index, count in ((node, "rank", "world_size"), (data, "process_index", "num_processes")):
+        if isinstance(number := getattr(owner, count, None), int) and number > 1:
+            return int(getattr(owner, index)), number
+    share = getattr(data, "share", None)
+    if isinstance(share, tuple) and len(share) == 2 and share[1] > 1:
+        return share
+    parts = getattr(data, "sources", None)
+    inside = parts if isinstance(parts, list) else [getattr(data, "given", None)] if isinstance(data, Source) else []
+    return next((found for part in inside if (found := share_of(part))), None)
 
 
 def _kind_of(given: Any, name: str) -> str:

@@ -1,7 +1,8 @@
 """The state from which a stream resumes: counters, the numbers of pending documents, and a fingerprint of all of it.
 
-The fingerprint covers the counters and the content of the pending documents and of the last one that was read. A state
-that was changed, and a source that gives other documents, are found out before a row is made.
+The fingerprint covers the counters and the content of the pending documents and of the last one that was read; of a
+sequence the state also holds a digest of documents from all over it. A state that was changed, and a source that gives
+other documents, are found out before a row is made.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from packing_core.errors import PackingError
 from packing_core.planning.pieces import integer
-from packing_core.storage.arrays import as_array
+from packing_core.storage.digests import digest
 from packing_core.streaming.deal import rows_done
 from packing_core.streaming.pending import Pending, Piece, read_now
 from packing_core.streaming.sources import Source
@@ -40,19 +41,11 @@ class Mark:
         return both
 
     def digest(self) -> str:
-        """Fingerprints the documents: the same for lists and arrays of the same numbers."""
-        hashed = blake2b(digest_size=16)
+        """Fingerprints the documents."""
         numbers, starts = self.pending.ids.tolist(), self.pending.starts.tolist()
         pieces = [*zip(numbers, starts, self.pending.contents, strict=True)]
-        for number, start, content in [*pieces, *([(self.cursor - 1, -1, self.last)] if self.cursor else [])]:
-            [content] = read_now([content])
-            columns = content if isinstance(content, Mapping) else {"input_ids": content}
-            for name in sorted(columns, key=str):
-                array = as_array(columns[name], f"{name} of document {number}")
-                wide = array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
-                hashed.update(f"{number} {start} {name} {wide.shape} {wide.dtype}".encode())
-                hashed.update(wide.tobytes())
-        return hashed.hexdigest()
+        pieces += [(self.cursor - 1, -1, self.last)] if self.cursor else []
+        return digest((number, start, *read_now([content])) for number, start, content in pieces)
 
 
 def sealed(state: Mapping[str, Any], digest: str) -> dict[str, Any]:
@@ -135,6 +128,8 @@ def read_state(state: Any, options: Mapping[str, Any]) -> dict[str, Any]:
             "the numbers of the state contradict each other: pass what state_dict() of a stream returned"
         )
     given = {} if part is None else {"part": part}
+    if "source" in state:
+        given["source"] = _sample(state["source"])
     return {**options, **counters, **given, "pending": pending, "fingerprint": state["fingerprint"]}
 
 
@@ -173,7 +168,18 @@ def restore(
             "the fingerprint of the state does not match: the state was changed, or the source gives other "
             "documents than it did; give the stream the state and the source that it had"
         )
+    if "source" in given and source.is_sequence and source.sample(given["source"][0]) != given["source"]:
+        raise PackingError(
+            "the source holds other documents than the one that the state was taken of, or in another order: give the "
+            "stream the source that it had"
+        )
     return mark, opened
+
+
+def _sample(value: Any) -> list[Any]:
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):
+        return [_count("source", value[0]), value[1]]
+    raise PackingError(f"source of the state is {value!r}: pass what state_dict() of a stream returned")
 
 
 def _count(name: str, value: Any) -> int:

@@ -8,9 +8,9 @@ where it stopped, also with another number of shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,19 +22,21 @@ from packing_core.batches.stored import Weighting
 from packing_core.errors import PackingError
 from packing_core.hints import hinted
 from packing_core.planning.cost import Cost, checked_cost
-from packing_core.planning.order import Order, OrderRule
+from packing_core.planning.order import Order
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import Overflow, positive
+from packing_core.planning.rule import RowRule
 from packing_core.streaming.deal import Deal, part_of
 from packing_core.streaming.options import StreamOptions, StreamStrategy
 from packing_core.streaming.ordered import OrderedSource
 from packing_core.streaming.pending import Pending
 from packing_core.streaming.reader import Reader
 from packing_core.streaming.rounds import by_step, leaving, make_rows, plan_round, whole_steps
-from packing_core.streaming.sources import Source
+from packing_core.streaming.sources import Source, share_of
 from packing_core.streaming.state import Mark, read_state, restore, sealed
 
 Int64 = NDArray[np.int64]
+Collated = TypeVar("Collated")
 
 CHUNK_TOKENS = 2**22  # slots of the rows that are made at a time
 
@@ -42,7 +44,7 @@ CHUNK_TOKENS = 2**22  # slots of the rows that are made at a time
 @hinted()
 def stream(
     source: Any,
-    capacity: int,
+    capacity: int | RowRule,
     *,
     buffer: int = 8192,
     buffer_tokens: int | None = None,
@@ -55,7 +57,6 @@ def stream(
     overflow: Overflow = "error",
     context: int | None = None,
     min_piece: int = 1,
-    alignment: int = 1,
     max_segments: int | None = None,
     strategy: StreamStrategy = "mixed",
     pad_id: int = 0,
@@ -92,7 +93,7 @@ def stream(
             workers and shards.
         lengths: [N] tokens of each document of a sequence. Documents are then read when their rows are made: each shard
             reads its own, and plans by the lengths alone.
-        overflow, context, min_piece, alignment, max_segments, strategy: as in ``plan``; under ``mixed`` every round
+        overflow, context, min_piece, max_segments, strategy: as in ``plan``; under ``mixed`` every round
             draws from the pending documents, by the seed, or without one in their own order.
         pad_id, weighting: as in ``pack``.
         order, keys, weights: the order in which the documents of a sequence are read, as in ``plan``, drawn by the seed
@@ -112,33 +113,35 @@ def stream(
     """
     if cost is not None and not equal_cost:
         raise PackingError("cost has no effect without equal_cost=True: pass both, or leave cost out")
-    weighed = checked_cost(cost)
-    options = StreamOptions.checked(
-        capacity=capacity,
-        buffer=buffer,
-        buffer_tokens=buffer_tokens,
-        max_age=max_age,
-        alignment=alignment,
-        max_segments=max_segments,
-        seed=seed,
+    rule = RowRule.of(
+        capacity,
         overflow=overflow,
         context=context,
         min_piece=min_piece,
+        max_segments=max_segments,
         strategy=strategy,
+        order=order,
+        keys=keys,
+        weights=weights,
+        equal_cost=equal_cost,
+        cost=cost,
+    )
+    options = StreamOptions.checked(
+        rule,
+        buffer=buffer,
+        buffer_tokens=buffer_tokens,
+        max_age=max_age,
+        seed=seed,
         pad_id=pad_id,
         weighting=weighting,
-        order=order,
-        equal_cost=part_of("shard", shard)[1] if equal_cost else 0,
-        cost=repr(weighed) if equal_cost else None,
+        equal_cost=part_of("shard", shard)[1] if rule.equal_cost else 0,
     )
     given: Any = source
-    if order == "random":
-        OrderRule.checked(order, keys, weights, 0)
-    else:
-        given = OrderedSource(source, order, keys, weights, seed=options.seed, lengths=lengths)
+    if rule.order != "random":
+        given = OrderedSource(source, rule.order, rule.keys, rule.weights, seed=options.seed, lengths=lengths)
         options, lengths = replace(options, keys=given.rule.digest), None
     dealt: dict[str, Any] = {"shard": shard, "worker": worker, "rows_per_batch": rows_per_batch}
-    return PackStream(given, options, **dealt, lengths=lengths, cost=weighed)
+    return PackStream(given, options, **dealt, lengths=lengths)
 
 
 class PackStream:
@@ -153,8 +156,9 @@ class PackStream:
         n_truncated, n_dropped: how many there were.
     """
 
-    _ready: PackedBatch | tuple[()]  # rows of this worker that are made
-    _rows: Iterator[PackedBatch]  # those of them that are left, one by one
+    _ready: list[tuple[Mark, PackedBatch]]  # rows of this worker that are made, by the start of their round
+    _place: int  # of the first row in them that is not taken
+    _rows: Iterator[PackedBatch]  # the first of them one by one, from there on
     _no_rows: PackedBatch | None  # a batch without rows, which says what columns there are
     _mark: Mark  # where the present round begins
     _at_round: Mark  # where the round of the last row taken began
@@ -169,17 +173,21 @@ class PackStream:
         worker: tuple[int, int] = (0, 1),
         rows_per_batch: int = 1,
         lengths: ArrayLike | None = None,
-        cost: Cost | None = None,
     ) -> None:
         self.options = options
-        self._cost = cost or Cost()
-        self.capacity, self.seed = options.capacity, options.seed
+        self._cost = checked_cost(options.rule.cost)
+        self.capacity, self.seed = options.rule.capacity, options.seed
         self.index, self.shards = part_of("shard", shard)
         part = part_of("worker", worker)
         self._deal = Deal(self.index, self.shards, *part, positive("rows_per_batch", rows_per_batch))
         self._pack_options = {"pad_id": options.pad_id, "weighting": options.weighting}
         limits = {"buffer": options.buffer, "buffer_tokens": options.buffer_tokens, "max_age": options.max_age}
         self._source = source if isinstance(source, Source) else Source(source, lengths=lengths)
+        if self.shards > 1 and (share := share_of(self._source)):
+            raise PackingError(
+                f"the source is share {share} of a data set already, and shard={shard} would lose some of it: pass all "
+                "documents on every shard; or shard=(0, 1), which packs the share alone, into as many rows as it fills"
+            )
         self._reader = Reader(self._source, options.rule, **limits)
         self.start_epoch(0)
 
@@ -209,68 +217,78 @@ class PackStream:
         return self._reader.n_dropped
 
     def __iter__(self) -> PackStream:
-        if self._done:
+        if self._done and not self._ready:
             self.start_epoch(self._epoch + 1)
         return self
 
     def __next__(self) -> PackedBatch:
-        while True:
-            row = next(self._rows, None)
-            if row is not None:
-                self._place += 1
-                self._count(1)
-                return row
-            self._make_ready()
-            assert isinstance(self._ready, PackedBatch)
-            self._rows = self._ready.single_rows(self._place)
+        row = next(self._rows, None)
+        if row is None:
+            if not self._made_of(1):
+                raise StopIteration
+            self._rows = self._ready[0][1].single_rows(self._place)
+            row = next(self._rows)
+        self._take(1)
+        return row
 
-    def batches(self, rows: int) -> Iterator[PackedBatch]:
-        """This shard's rows of the rest of the epoch, so many at a time; the last batch may have fewer."""
-        parts: list[PackedBatch] = []
-        for part in self._parts(positive("rows", rows)):
-            parts.append(part)
-            if sum(map(len, parts)) == rows:
-                yield concatenate(parts)
-                parts = []
-        if parts:
-            yield concatenate(parts)
+    @overload
+    def batches(self, rows: int) -> Iterator[PackedBatch]: ...
+
+    @overload
+    def batches(self, rows: int, collate: Callable[[PackedBatch], Collated]) -> Iterator[Collated]: ...
+
+    def batches(self, rows: int, collate: Callable[[PackedBatch], Any] | None = None) -> Iterator[Any]:
+        """This shard's rows of the rest of the epoch, so many at a time; the last batch may have fewer.
+
+        ``collate`` makes what is yielded of each batch. Rows are taken when it has returned, not before.
+        """
+        positive("rows", rows)
+        while count := self._made_of(rows):
+            batch = concatenate(list(self._next_rows(count)))
+            collated = batch if collate is None else collate(batch)
+            self._take(count)
+            self._rows = iter(())
+            yield collated
 
     def chunks(self) -> Iterator[PackedBatch]:
         """This shard's rows of the rest of the epoch, many at a time as one batch: far fewer objects.
 
         A batch holds at most 2**22 tokens with padding, or one row.
         """
-        return self._parts(None)
-
-    def _parts(self, rows: int | None) -> Iterator[PackedBatch]:
-        """Yields what is ready of the next ``rows`` rows, then the rest of these, and so on; None yields all."""
-        wanted = rows
-        while True:
-            try:
-                self._make_ready()
-            except StopIteration:
-                return
-            assert isinstance(self._ready, PackedBatch)
-            part = self._ready[self._place :] if wanted is None else self._ready[self._place : self._place + wanted]
-            self._place += len(part)
+        while self._made_of(1):
+            part = self._ready[0][1][self._place :]
+            self._take(len(part))
             self._rows = iter(())
-            self._count(len(part))
-            if wanted is not None:
-                wanted = wanted - len(part) or rows
             yield part
 
-    def _make_ready(self) -> None:
-        """Have a row ready.
+    def _made_of(self, rows: int) -> int:
+        """Makes the next ``rows`` rows; returns how many of them there are."""
+        while (count := sum(len(block) for _, block in self._ready) - self._place) < rows:
+            try:
+                self._advance()
+            except StopIteration:
+                return count
+        return rows
 
-        Raises:
-            StopIteration: there is none.
-        """
-        while self._place >= len(self._ready):
-            self._advance()
+    def _next_rows(self, rows: int) -> Iterator[PackedBatch]:
+        """Yields the next rows, which are made, without taking them."""
+        first = self._place
+        for _, block in self._ready:
+            part = block[first : first + rows]
+            yield part
+            first, rows = 0, rows - len(part)
+            if not rows:
+                return
 
-    def _count(self, rows: int) -> None:
+    def _take(self, rows: int) -> None:
+        """Counts the next rows, which are made, as taken."""
         self._taken += rows
-        self._at_round = self._mark
+        self._place += rows
+        while self._ready and self._place >= len(self._ready[0][1]):
+            self._at_round, block = self._ready.pop(0)
+            self._place -= len(block)
+        if self._place:
+            self._at_round = self._ready[0][0]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the stream, as numbers, strings and lists that JSON takes.
@@ -287,7 +305,7 @@ class PackStream:
             self._digest = at, at.digest()
         counters = {"epoch": self._epoch, "round": at.round, **self._deal.state(self._taken)}
         position = {"rows_before": at.rows_before, "cursor": at.cursor, "pending": at.places()}
-        return sealed({**self.options.state(), **counters, **position}, self._digest[1])
+        return sealed({**self.options.state(), **counters, **position, **self._source.state()}, self._digest[1])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken: the remaining rows are the same ones. A refused state changes nothing.
@@ -326,7 +344,7 @@ class PackStream:
         self._taken = 0  # rows of this worker since the epoch or the resumed run began
         self._reader.restart(epoch)
         self._done = False
-        self._ready, self._rows, self._no_rows = (), iter(()), None
+        self._ready, self._rows, self._no_rows = [], iter(()), None
         self._place = 0
         self._leaves: tuple[Pending, PackPlan] | None = None  # the plan of a round, and what it was made of
         self._todo = np.zeros(0, np.int64)  # its rows of this worker that are not made yet
@@ -342,11 +360,11 @@ class PackStream:
         """
         if len(self._todo):
             block = self._todo[: max(1, CHUNK_TOKENS // self.capacity)]
-            self._ready, self._rows, self._place = self._made(block), iter(()), 0
+            self._ready.append((self._mark, self._made(block)))
             self._todo = self._todo[len(block) :]
         elif self._pads:
             assert self._no_rows is not None
-            self._ready, self._rows, self._place = with_empty_row(self._no_rows), iter(()), 0
+            self._ready.append((self._mark, with_empty_row(self._no_rows)))
             self._pads = False
         else:
             self._next_round()
@@ -361,7 +379,7 @@ class PackStream:
         Raises:
             StopIteration: there are no more rows.
         """
-        self._ready, self._rows, self._place, self._leaves = (), iter(()), 0, None
+        self._leaves = None
         reader = self._reader
         if reader.exhausted and not len(reader.pending.ids):
             self._done = True
@@ -389,22 +407,21 @@ class PackStream:
         if not len(self._reader.pending.ids):
             return None
         seed = None
-        if self.seed is not None and self.options.order == "random":
+        if self.seed is not None and self.options.rule.order == "random":
             seed = [self.seed, self._epoch, self._round]
         return plan_round(
             self._reader.pending.lengths,
             self.capacity,
-            strategy=self.options.strategy,
+            strategy=self.options.rule.strategy,
             seed=seed,
             once=not self._reader.exhausted,
-            alignment=self.options.alignment,
-            max_segments=self.options.max_segments,
+            max_segments=self.options.rule.max_segments,
         )
 
     def _leaving(self, rows: PackPlan) -> Int64:
         """The rows that leave in this round: in steps of equal cost, shuffled by the seed unless they keep an order."""
         shares, seed = self.options.equal_cost, None
-        if self.seed is not None and self.options.order == "random":
+        if self.seed is not None and self.options.rule.order == "random":
             seed = [self.seed, self._epoch, self._round]
         if self._reader.exhausted:
             gone = np.arange(rows.n_rows)
@@ -426,5 +443,7 @@ class PackStream:
             PackingError: the source gave nothing at all.
         """
         if self._no_rows is None:
+            if self._rows_before:
+                return  # gone on from the end of an epoch, after all its rows
             raise PackingError("the source has no document to pack: give it one at least")
         self._pads = self._deal.base < self._rows_before and self._deal.pads(self._rows_before)

@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from uuid import uuid4
 
 from packing_core.errors import PackingError
 
@@ -41,6 +42,22 @@ def replace(source: Path, target: Path) -> None:
     os.replace(source, target)
     for folder in {source.parent, target.parent}:
         sync(folder)
+
+
+@contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """Yields a path beside ``path`` with its suffix; what is written there takes its place if the block succeeds.
+
+    A full disk or an interruption leaves what was there before.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{uuid4().hex}{path.suffix}")
+    try:
+        yield partial
+        sync(partial)
+        replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def is_plain(name: object) -> bool:

@@ -53,16 +53,55 @@ def check_honoured(trainer: Callable[..., Any], backend: str, used: Iterable[str
             raise UnsupportedError(f"--backend {backend} has no {option}: leave it out, or pass another --backend")
 
 
-@dataclass(frozen=True)
-class TrainJob:
-    """Everything that a backend needs to train; see the module's docstring.
+@dataclass(frozen=True, kw_only=True)
+class ModelJob:
+    """Holds what the jobs of all tasks have in common.
 
     Attributes:
         model: a local folder, a hub name, or the contents of a ``config.json`` (random weights by ``options.seed``).
-        schedule: the batches of every step.
         options: what decides the losses.
+        device: ``auto`` or what the framework calls it.
+        attention: the name of an attention implementation, or ``auto``.
+        gradient_checkpointing: recompute activations in the backward pass.
+        trust_remote_code: whether code in the model's folder may run.
+        eval_every: steps between evaluations; there is one after the last step in any case.
+        output: where the trained model goes, in the Hugging Face format; None keeps nothing. Of several ranks, rank 0
+            writes.
+        merge_lora: add the adapters to the weights that are written, which need no peft then.
+        checkpoints: where checkpoints go.
+        save_every: steps between checkpoints; 0 for none.
+        keep_checkpoints: how many of the newest checkpoints stay.
+        keep_best: write the weights of the step with the lowest evaluation loss, in place of the last step's.
+        early_stopping: end after so many evaluations without a lower loss; 0 for never.
+        resume: continue from the newest checkpoint.
+        on_phase: called with one line when something slow begins that is not a step.
+    """
+
+    model: str | Mapping[str, Any]
+    options: Options = field(default_factory=Options)
+    device: str = "auto"
+    attention: str = "auto"
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+    eval_every: int = 0
+    output: Path | None = None
+    merge_lora: bool = False
+    checkpoints: Path | None = None
+    save_every: int = 0
+    keep_checkpoints: int = 1
+    keep_best: bool = False
+    early_stopping: int = 0
+    resume: bool = False
+    on_phase: Callable[[str], None] = lambda line: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob(ModelJob):
+    """Everything that a backend needs to train on packed documents; see the module's docstring.
+
+    Attributes:
+        schedule: the batches of every step.
         evaluation: the documents that are evaluated, packed; None evaluates nothing.
-        eval_every: steps between evaluations of the packed run; there is one after its last step in any case.
         compile: whether layers are compiled; None leaves it to the backend.
         strategy: how several ranks train: ``ddp`` keeps all weights on each, ``fsdp`` shards them; ``zero2`` and
             ``zero3`` are DeepSpeed's ZeRO, which shards optimizer states and gradients, and in stage 3 weights.
@@ -72,53 +111,23 @@ class TrainJob:
             weights are cut over ``fsdp``, heads and MLPs over ``tensor``, tokens over ``context``. Empty for one
             device.
         runs: which runs, each from the same initial weights; only ``packed`` is kept.
-        device: ``auto`` or what the framework calls it.
-        attention: the name of an attention implementation, or ``auto``.
-        gradient_checkpointing: recompute activations in the backward pass.
-        merge_lora: add the adapters to the weights that are written, which need no peft then.
         deterministic: use only kernels that repeat to the bit.
-        trust_remote_code: whether code in the model's folder may run.
-        output: where the trained model goes, in the Hugging Face format; None keeps nothing. Of several ranks, rank 0
-            writes.
-        checkpoints: where checkpoints go; by default ``checkpoints`` in ``output``.
-        save_every: steps between checkpoints; 0 for none.
-        keep_checkpoints: how many of the newest checkpoints stay.
-        keep_best: write the weights of the step with the lowest evaluation loss, in place of the last step's.
-        early_stopping: end after so many evaluations without a lower loss; 0 for never.
         prompts: token ids that the model continues after every evaluation and at the end.
-        resume: continue from the newest checkpoint.
         on_step: called after every step.
         on_sample: called with the number of finished steps, that of a prompt, and the token ids of its continuation.
-        on_phase: called with one line when something slow begins that is not a step.
     """
 
-    model: str | Mapping[str, Any]
     schedule: Schedule
-    options: Options = field(default_factory=Options)
     evaluation: Schedule | None = None
-    eval_every: int = 0
     compile: bool | None = None
     strategy: Strategy = "ddp"
     context_parallel: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
     runs: tuple[Run, ...] = ("packed",)
-    device: str = "auto"
-    attention: str = "auto"
-    gradient_checkpointing: bool = False
-    merge_lora: bool = False
     deterministic: bool = False
-    trust_remote_code: bool = False
-    output: Path | None = None
-    checkpoints: Path | None = None
-    save_every: int = 0
-    keep_checkpoints: int = 1
-    keep_best: bool = False
-    early_stopping: int = 0
     prompts: tuple[tuple[int, ...], ...] = ()
-    resume: bool = False
     on_step: Callable[[StepRecord], None] = lambda record: None
     on_sample: Callable[[int, int, list[int]], None] = lambda steps, prompt, ids: None
-    on_phase: Callable[[str], None] = lambda line: None
 
     def check_vocabulary(self, size: int) -> None:
         """Raise unless every token has one of the model's ``size`` embeddings.

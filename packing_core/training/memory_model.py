@@ -46,7 +46,8 @@ USABLE = 0.95  # of a device: its own context, and what the allocator cannot use
 # Chunks of the loss take a seventh of all logits, within these bounds: few sums in float32 where rows are long, and
 # little memory beside the activations where they are not. Each chunk reads and writes the gradient of the weight once.
 _CHUNKS, _LEAST_BYTES, _MOST_BYTES = 7, 2**29, 2**31
-# Rows from this length on compute MLPs, projections and experts by tiles of so many tokens, where they are recomputed.
+# Rows from this length on compute MLPs, projections and experts by tiles of so many tokens, where they are recomputed
+# and do not fit without.
 TILED_FROM, TILE = 65_536, 8_192
 _ON_THEIR_WAY = 2  # inputs of layers that offloading holds on the device: the last two to leave, or to come back
 _BESIDE_THEM = 1  # hidden states beside what layers keep at the last one, as the allocator's history shows
@@ -107,16 +108,17 @@ class MemoryModel:
         fit = self.layers if host_bytes is None else min(self.layers, host_bytes // (tokens * self.hidden))
         return None if fit < 1 else -(-self.layers // fit)
 
-    def bytes(self, level: str, tokens: int, *, group: int = 1) -> int:
+    def bytes(self, level: str, tokens: int, *, group: int = 1, tiles: bool = True) -> int:
         """Returns the most that a step with ``tokens`` in its largest microbatch holds at a level.
 
         Args:
             group: of layers that share one input on the host at ``"offload"``.
+            tiles: whether a long row is computed by tiles.
         """
         at_loss = at_last = tokens * self.kept[level]
         at_first = -(-at_loss // self.layers)
         work = tokens * self.work[level]
-        if tokens >= TILED_FROM and level in self.tiled:
+        if tiles and tokens >= TILED_FROM and level in self.tiled:
             work = tokens * self.tiled[level] + max(self.tile, tokens * self.behind_experts)
         if level == "offload":
             at_first = at_loss = min(self.layers, _ON_THEIR_WAY) * tokens * self.hidden

@@ -1,7 +1,7 @@
 """Counts what mixes the tokens of a layer, in columns of a token: attention, the gated delta rule, Mamba-2, RG-LRU.
 
 A config's sizes -> :class:`Mixer`. What each keeps is that of compiled layers on this project's kernels, counted by
-``tests/torch_backend/test_memory_count.py``.
+``tests/torch_backend/hf/test_memory_count.py``.
 """
 
 from __future__ import annotations

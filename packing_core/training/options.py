@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -57,7 +58,7 @@ class Options:
             output layer.
 
     Raises:
-        PackingError: two of them contradict each other.
+        PackingError: two of them contradict each other, or a number is negative or not finite.
     """
 
     lr: float = 1e-3
@@ -79,6 +80,9 @@ class Options:
     lora_targets: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("lr", "warmup", "weight_decay", "clip", "neftune_alpha", "lora_alpha", "lora_dropout"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
+                raise PackingError(f"--{name.replace('_', '-')} {value}: pass a finite number from 0 on")
         check_schedule(self.decay, self.decay_options)
         if self.optim is not None and self.optim not in get_args(Optimizer):
             raise PackingError(f"--optim {self.optim} is not served: pass one of {', '.join(get_args(Optimizer))}")

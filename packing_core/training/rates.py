@@ -71,7 +71,8 @@ def check_schedule(decay: str, options: Mapping[str, Any] | None) -> None:
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise PackingError(f"--set lr_scheduler_kwargs: --decay {decay} has no {name}: {has}")
-        if name != "decay_type" and (isinstance(value, bool) or not isinstance(value, int | float)):
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if name != "decay_type" and not number:
             raise PackingError(f"--set lr_scheduler_kwargs: {name} is {value!r}: pass a number")
     given = (options or {}).keys()
     if decay == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:

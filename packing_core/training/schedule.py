@@ -137,7 +137,8 @@ class Schedule:
         if not trained:
             raise PackingError(
                 f"no row of {self.plans[0].capacity:,} tokens has one to train on, because prompts fill them: raise "
-                "--capacity, or pass --overflow split"
+                'capacity, or pass overflow="split"',
+                option="capacity overflow",
             )
         return trained
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from packing_core.errors import PackingError
-from packing_core.training.job import Audit
-from packing_core.training.options import Options
+from packing_core.training.job import Audit, ModelJob
 
 GROUP = "crosspack.tasks"
 
@@ -50,12 +48,18 @@ class Task:
         """
         for columns in self.columns:
             if all(record.get(name) is not None for name in columns):
+                if task == "kto" and not isinstance(record["label"], bool | int):
+                    raise PackingError(f"{where}: label is {record['label']!r}: --task kto reads true or false")
                 return columns
         wanted = ", or ".join(" and ".join(columns) for columns in self.columns)
-        raise PackingError(f"{where} has {', '.join(record) or 'nothing'}: --task {task} reads {wanted}")
+        raise PackingError(
+            f"{where} has {', '.join(record) or 'nothing'}: --task {task} reads {wanted}: name a column that is called "
+            f"otherwise, --column {self.columns[0][0]}=NAME"
+        )
 
 
-_ROWS = ("capacity", "overflow")
+_CUT = ("overflow",)
+_ROWS = ("capacity", *_CUT)
 TASKS: Mapping[TaskName, Task] = {
     "sft": Task(
         "next tokens of documents with images",
@@ -64,51 +68,40 @@ TASKS: Mapping[TaskName, Task] = {
         reads=(*_ROWS, "loss"),
         images=True,
     ),
-    "dpo": Task("preferences, by DPO", (("chosen", "rejected"),), images=True),
-    "kto": Task("good and bad answers, by KTO", (("prompt", "completion", "label"),), images=True),
-    "reward": Task("a reward model, on preferences", (("chosen", "rejected"),)),
+    "dpo": Task("preferences, by DPO", (("chosen", "rejected"),), reads=_CUT, images=True),
+    "kto": Task("good and bad answers, by KTO", (("prompt", "completion", "label"),), reads=_CUT, images=True),
+    "reward": Task("a reward model, on preferences", (("chosen", "rejected"),), reads=_CUT),
     "grpo": Task("a policy by its rewards, by GRPO", (("prompt",),), images=True),
     "classify": Task("classes of documents", (("text", "label"), ("input_ids", "label")), rows=True, reads=_ROWS),
     "mlm": Task("masked tokens", (("text",), ("input_ids",)), rows=True, reads=_ROWS),
-    "embed": Task("embeddings of texts, on pairs", (("anchor", "positive"),), reads=("overflow",)),
+    "embed": Task("embeddings of texts, on pairs", (("anchor", "positive"),), reads=_CUT),
 }
 
 
-@dataclass(frozen=True)
-class TaskJob:
-    """Everything that a backend needs to train a task.
+@dataclass(frozen=True, kw_only=True)
+class TaskJob(ModelJob):
+    """Everything that a backend needs to train a task on examples.
 
     Attributes:
         task: which one.
-        model: a local folder or a hub name.
-        tokenizer: the same, of its tokenizer.
+        model, tokenizer: a local folder or a hub name.
         records, held_out: the examples to train and to evaluate on, each with the columns of the task. One with an
             attribute ``where`` is called by it in errors.
-        options: the learning rate and what else is not of the task alone.
         arguments: further fields of the trainer's arguments, by name.
         batch_size: examples of an optimizer step, or rows where the task packs rows, of all processes together.
-        capacity: tokens of a row, and ``overflow`` what to do with a longer document, where the task packs rows.
+        capacity: tokens of a row, where the task packs rows.
+        overflow: what to do with a document that is longer than a row or, where no rows are packed, than the model.
         epochs: over the records; ``steps`` ends the run earlier.
         loss: of documents with images, ``completion`` trains completions and what the assistant says, ``all`` all text.
         on_error: of a record whose images or tokens cannot be used: stop, or skip it.
         images: whether some records have images, for which the model and the tokenizer's processor are loaded.
         rewards: functions that score completions, as TRL calls them.
-        eval_every: steps between evaluations; 0 for one at the end.
-        save_every: steps between checkpoints below ``checkpoints``; 0 for none.
-        keep_checkpoints: how many of the newest checkpoints stay.
-        keep_best: write the weights with the lowest evaluation loss.
-        early_stopping: end after so many evaluations without a lower loss; 0 for never.
-        resume: continue from the newest checkpoint.
-        merge_lora: add the adapters to the weights that are written.
-        output: where the trained model goes; None keeps nothing.
-        on_phase: called with one line when something slow begins, and as steps end.
     """
 
-    task: TaskName
     model: str
+    task: TaskName
     tokenizer: str
     records: Sequence[Mapping[str, Any]]
-    options: Options
     held_out: Sequence[Mapping[str, Any]] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     batch_size: int = 8
@@ -120,20 +113,6 @@ class TaskJob:
     on_error: Literal["stop", "skip"] = "stop"
     images: bool = False
     rewards: Sequence[Callable[..., Any]] = ()
-    device: str = "auto"
-    attention: str = "auto"
-    gradient_checkpointing: bool = False
-    trust_remote_code: bool = False
-    eval_every: int = 0
-    save_every: int = 0
-    keep_checkpoints: int = 1
-    keep_best: bool = False
-    early_stopping: int = 0
-    resume: bool = False
-    merge_lora: bool = False
-    checkpoints: Path | None = None
-    output: Path | None = None
-    on_phase: Callable[[str], None] = lambda line: None
 
 
 @dataclass(frozen=True)

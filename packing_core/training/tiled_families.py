@@ -1,7 +1,7 @@
 """Families whose layers long rows compute by tiles, as the formula of memory counts them before a model is loaded.
 
 The formula counts the layers of a family that is not named as whole, so that it promises no row that does not fit. Of
-a loaded model it counts what that has. tests/torch_backend/test_tiled_families.py holds both lists.
+a loaded model it counts what that has. tests/torch_backend/hf/test_tiled_families.py holds both lists.
 """
 
 _MLPS = """

@@ -7,21 +7,21 @@ order in which they were placed; documents of equal length are taken in the orde
 import math
 
 
-def best_fit_decreasing(lengths, capacity, max_segments=None, alignment=1):
+def best_fit_decreasing(lengths, capacity, max_segments=None):
     """Longest first, each into the fullest row that takes it: fewest segments, then earliest opened among equals."""
-    return _decreasing(lengths, capacity, max_segments, alignment, lambda free, segments, row: (free, segments, row))
+    return _decreasing(lengths, capacity, max_segments, lambda free, segments, row: (free, segments, row))
 
 
-def first_fit_decreasing(lengths, capacity, max_segments=None, alignment=1):
+def first_fit_decreasing(lengths, capacity, max_segments=None):
     """Longest first, each into the earliest opened row that takes it."""
-    return _decreasing(lengths, capacity, max_segments, alignment, lambda free, segments, row: row)
+    return _decreasing(lengths, capacity, max_segments, lambda free, segments, row: row)
 
 
-def next_fit(lengths, capacity, max_segments=None, alignment=1):
+def next_fit(lengths, capacity, max_segments=None):
     """In order; the row is closed as soon as a document does not fit."""
     rows = []
     for document in range(len(lengths)):
-        if not rows or not fits(rows[-1], document, lengths, capacity, max_segments, alignment):
+        if not rows or not fits(rows[-1], document, lengths, capacity, max_segments):
             rows.append([])
         rows[-1].append(document)
     return rows
@@ -49,12 +49,12 @@ def pieces(document, capacity, overflow, context, min_piece=1):
     return segments, targets
 
 
-def mixed(lengths, capacity, max_segments=None, alignment=1):
+def mixed(lengths, capacity, max_segments=None):
     """Next fit on documents in their order, then the longest ones left into what is free, one a row and round."""
-    sizes = [tokens_taken([document], lengths, alignment) for document in range(len(lengths))]
+    sizes = lengths
     bound = max(sum(sizes) / capacity, len(sizes) / (max_segments or len(sizes)))
     enough = bound / 0.999
-    if (best := len(best_fit_decreasing(lengths, capacity, max_segments, alignment))) > enough:
+    if (best := len(best_fit_decreasing(lengths, capacity, max_segments))) > enough:
         enough = 1.005 * best
     sections = cut_evenly(list(range(len(sizes))), max(1, math.ceil(bound) // 64))
     for section in sections:
@@ -67,30 +67,30 @@ def mixed(lengths, capacity, max_segments=None, alignment=1):
         rows_of_sections = cut_evenly(range(math.ceil(bound) * percent // 100), len(sections))
         rows, held = [], []
         for section, share in zip(sections, rows_of_sections, strict=True):
-            started = next_fit([lengths[document] for document in section], capacity, max_segments, alignment)
+            started = next_fit([lengths[document] for document in section], capacity, max_segments)
             rows += [[section[place] for place in row] for row in started[: len(share)]]
             held += [section[place] for row in started[len(share) :] for place in row]
         if percent == 100 and sum(sizes[document] for document in held) > 0.15 * sum(sizes):
             continue
-        rows += _in_turns(rows, held, lengths, capacity, max_segments, alignment)
+        rows += _in_turns(rows, held, lengths, capacity, max_segments)
         if len(rows) <= enough:
             return rows
     raise AssertionError("the last round is best fit")
 
 
-def _in_turns(rows, held, lengths, capacity, max_segments, alignment):
+def _in_turns(rows, held, lengths, capacity, max_segments):
     """Fill ``rows`` from ``held``, and return the rows of what fits none of them."""
 
     def choices(row):
-        return [d for d in held if fits(row, d, lengths, capacity, max_segments, alignment)]
+        return [d for d in held if fits(row, d, lengths, capacity, max_segments)]
 
     while any(choices(row) for row in rows):
         for row in sorted(rows, key=lambda row: len(choices(row))):
             if found := choices(row):
-                best = max(found, key=lambda d: tokens_taken([d], lengths, alignment))
+                best = max(found, key=lambda d: lengths[d])
                 row.append(best)
                 held.remove(best)
-    rest = best_fit_decreasing([lengths[d] for d in held], capacity, max_segments, alignment)
+    rest = best_fit_decreasing([lengths[d] for d in held], capacity, max_segments)
     return [[held[place] for place in row] for row in rest]
 
 
@@ -99,31 +99,24 @@ def cut_evenly(items, parts):
     return [items[part * len(items) // parts : (part + 1) * len(items) // parts] for part in range(parts)]
 
 
-def fits(row, document, lengths, capacity, max_segments=None, alignment=1):
+def fits(row, document, lengths, capacity, max_segments=None):
     """Returns whether ``document`` fits in ``row`` after the documents already there."""
     if max_segments is not None and len(row) == max_segments:
         return False
-    return tokens_taken(row, lengths, alignment) + lengths[document] <= capacity
+    return tokens_taken(row, lengths) + lengths[document] <= capacity
 
 
-def tokens_taken(row, lengths, alignment=1):
-    """Returns the start of the next document of a row: each one starts at a multiple of ``alignment``."""
-    at = 0
-    for document in row:
-        at += lengths[document]
-        while at % alignment:
-            at += 1
-    return at
+def tokens_taken(row, lengths):
+    return sum(lengths[document] for document in row)
 
 
-def _decreasing(lengths, capacity, max_segments, alignment, preference):
+def _decreasing(lengths, capacity, max_segments, preference):
     rows = []
-    rounded = [tokens_taken([document], lengths, alignment) for document in range(len(lengths))]
-    for document in sorted(range(len(lengths)), key=lambda d: -rounded[d]):
+    for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
         best = None
         for number, row in enumerate(rows):
-            if fits(row, document, lengths, capacity, max_segments, alignment):
-                key = preference(capacity - tokens_taken(row, lengths, alignment), len(row), number)
+            if fits(row, document, lengths, capacity, max_segments):
+                key = preference(capacity - tokens_taken(row, lengths), len(row), number)
                 if best is None or key < best[0]:
                     best = key, row
         if best is None:

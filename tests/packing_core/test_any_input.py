@@ -91,14 +91,11 @@ def options(draw, names):
     """Some of the options, right or odd."""
     right = {
         "strategy": st.sampled_from(["mixed", "best_fit", "first_fit", "sequential"]),
-        "effort": st.sampled_from(["fast", "max"]),
         "overflow": st.sampled_from(["error", "truncate", "split", "overlap", "restart", "drop"]),
         "context": st.integers(0, 6),
         "min_piece": st.integers(1, 4),
         "max_segments": st.one_of(st.none(), st.integers(1, 3)),
-        "alignment": st.sampled_from([1, 2, 4]),
         "seed": st.one_of(st.none(), st.integers(0, 9)),
-        "window": st.one_of(st.none(), st.integers(1, 4)),
         "weighting": st.sampled_from(["token", "document"]),
         "pad_id": st.integers(-1, 9),
         "buffer": st.integers(1, 9),
@@ -112,7 +109,7 @@ def options(draw, names):
 
 WHOLE = ("error", "split", "overlap", "restart")  # under these no token is lost
 CAPACITIES = st.one_of(st.integers(1, 24), st.integers(1, 24), st.integers(1, 24), ODD)
-PLAN_OPTIONS = ["strategy", "effort", "overflow", "context", "min_piece", "max_segments", "alignment", "seed", "window"]
+PLAN_OPTIONS = ["strategy", "overflow", "context", "min_piece", "max_segments", "seed"]
 STREAM_OPTIONS = [
     "buffer",
     "buffer_tokens",
@@ -122,7 +119,6 @@ STREAM_OPTIONS = [
     "overflow",
     "context",
     "min_piece",
-    "alignment",
     "max_segments",
     "pad_id",
 ]

@@ -140,7 +140,7 @@ def test_some_rows_are_a_batch_of_their_own(packing, data):
         for name in ("input_ids", "segment_ids", "position_ids", "seq_idx", "targets", "loss_weights"):
             expected = getattr(batch, name)[chosen if isinstance(chosen, slice) else np.array(chosen, int)]
             np.testing.assert_array_equal(getattr(part, name), expected, err_msg=name)
-        assert (part.alignment, part.pad_id) == (batch.alignment, 7)
+        assert part.pad_id == 7
     assert np.shares_memory(batch[0:1].input_ids, batch.input_ids)
     np.testing.assert_array_equal(batch[-1].input_ids, batch.input_ids[-1:])
     with pytest.raises(IndexError):
@@ -155,7 +155,7 @@ def test_parts_of_a_batch_make_the_batch_again(packing, data):
     whole = concatenate([batch[:cut], batch[cut:]])
     for name in ("input_ids", "segment_ids", "position_ids", "seq_idx", "targets", "sources", "starts", "rows"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(batch, name), err_msg=name)
-    assert (whole.alignment, whole.pad_id, whole.weighting) == (batch.alignment, 7, batch.weighting)
+    assert (whole.pad_id, whole.weighting) == (7, batch.weighting)
 
 
 def test_joined_batches_keep_what_their_documents_have():
@@ -205,15 +205,6 @@ def test_a_split_document_restarts_its_positions_and_knows_where_it_was_cut():
     assert batch.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
     assert batch.targets.tolist() == [[-100, 2, 3, 4], [-100, 6, -100, -100]]
     assert (batch.sources.tolist(), batch.starts.tolist()) == ([0, 0], [0, 4])
-
-
-def test_alignment_says_where_segments_stand():
-    # row:  1 2 3 . 4 5 . .
-    batch = pack([[1, 2, 3], [4, 5]], 8, alignment=4, seed=None)
-    assert batch.segment_starts.tolist() == [0, 4]
-    assert batch.cu_seqlens.tolist() == [0, 3, 5]
-    assert batch.segment_ids.tolist() == [[1, 1, 1, 0, 2, 2, 0, 0]]
-    assert batch.seq_idx.tolist() == [[0, 0, 0, 3, 1, 1, 2, 2]]
 
 
 def test_document_weighting_counts_every_document_once():
@@ -304,14 +295,12 @@ BAD = {
         r"sources\[1\] is -1: documents and tokens count from 0",
     ),
     "negative start": ({"starts": np.array([0, -1, 2])}, LayoutError, r"starts\[1\] is -1: documents"),
-    "alignment": ({"alignment": 0}, PackingError, "alignment must be an integer of at least 1, got 0"),
     "weighting": ({"weighting": "row"}, PackingError, "weighting must be one of 'token', 'document'; got 'row'"),
     "overfull": (
         {"cu_seqlens": np.array([0, 3, 8, 9])},
         CapacityError,
         r"segment 1 \(document 1\) ends at token 8 of row 0 and capacity is 7: move it to another row",
     ),
-    "overfull by alignment": ({"alignment": 6}, CapacityError, "ends at token 8 of row 0 and capacity is 7"),
 }
 
 

@@ -63,12 +63,10 @@ def test_trl_collates_its_rows_into_the_same_segments():
     assert theirs["max_length_q"] == view.max_seqlen
 
 
-@pytest.mark.parametrize("alignment", [1, 4])
-def test_grain_is_what_grains_packing_emits(alignment):
+def test_grain_is_what_grains_packing_emits():
     import grain
     from grain.experimental import FirstFitPackIterDataset
 
-    # alignment 4:  1 2 3 4 5 . . . 6 7 8 .    and    9 9 9 9 4 4 . .
     source = grain.MapDataset.source([{"inputs": np.array(d, np.int32)} for d in DOCUMENTS]).to_iter_dataset()
     theirs = list(
         FirstFitPackIterDataset(
@@ -76,12 +74,10 @@ def test_grain_is_what_grains_packing_emits(alignment):
             length_struct={"inputs": 12},
             num_packing_bins=2,
             shuffle_bins=False,
-            pack_alignment_struct={"inputs": alignment},
         )
     )
     # Grain keeps the order of arrival in the row; the plan is written down to have the same rows.
-    rows = [[0, 1, 2], [3]] if alignment == 1 else [[0, 1], [2, 3]]
-    ours = pack(DOCUMENTS, _rows(rows, 12, alignment)).to_dict("grain")
+    ours = pack(DOCUMENTS, _rows([[0, 1, 2], [3]], 12)).to_dict("grain")
     assert len(theirs) == 2
     for name in theirs[0]:
         assert ours[name].dtype == theirs[0][name].dtype
@@ -90,7 +86,7 @@ def test_grain_is_what_grains_packing_emits(alignment):
     np.testing.assert_array_equal(ours["targets_positions"], ours["inputs_positions"])
 
 
-def _rows(rows, capacity, alignment):
+def _rows(rows, capacity):
     source = np.array([i for row in rows for i in row])
     return PackPlan(
         row_offsets=np.cumsum([0, *map(len, rows)]),
@@ -98,7 +94,6 @@ def _rows(rows, capacity, alignment):
         start=np.zeros_like(source),
         length=np.array([len(DOCUMENTS[i]) for i in source]),
         capacity=capacity,
-        alignment=alignment,
         n_documents=len(DOCUMENTS),
     )
 

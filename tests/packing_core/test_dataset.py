@@ -54,8 +54,8 @@ def test_iterating_gives_every_row_once():
 
 def test_plan_options_are_those_of_plan():
     documents = [[1] * 5, [2] * 3, [3] * 9]
-    made = plan([5, 3, 9], 8, overflow="truncate", strategy="first_fit", seed=5, alignment=4)
-    dataset = PackedDataset(documents, 8, overflow="truncate", strategy="first_fit", seed=5, alignment=4)
+    made = plan([5, 3, 9], 8, overflow="truncate", strategy="first_fit", seed=5)
+    dataset = PackedDataset(documents, 8, overflow="truncate", strategy="first_fit", seed=5)
     assert_same(dataset[:], pack(documents, made))
     assert dataset.plan.truncated.tolist() == [2]
 
@@ -230,3 +230,52 @@ def test_bad_input_is_named_before_a_row_is_made(case):
     arguments = {"sequences": DOCUMENTS, "capacity_or_plan": 4} | changes
     with pytest.raises(kind, match=message):
         PackedDataset(arguments.pop("sequences"), arguments.pop("capacity_or_plan"), **arguments)
+
+
+class Table:
+    """Holds what is read of a datasets.Dataset, which packing_core does not import."""
+
+    def __init__(self, columns: dict) -> None:
+        self.columns = columns
+        self.column_names = list(columns)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def select_columns(self, names: list) -> "Table":
+        return Table({name: self.columns[name] for name in names})
+
+    def with_format(self, _: str) -> "Table":
+        return self
+
+    def __getitem__(self, _: slice) -> dict:
+        return self.columns
+
+
+IDS, LABELS = [[5, 6, 7], [8, 9], [3, 4, 2, 1]], [[-100, 6, 7], [-100, 9], [-100, 4, 2, 1]]
+COLUMNS = {"input_ids": IDS, "labels": LABELS, "attention_mask": [[1] * len(x) for x in IDS], "text": ["a", "b", "c"]}
+
+
+@pytest.mark.parametrize(
+    "examples", [Table(COLUMNS), [dict(zip(COLUMNS, x, strict=True)) for x in zip(*COLUMNS.values(), strict=True)]]
+)
+def test_a_dataset_and_a_list_of_examples_are_packed_by_their_columns(examples):
+    right = pack(IDS, 5, labels=LABELS)
+    for found in (pack(examples, 5), PackedDataset(examples, 5)[:]):
+        assert np.array_equal(found.input_ids, right.input_ids) and np.array_equal(found.targets, right.targets)
+    with pytest.raises(LayoutError, match="the examples say labels, and labels= was passed: leave one of them out"):
+        pack(examples, 5, labels=LABELS)
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        (Table({"text": ["a"]}), "the dataset has no input_ids, only text: tokenise it first"),
+        ([{"text": "a"}], "a feature has no input_ids"),
+        ([{"input_ids": [1]}, [1]], "example 1 is a list: pass mappings with input_ids"),
+        ([{"input_ids": [1]}, {"input_ids": []}], "document 1 is empty"),
+    ],
+)
+def test_examples_that_hold_no_tokens_are_named(examples, message):
+    with pytest.raises(PackingError, match=message):
+        pack(examples, 5)

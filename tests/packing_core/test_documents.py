@@ -36,7 +36,7 @@ REFERENCE = {
     "first": lambda x: x[0],
     "last": lambda x: x[-1],
 }
-PACKINGS = [{"seed": None}, {"seed": 3}, {"seed": 8, "alignment": 4}, {"seed": None, "strategy": "sequential"}]
+PACKINGS = [{"seed": None}, {"seed": 3}, {"seed": None, "strategy": "sequential"}]
 
 
 @pytest.mark.parametrize("how", REFERENCE)

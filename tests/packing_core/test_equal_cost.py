@@ -77,9 +77,15 @@ def test_pieces_of_one_length_change_places_from_epoch_to_epoch():
     assert {frozenset(row) for row in one.plan.to_lists()} != {frozenset(row) for row in other.plan.to_lists()}
 
 
-@pytest.mark.parametrize("given", [{"in_order": True}, {"order": "curriculum"}])
-def test_an_order_of_the_documents_is_refused(given):
-    with pytest.raises(PackingError, match="equal_cost=True chooses the documents of a step by cost: leave it or "):
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"in_order": True}, "in_order=True keeps the order of the documents: leave it or equal_cost=True out"),
+        ({"order": "curriculum"}, 'equal_cost=True chooses the rows of a step by cost: leave it or order="curric'),
+    ],
+)
+def test_an_order_of_the_documents_is_refused(given, says):
+    with pytest.raises(PackingError, match=says):
         plan_epoch([1, 2, 3], 8, seed=0, equal_cost=True, **given)
 
 

@@ -29,8 +29,7 @@ HINTS = {
     "drop_last": (lambda: stream(D, 4, drop_last=True), "'drop_last': leave it out, no row is left out"),
     "shuffle": (lambda: plan([2], 4, shuffle=True), "'shuffle': pass seed=, an integer shuffles, None keeps the order"),
     "truncation": (lambda: pack(D, 4, truncation=True), '\'truncation\': pass overflow=, "error", "truncate", "split"'),
-    "buffer of a plan": (lambda: plan([2], 4, buffer=8), "'buffer': pass window="),
-    "window of a stream": (lambda: stream(D, 4, window=8), "'window': pass buffer="),
+    "prefetch of a stream": (lambda: stream(D, 4, prefetch=8), "'prefetch': pass buffer="),
     "rank of a stream": (lambda: stream(D, 4, rank=1), r"'rank': pass shard=, \(index, count\)"),
     "num_replicas": (
         lambda: balance(MADE, num_replicas=1),

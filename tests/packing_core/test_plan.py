@@ -2,7 +2,6 @@
 
 import tracemalloc
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -23,25 +22,23 @@ TEXTBOOK = {
 @st.composite
 def problems(draw, longest=None):
     """Lengths, a capacity, and the options that limit a row; ``longest`` in capacities, 1 by default."""
-    alignment = draw(st.sampled_from([1, 1, 2, 4]))
-    capacity = alignment * draw(st.integers(1, 24))
+    capacity = draw(st.integers(1, 96))
     lengths = draw(st.lists(st.integers(1, (longest or 1) * capacity), min_size=1, max_size=40))
-    return lengths, capacity, {"alignment": alignment, "max_segments": draw(st.sampled_from([None, 1, 2, 3, 7]))}
+    return lengths, capacity, {"max_segments": draw(st.sampled_from([None, 1, 2, 3, 7]))}
 
 
-def rounded(rows, lengths, alignment):
-    """Lists the aligned lengths of each row's documents: documents of equal size are interchangeable."""
-    return [[-(-lengths[d] // alignment) for d in row] for row in rows]
+def sizes(rows, lengths):
+    """Lists the lengths of each row's documents: documents of equal size are interchangeable."""
+    return [[lengths[d] for d in row] for row in rows]
 
 
 @given(problems(), st.sampled_from(sorted(TEXTBOOK)))
-@example(([3, 3, 3, 2, 2, 2, 2], 7, {"alignment": 1, "max_segments": 2}), "best_fit")
+@example(([3, 3, 3, 2, 2, 2, 2], 7, {"max_segments": 2}), "best_fit")
 def test_every_strategy_is_the_textbook_one_row_for_row(problem, strategy):
     lengths, capacity, options = problem
     made = plan(lengths, capacity, strategy=strategy, seed=None, **options)
     expected = TEXTBOOK[strategy](lengths, capacity, **options)
-    alignment = options["alignment"]
-    assert rounded(made.to_lists(), lengths, alignment) == rounded(expected, lengths, alignment)
+    assert sizes(made.to_lists(), lengths) == sizes(expected, lengths)
 
 
 @pytest.mark.parametrize("strategy", sorted(TEXTBOOK))
@@ -59,7 +56,7 @@ def test_every_strategy_is_the_textbook_one_row_for_row(problem, strategy):
 def test_corpora_are_packed_as_by_the_textbook(strategy, capacity, lengths):
     made = plan(lengths, capacity, strategy=strategy, seed=None)
     expected = TEXTBOOK[strategy](lengths.tolist(), capacity)
-    assert rounded(made.to_lists(), lengths, 1) == rounded(expected, lengths, 1)
+    assert sizes(made.to_lists(), lengths) == sizes(expected, lengths)
 
 
 @given(
@@ -67,13 +64,12 @@ def test_corpora_are_packed_as_by_the_textbook(strategy, capacity, lengths):
     st.sampled_from(sorted(TEXTBOOK)),
     st.sampled_from(["truncate", "split", "drop"]),
     st.sampled_from([None, 0, 5]),
-    st.sampled_from([None, 1, 4, 100]),
 )
-def test_every_token_stands_in_one_row_or_is_accounted_for(problem, strategy, overflow, seed, window):
+def test_every_token_stands_in_one_row_or_is_accounted_for(problem, strategy, overflow, seed):
     lengths, capacity, options = problem
     if overflow == "drop":
         lengths = [1, *lengths]  # something is left
-    made = plan(lengths, capacity, strategy=strategy, overflow=overflow, seed=seed, window=window, **options)
+    made = plan(lengths, capacity, strategy=strategy, overflow=overflow, seed=seed, **options)
     made = replace(made, check=True)  # checks the invariants that the planner vouches for
     kept = [set() for _ in lengths]
     for document, start, length in zip(made.source, made.start, made.length, strict=True):
@@ -99,13 +95,6 @@ def test_a_long_document_is_split_into_full_rows_and_a_rest():
     assert made.length.tolist() == [8, 8, 5, 3]
 
 
-def test_aligned_pieces_leave_gaps():
-    # capacity 12, alignment 4: [0 0 0 0 0 . . . 1 1 1 .] [2 2 . . . . . . . . . .]
-    made = plan([5, 3, 2], 12, alignment=4, seed=None)
-    assert made.to_lists() == [[0, 1], [2]]
-    assert made.offset.tolist() == [0, 8, 0]
-
-
 @given(problems(), st.sampled_from(sorted(set(TEXTBOOK) - {"mixed"})), st.integers(0, 2**63))
 def test_a_seed_moves_whole_rows_and_nothing_else(problem, strategy, seed):
     lengths, capacity, options = problem
@@ -121,18 +110,14 @@ def test_mixed_rows_are_full_or_close_to_the_number_of_best_fits(problem, seed):
     made = plan(lengths, capacity, strategy="mixed", seed=seed, **options)
     assert made == plan(lengths, capacity, strategy="mixed", seed=seed, **options)
     most = options["max_segments"] or len(lengths)
-    units = [-(-n // options["alignment"]) for n in lengths]
-    bound = max(sum(units) * options["alignment"] / capacity, len(lengths) / most)
+    bound = max(sum(lengths) / capacity, len(lengths) / most)
     best = len(naive.best_fit_decreasing(lengths, capacity, **options))
     assert made.n_rows <= (bound / 0.999 if best <= bound / 0.999 else 1.005 * best)
 
 
-def test_rows_are_mixed_unless_another_strategy_or_the_most_effort_is_asked_for():
+def test_rows_are_mixed_unless_another_strategy_is_passed():
     lengths = np.random.default_rng(0).integers(513, 1025, 1000)
     assert plan(lengths, 2048) == plan(lengths, 2048, strategy="mixed") != plan(lengths, 2048, strategy="best_fit")
-    most = plan(lengths, 2048, effort="max")
-    assert most == plan(lengths, 2048, effort="max", strategy="best_fit")
-    assert most.n_rows < plan(lengths, 2048, strategy="best_fit").n_rows
 
 
 def test_the_seed_draws_the_documents_of_mixed_rows():
@@ -177,59 +162,6 @@ def test_sequential_without_a_seed_keeps_the_order_of_the_documents():
     assert made.to_lists() == [[0, 1], [2, 3], [4], [5]]
 
 
-def test_a_window_packs_its_documents_among_themselves():
-    lengths = np.random.default_rng(0).integers(1, 50, 95)
-    made = plan(lengths, 64, window=10, seed=None)
-    for row in made.to_lists():
-        assert len({document // 10 for document in row}) == 1
-    assert [document // 10 for document in made.source] == sorted(document // 10 for document in made.source)
-
-
-def test_a_seeded_window_shuffles_documents_first_and_rows_inside_the_window():
-    lengths = np.random.default_rng(0).integers(1, 50, 1000)
-    made = plan(lengths, 64, window=100, seed=3)
-    begins = np.searchsorted(made.row_offsets, np.arange(0, 1001, 100))
-    assert (made.row_offsets[begins] == np.arange(0, 1001, 100)).all(), "a window ends inside a row"
-    windows = [made.source[a:b] for a, b in pairwise(made.row_offsets[begins])]
-    assert all(window.max() - window.min() > 500 for window in windows), "documents were not shuffled"
-    assert made != plan(lengths, 64, window=100, seed=4)
-    unseeded = [plan(lengths[w], 64, seed=None).n_rows for w in map(np.sort, windows)]
-    assert np.diff(begins).tolist() == unseeded
-
-
-@given(
-    st.integers(4, 400),
-    st.lists(st.integers(0, 10_000), min_size=1, max_size=60),
-    st.sampled_from([(0.0, 1.0), (0.25, 0.5), (0.2, 0.45), (0.34, 0.7)]),
-    st.sampled_from([None, 1, 2, 3, 5]),
-    st.sampled_from([1, 4]),
-)
-def test_more_effort_never_takes_more_rows(capacity, draws, span, max_segments, alignment):
-    capacity *= alignment
-    low, high = (int(part * capacity) for part in span)
-    lengths = [low + 1 + draw % max(1, high - low) for draw in draws]
-    options = {"max_segments": max_segments, "alignment": alignment}
-    best = plan(lengths, capacity, effort="max", **options)
-    best = replace(best, check=True)
-    assert sorted(best.source.tolist()) == list(range(len(lengths)))
-    assert best.lower_bound <= best.n_rows <= len(naive.best_fit_decreasing(lengths, capacity, **options))
-    assert max_segments is None or np.diff(best.row_offsets).max() <= max_segments
-    assert best == plan(lengths, capacity, effort="max", **options)
-
-
-@pytest.mark.parametrize("extra", [0, 30_000], ids=["long only", "with short ones"])
-def test_column_generation_fills_what_best_fit_leaves_empty(extra):
-    rng = np.random.default_rng(0)
-    lengths = np.concatenate([rng.integers(513, 1025, 100_000), rng.integers(1, 60, extra)])
-    best = replace(plan(lengths, 2048, effort="max"), check=True)
-    assert best.source[np.argsort(best.source)].tolist() == list(range(len(lengths)))
-    fast = plan(lengths, 2048, strategy="best_fit")
-    if extra:
-        assert best.n_rows < 0.97 * fast.n_rows
-    else:
-        assert fast.efficiency < 0.905 and best.efficiency > 0.955
-
-
 def test_best_fit_leaves_almost_nothing_on_short_documents():
     lengths = np.random.default_rng(0).lognormal(5.2, 0.9, 100_000).clip(1, 2048).astype(int)
     made = plan(lengths, 2048, strategy="best_fit")
@@ -242,7 +174,7 @@ def test_the_lower_bound_is_one(problem):
     lengths, capacity, options = problem
     lengths = lengths[:7]
     made = plan(lengths, capacity, **options)
-    assert made.lower_bound <= fewest_rows(lengths, capacity, options["alignment"]) <= made.n_rows
+    assert made.lower_bound <= fewest_rows(lengths, capacity) <= made.n_rows
 
 
 def test_the_lower_bound_sees_documents_that_cannot_share_a_row():
@@ -251,9 +183,9 @@ def test_the_lower_bound_sees_documents_that_cannot_share_a_row():
     assert plan([7, 7, 7, 4, 4], 10).lower_bound == 4
 
 
-def fewest_rows(lengths, capacity, alignment):
+def fewest_rows(lengths, capacity):
     """The optimum by trying every placement."""
-    sizes = sorted((-(-n // alignment) * alignment for n in lengths), reverse=True)
+    sizes = sorted(lengths, reverse=True)
 
     def place(index, rows):
         if index == len(sizes):
@@ -307,30 +239,12 @@ REFUSED = {
         {"strategy": "bfd"},
         "strategy must be one of 'best_fit', 'mixed', 'first_fit', 'sequential'; got 'bfd'",
     ),
-    "effort": (([3], 8), {"effort": "high"}, "effort must be one of 'fast', 'max'; got 'high'"),
-    "effort of another": (
-        ([3], 8),
-        {"effort": "max", "strategy": "sequential"},
-        'effort="max" improves on strategy="best_fit" and cannot be combined with \'sequential\': leave strategy out',
-    ),
-    "effort of mixed rows": (
-        ([3], 8),
-        {"effort": "max", "strategy": "mixed"},
-        'effort="max" improves on strategy="best_fit" and cannot be combined with \'mixed\': leave strategy out',
-    ),
     "overflow": (
         ([3], 8),
         {"overflow": "cut"},
         "overflow must be one of 'error', 'truncate', 'split', 'overlap', 'restart', 'drop'; got 'cut'",
     ),
     "max_segments": (([3], 8), {"max_segments": 0}, "max_segments must be an integer of at least 1, got 0"),
-    "alignment": (([3], 8), {"alignment": -1}, "alignment must be an integer of at least 1, got -1"),
-    "alignment and capacity": (
-        ([3], 1000),
-        {"alignment": 16},
-        "capacity 1000 is not a multiple of alignment 16: pass capacity 992 or 1008",
-    ),
-    "window": (([3], 8), {"window": 0}, "window must be an integer of at least 1, got 0"),
     "seed": (([3], 8), {"seed": -1}, "seed must be an integer of at least 0, or None for no shuffling; got -1"),
 }
 

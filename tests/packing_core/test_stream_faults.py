@@ -1,4 +1,4 @@
-"""stream when things go wrong: sources that raise, bad documents, limits, and states that do not belong to it."""
+"""stream when things go wrong: bad documents, limits, and states that do not belong to it."""
 
 from __future__ import annotations
 
@@ -13,66 +13,6 @@ from packing_core.streaming.stream import stream
 from tests.packing_core.test_stream import LENGTHS, OPTIONS, PackStreamSpy, contents, documents, segments
 
 STREAM = sys.modules["packing_core.streaming.stream"]  # the package has a function of that name
-
-
-class Failing:
-    """A source that raises once at each of the given documents, before it gives them."""
-
-    def __init__(self, given, places) -> None:
-        self.given, self.places = given, set(places)
-
-    def __call__(self, start):
-        for number in range(start, len(self.given)):
-            if number in self.places:
-                self.places.remove(number)
-                raise ConnectionError(f"lost at {number}")
-            yield self.given[number]
-
-
-def persistently(packed):
-    """All rows of a stream whose source fails now and then, and how often it did."""
-    rows, failures = [], 0
-    while True:
-        try:
-            rows.append(next(packed))
-        except StopIteration:
-            return rows, failures
-        except ConnectionError:
-            failures += 1
-            state = json.loads(json.dumps(packed.state_dict()))
-            again = stream(packed_source(packed), 20, **OPTIONS, overflow=packed.options.overflow)
-            again.load_state_dict(state)  # a checkpoint taken now is one that can be loaded
-
-
-def packed_source(packed):
-    return packed._source.given.given
-
-
-@pytest.mark.parametrize("overflow", ["error", "split", "drop"])
-def test_an_exception_in_the_source_loses_nothing_and_changes_no_row(overflow) -> None:
-    source = documents(LENGTHS if overflow == "error" else LENGTHS * 2)
-    whole = contents(stream(source, 20, **OPTIONS, overflow=overflow))
-    places = [0, 3, 4, 17, 30, 48, 59]
-    rows, failures = persistently(stream(Failing(source, places), 20, **OPTIONS, overflow=overflow))
-    assert failures == len(places)
-    assert contents(rows) == whole
-
-
-def test_an_exception_on_one_shard_leaves_its_state_equal_to_that_of_the_others() -> None:
-    source = documents(LENGTHS)
-    calm = [stream(source, 20, **OPTIONS, shard=(i, 3)) for i in range(3)]
-    for position in range(5):
-        failing = stream(Failing(source, range(60)), 20, **OPTIONS, shard=(2, 3))
-        for packed in calm:
-            next(packed)
-        taken = 0
-        while taken <= position:
-            try:
-                next(failing)
-                taken += 1
-            except ConnectionError:
-                pass
-        assert contents(_continued(source, failing)) == contents(_continued(source, calm[0]))
 
 
 def _continued(source, stopped):
@@ -201,6 +141,49 @@ def test_a_state_that_does_not_belong_here_is_refused_and_changes_nothing(case) 
     with pytest.raises(PackingError, match=message):
         packed.load_state_dict(state())
     assert first + contents(packed) == contents(calm)
+
+
+def _alike(count, first=0):
+    """Documents of one length, which differ in their tokens alone."""
+    return [np.full(7, first + number) for number in range(count)]
+
+
+@pytest.mark.parametrize("options", [{}, {"lengths": [7] * 60}, {"order": "curriculum"}], ids=["", "lengths", "order"])
+@pytest.mark.parametrize("position", [0, 2, 9])
+@pytest.mark.parametrize("other", [_alike(60, 1), _alike(60)[::-1], [*_alike(58), *_alike(60)[:57:-1]]])
+def test_other_documents_of_the_same_lengths_are_refused(options, position, other) -> None:
+    stopped = stream(_alike(60), 20, **OPTIONS, **options)
+    for _ in range(position):
+        next(stopped)
+    state = json.loads(json.dumps(stopped.state_dict()))
+    with pytest.raises(PackingError, match="the source (holds|gives) other documents"):
+        stream(other, 20, **OPTIONS, **options).load_state_dict(state)
+    with pytest.raises(PackingError, match="fingerprint of the state"):
+        stream(_alike(60), 20, **OPTIONS, **options).load_state_dict(state | {"source": [0, ""]})
+
+
+def test_a_state_loads_onto_a_source_that_grew_and_one_without_a_digest_loads(monkeypatch) -> None:
+    stopped, grown = stream(_alike(60), 20, **OPTIONS), stream(_alike(90), 20, **OPTIONS)
+    next(stopped)
+    grown.load_state_dict(stopped.state_dict())
+    with pytest.raises(PackingError, match="the source holds other documents"):
+        stream(_alike(59), 20, **OPTIONS).load_state_dict(stopped.state_dict())
+    rest = contents(stopped)[:10]
+    assert contents(next(grown) for _ in range(10)) == rest
+    stopped = stream(_alike(60), 20, **OPTIONS)
+    next(stopped)
+    monkeypatch.setattr("packing_core.streaming.sources.Source.state", lambda self: {})  # as before it was saved
+    state = stopped.state_dict()
+    assert "source" not in state
+    monkeypatch.undo()
+    assert contents(_continued(_alike(60), stopped))[:10] == rest
+
+
+def test_a_document_that_cannot_be_read_keeps_no_state_from_being_saved() -> None:
+    packed = stream([[1, 2], [3], "text", [4]], 20, buffer=2)
+    with pytest.raises(PackingError, match="document 2 "):
+        list(packed)
+    assert packed.state_dict()["rows"] == 1 and "source" not in packed.state_dict()
 
 
 def test_a_state_loads_onto_the_same_documents_in_another_form() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -44,27 +42,6 @@ def test_shards_cost_the_same_in_every_place_and_no_document_is_lost(shards):
     assert contents(even[0]) != contents(rows_of(shards, seed=1)[0])
     first = [int(row.lengths.max()) for row in even[0]]
     assert first != sorted(first, reverse=True), "steps are shuffled"
-
-
-@pytest.mark.parametrize("taken", [0, 1, 5, 17, 40])
-def test_a_stream_that_was_stopped_goes_on_with_the_same_rows_in_every_epoch(taken):
-    given = {"seed": 3, "buffer": 60, "shard": (1, 4), "equal_cost": True, "cost": COST}
-    whole, stopped, again = (stream(DOCUMENTS, 60, **given) for _ in range(3))
-    expected = [contents(list(whole)) for _ in range(2)]
-    rows = iter(stopped)
-    assert contents([next(rows) for _ in range(taken)]) == expected[0][:taken]
-    again.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
-    assert contents(list(again)) == expected[0][taken:]
-    assert contents(list(again)) == expected[1] != expected[0]
-
-
-@pytest.mark.parametrize(
-    ("buffer", "limit"), [(1, {}), (3, {"max_age": 12}), (10, {"strategy": "best_fit"}), (3, {"max_segments": 2})]
-)
-def test_a_buffer_of_less_than_a_step_still_gives_every_document_once(buffer, limit):
-    rows = rows_of(5, buffer=buffer, **limit)
-    found = sorted(d for of_shard in rows for row in of_shard for d in row.sources.tolist())
-    assert found == list(range(len(DOCUMENTS)))
 
 
 def test_a_step_that_an_earlier_round_began_is_completed_first():

@@ -87,7 +87,7 @@ def test_every_document_comes_back_whole_and_no_beginning_stands_twice(seed):
 def test_trees_of_more_than_a_row_repeat_what_their_documents_need(seed):
     rng = np.random.default_rng(seed)
     documents, prompts = random_documents(rng)
-    batch = pack_tree(documents, 24, prompt_lengths=prompts, shortest=1, overflow="repeat", alignment=2)
+    batch = pack_tree(documents, 24, prompt_lengths=prompts, shortest=1, overflow="repeat")
 
     assert_whole(batch, documents)
     inner = np.unique(batch.parents[batch.parents >= 0])
@@ -126,13 +126,15 @@ def test_rows_slices_and_joined_batches_keep_their_trees():
 
 
 def test_views_number_parents_among_all_segments_and_count_positions_on():
-    batch = pack_tree([[1, 1, 9], [1, 1, 8, 8]], 16, prompt_lengths=[2, 2], shortest=2, alignment=4, seed=None)
+    # rows:  1 1 | 9 | 8 8 | .    and    2 2 | 9 | 8 8 | .
+    documents = [[1, 1, 9], [1, 1, 8, 8], [2, 2, 9], [2, 2, 8, 8]]
+    batch = pack_tree(documents, 6, prompt_lengths=[2] * 4, shortest=2, seed=None)
     view = batch.kernel_view()
 
-    assert view.lengths == (2, 2, 1, 2, 1, 2, 2, 2, 2)
-    assert view.parents == (-1, -1, 0, -1, -1, 0, -1, -1, -1)
-    assert view.position_ids.tolist() == [0, 1, 0, 1, 2, 0, 1, 0, 2, 3, 0, 1, 0, 1, 0, 1]
-    assert batch.padding_free().parents == (-1, 0, 0)
+    assert view.lengths == (2, 1, 2, 1, 2, 1, 2, 1)
+    assert view.parents == (-1, 0, 0, -1, -1, 4, 4, -1)
+    assert view.position_ids.tolist() == [0, 1, 2, 2, 3, 0] * 2
+    assert batch.padding_free().parents == (-1, 0, 0, -1, 3, 3)
 
 
 def test_values_per_document_count_shared_tokens_for_each():
@@ -193,6 +195,18 @@ def test_bad_options_are_refused():
         two_levels(max_segments=2)
     with pytest.raises(LayoutError, match="groups is .* pass one integer for each of 5 documents"):
         two_levels(groups=[1, 2])
+
+
+@pytest.mark.parametrize("overflow", ["error", "repeat"])
+def test_beginnings_may_be_nested_to_any_depth(overflow):
+    """A conversation of 1,500 turns, of which each turn is trained after all before it."""
+    turns = np.random.default_rng(0).integers(5, 1000, (1500, 2)).tolist()
+    documents = [[token for turn in turns[: n + 1] for token in turn] + [3, n % 5] for n in range(len(turns))]
+    prompts = [len(document) - 1 for document in documents]
+    capacity = 1 << 16 if overflow == "error" else 4000
+    batch = pack_tree(documents, capacity, shortest=2, prompt_lengths=prompts, overflow=overflow, seed=None)
+    assert int(batch.lengths.sum()) < sum(prompts) // 50  # a turn or an answer stands once, or once in each part
+    assert_whole(batch, documents)
 
 
 def test_a_document_that_ends_twice_is_refused_where_documents_are_needed():

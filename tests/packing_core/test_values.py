@@ -104,10 +104,6 @@ BAD = {
         "cu_seqlens marks 9,223,372,036,854,775,807",
     ),
     "late start": (lambda: PackedBatch(**fields(starts=[2**63 - 1])), "that long, so pass the place of each segment"),
-    "wide alignment": (
-        lambda: PackedBatch(**fields(alignment=2**60)),
-        "alignment is 1,152,921,504,606,846,976 and capac",
-    ),
     "all padding": (lambda: PackedBatch([[0]], [0], [], [], []).padding_free(), "nothing but padding: use kernel_view"),
     "unhashable name": (lambda: pack(DOCUMENTS, 4).unpack(["x"]), r"no per-token array \['x'\]"),
     "unhashable convention": (lambda: pack(DOCUMENTS, 4).to_dict(["hf"]), r"there is no convention \['hf'\]"),
@@ -197,7 +193,7 @@ def test_bad_values_say_what_where_and_the_way_out(case) -> None:
 
 
 def test_padding_may_be_negative_and_ids_may_not() -> None:
-    assert pack([[1, 2]], 4, pad_id=-1, alignment=2).input_ids.tolist() == [[1, 2, -1, -1]]
+    assert pack([[1, 2]], 4, pad_id=-1).input_ids.tolist() == [[1, 2, -1, -1]]
     with pytest.raises(LayoutError, match=r"sequences\[1\]\[0\] is -1"):
         pack([[1, 2], [-1]], 4, pad_id=-1)
 
@@ -221,7 +217,7 @@ def test_batches_that_were_pickled_stay_read_only() -> None:
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 0
     assert again.unpack("x")[0].tolist() == [1, 2, 3]
-    assert (again.alignment, again.pad_id, again.weighting) == (1, 0, "token")
+    assert (again.pad_id, again.weighting) == (0, "token")
 
 
 def test_balanced_steps_are_read_only_and_the_callers_array_is_not() -> None:

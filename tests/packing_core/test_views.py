@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packing_core import CapacityError, PackedBatch, PackingError, pack
+from packing_core.batches.dataset import with_empty_row
 from tests.packing_core.packings import by_definition, packings
 
 
@@ -73,6 +74,21 @@ def test_padding_is_cut_where_it_is_longer_than_the_longest_segment():
     # rows:  1 2 3 . . and 4 5 . . . : the padding of one row never runs on into the next
     view = pack([[1, 2, 3], [4, 5, 6]], 5, seed=None).kernel_view(bucket=8)
     assert view.cu_seqlens.tolist() == [0, 3, 5, 8, 10, 10, 10, 10, 10]
+
+
+@settings(max_examples=80)
+@given(packings(), st.data())
+def test_no_segment_lies_in_two_rows_wherever_rows_of_padding_are(packing, data):
+    batch = pack(packing.documents, packing.plan, **packing.arrays)
+    real = len(batch)
+    for _ in range(data.draw(st.integers(1, 3))):
+        batch = with_empty_row(batch)
+    batch = batch[data.draw(st.permutations(range(len(batch))))]
+    view = batch.kernel_view(max_seqlen=data.draw(st.sampled_from([None, 2 * batch.capacity])))
+    assert {*range(0, batch.input_ids.size, batch.capacity)} <= {*view.cu_seqlens.tolist()}
+    np.testing.assert_array_equal(np.diff(view.cu_seqlens), view.lengths)
+    assert sum(n for n, is_padding in zip(view.lengths, view.is_padding) if not is_padding) == batch.n_tokens
+    assert batch.padding_free().lengths == tuple(batch.lengths.tolist()) and len(batch) > real
 
 
 def test_one_step_is_a_slice_of_rows():
