@@ -179,12 +179,14 @@ class LossCase:
     weighted: bool = False
     untrained_rows: tuple[int, ...] = ()
     seed: int = 0
+    signed: bool = field(default=False, repr=False)  # weights of both signs, and zeros
 
     def arguments(self, dtype: str) -> dict[str, Array]:
         """``logits``, ``labels`` and, when the case has them, ``token_weights``."""
         draw = generator(self)
         ids = segment_ids(self.rows)
         labels = draw.integers(0, self.words, ids.shape)
+        labels[:, 1] = self.words - 1
         labels[draw.random(ids.shape) < self.masked] = -100
         labels[list(self.untrained_rows)] = -100
         arrays = {
@@ -192,7 +194,8 @@ class LossCase:
             "labels": labels,
         }
         if self.weighted:
-            arrays["token_weights"] = (draw.integers(16, 129, ids.shape) / 64).astype(np.float32)  # sums are exact
+            drawn = draw.integers(-64, 65, ids.shape) // 8 * 8 if self.signed else draw.integers(16, 129, ids.shape)
+            arrays["token_weights"] = (drawn / 64).astype(np.float32)  # sums are exact
         return arrays
 
 
@@ -212,6 +215,17 @@ def documents(
             labels[np.arange(length) // turn % 2 == 0] = -100
         drawn.append(Document(ids, labels))
     return drawn
+
+
+def grown(stems: Sequence[Document], lengths: Sequence[int], seed: int, *, trained: bool = False) -> list[Document]:
+    """Each stem continued by an end of each length; only the ends are trained, or with ``trained`` all of it."""
+    found = []
+    for number, stem in enumerate(stems):
+        for end in documents(*lengths, seed=seed + number):
+            ids = np.concatenate([stem.input_ids, end.input_ids])
+            before = stem.labels if trained else np.full(len(stem.input_ids), -100)
+            found.append(Document(ids, np.concatenate([before, end.labels])))
+    return found
 
 
 def untrained(document: Document) -> Document:
@@ -234,6 +248,9 @@ def lay_out(rows: Rows, placed: Sequence[Document], *, pad_token: int = 0) -> Ba
         input_ids[row, start:stop] = document.input_ids
         labels[row, start + 1 : stop] = document.labels[1:]
     return Batch(input_ids, ids, position_ids(ids), labels)
+
+
+ONE_LAYER = DecoderConfig(num_hidden_layers=1)  # where what is tried does not depend on layers: half to compile
 
 
 @dataclass(frozen=True)

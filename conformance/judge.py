@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from conformance import numerics, oracle
+from conformance import oracle
 from conformance.draws import AttentionCase, LossCase, RopeCase, ScanCase, generator, round_to, segment_ids
 from conformance.oracle import Expected, Result
+from packing_core import budget
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import LEVELS, Array, Backend, Batch, Document, attention_options, segments
 
@@ -185,14 +186,14 @@ class Judge:
         results = {"out": answer[0], **answer[1]}
         exact = {"out": expected.exact[0], **expected.exact[1]}
         rounded = {"out": expected.rounded[0], **expected.rounded[1]}
-        scale = numerics.largest(exact.values())
+        scale = budget.largest(exact.values())
         for name in exact if only is None else [only]:
             if name not in results:
                 raise Rejected(f"nothing came back for {name}, only for {', '.join(answer[1])}")
             got = results[name]
             if got.shape != exact[name].shape:
                 raise Rejected(f"{name} has shape {got.shape}, not {exact[name].shape}")
-            over = numerics.over_budget(got, exact[name], rounded[name], scale=scale, dtype=dtype)
+            over = budget.over_budget(got, exact[name], rounded[name], scale=scale, dtype=dtype)
             per_token = ids is not None and over.shape[:2] == ids.shape
             if per_token:
                 over[ids == 0] = 0.0
@@ -252,7 +253,7 @@ class Judge:
         if not self.atomic:
             return dict.fromkeys(before, 0.0)
         reruns = [again() for _ in range(RERUNS)]
-        return {name: 2 * numerics.largest(other[name] - x for other in reruns) for name, x in before.items()}
+        return {name: budget.FACTOR * budget.largest(other[name] - x for other in reruns) for name, x in before.items()}
 
     def unmoved(self, what: str, before: Array, after: Array, *, because: str, noise: float = 0.0) -> None:
         """Two results are the same to the bit, or within the noise of running twice."""
@@ -260,7 +261,7 @@ class Judge:
         if moved.any():
             raise Rejected(
                 f"{because}, and {what} moved: {int(moved.sum())} of {moved.size} values, by up to "
-                f"{numerics.largest([np.nan_to_num(after - before)]):.3g}"
+                f"{budget.largest([np.nan_to_num(after - before)]):.3g}"
             )
 
     def equal(self, what: str, got: Any, expected: Any) -> None:

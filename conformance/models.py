@@ -56,15 +56,15 @@ def long_case(judge: Judge) -> DecoderCase:
     return DecoderCase(DecoderConfig(vocab_size=judge.words, num_hidden_layers=1, max_position_embeddings=2048))
 
 
-def drawn(judge: Judge, *lengths: int) -> list[Document]:
+def drawn(judge: Judge, *lengths: int, words: int | None = None) -> list[Document]:
     """Documents over many words, no longer than an own model takes; every other run of 16 tokens of some is masked."""
     capabilities = judge.backend.capabilities
+    words = judge.words if words is None or capabilities.own_model else words
     longest = capabilities.longest if capabilities.own_model else max(lengths)
     lengths = tuple(min(length, longest) for length in lengths)
-    turns = documents(*lengths, words=judge.words, turn=16)
+    turns = documents(*lengths, words=words, turn=16)
     return [
-        turn if i % 3 == 2 else plain
-        for i, (turn, plain) in enumerate(zip(turns, documents(*lengths, words=judge.words)))
+        turn if i % 3 == 2 else plain for i, (turn, plain) in enumerate(zip(turns, documents(*lengths, words=words)))
     ]
 
 
@@ -111,13 +111,13 @@ def check_gradients(
     judge.within((np.array([mean]), found), expected, None, dtype)
 
 
-def check_shared(judge: Judge, documents: Sequence[Document], shared: int) -> None:
+def check_shared(judge: Judge, documents: Sequence[Document], shared: int, case: DecoderCase | None = None) -> None:
     """Mean loss and weight gradients of documents that share beginnings are those of each document alone.
 
     Args:
         shared: tokens that all but one of the documents could do without, at least.
     """
-    case, dtype = DecoderCase(), judge.dtype
+    case, dtype = case or DecoderCase(), judge.dtype
     mean, found, computed = judge.ask(
         "shared_gradients", case.decoder(), documents, dtype=dtype, options={"shared_prefixes"}
     )
@@ -130,15 +130,15 @@ def check_shared(judge: Judge, documents: Sequence[Document], shared: int) -> No
     judge.within(answer, expected, None, dtype)
 
 
-def check_cut(judge: Judge, documents: Sequence[Document], ranks: int, window: int | None = None) -> None:
+def check_cut(judge: Judge, documents: Sequence[Document], ranks: int, config: DecoderConfig | None = None) -> None:
     """Mean loss and weight gradients of documents that are cut over ranks are those of each document alone.
 
     Args:
         documents: of which the longest has more tokens than a rank's share.
-        window: of a decoder with ``sliding_window``.
+        config: of the decoder.
     """
-    case, dtype = DecoderCase(DecoderConfig(sliding_window=window)), judge.dtype
-    options = {"cut_documents"} | ({"sliding_window"} if window else set())
+    case, dtype = DecoderCase(config or DecoderConfig()), judge.dtype
+    options = {"cut_documents"} | ({"sliding_window"} if case.config.sliding_window else set())
     mean, found, held = judge.ask(
         "context_gradients", case.decoder(), documents, ranks=ranks, dtype=dtype, options=options
     )
@@ -270,9 +270,9 @@ def check_isolated(
         )
 
 
-def check_untrained_isolated(judge: Judge, dtype: str) -> None:
+def check_untrained_isolated(judge: Judge, case: DecoderCase, dtype: str) -> None:
     """Exchanging the tokens of documents without targets moves neither loss nor gradients; a trained one moves some."""
-    case, some = DecoderCase(), documents(7, 16, 5, 33, 24, 11)
+    some = documents(7, 16, 5, 33, 24, 11)
     silent = [untrained(document) if i in (1, 4) else document for i, document in enumerate(some)]
     exchanged = [altered(document) if i in (1, 4) else document for i, document in enumerate(silent)]
 

@@ -1,7 +1,7 @@
 """The oracle of every call: the reference run on each segment alone, put back where the segment stands.
 
-`exact` is the float64 oracle and `rounded` the same with every operation rounded to the working dtype; `numerics` makes
-a budget of the two. Both are computed once per case and shared by all backends of a run.
+`exact` is the float64 oracle and `rounded` the same with every operation rounded to the working dtype;
+`packing_core.budget` makes a budget of the two. Both are computed once per case and shared by all backends of a run.
 """
 
 from __future__ import annotations

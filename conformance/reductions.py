@@ -131,10 +131,18 @@ def check_reduce_isolated(judge: Judge, case: ReduceCase) -> None:
 # -- log-probabilities -------------------------------------------------------------------------------------------------
 
 
-def check_logprobs(judge: Judge, drawn: Sequence[Document], *, temperature: float = 1.0, weights: bool = False) -> None:
-    """Log-probabilities, or with ``weights`` the gradients, are those of the documents run alone."""
-    case, dtype = DecoderCase(), judge.dtype
-    batch = models.collated(judge, drawn, 96)
+def check_logprobs(
+    judge: Judge,
+    drawn: Sequence[Document],
+    *,
+    temperature: float = 1.0,
+    weights: bool | None = False,
+    case: DecoderCase | None = None,
+    capacity: int = 96,
+) -> None:
+    """Log-probabilities, or with ``weights`` the gradients, or both (None), are those of the documents run alone."""
+    case, dtype = case or DecoderCase(), judge.dtype
+    batch = models.collated(judge, drawn, capacity)
     where = models.places(batch, drawn)
     cotangents = [_cotangent(number, document) for number, document in enumerate(drawn)]
     dout = np.zeros(batch.labels.shape, np.float32)
@@ -158,11 +166,11 @@ def check_logprobs(judge: Judge, drawn: Sequence[Document], *, temperature: floa
         total = {name: np.sum([gradients[name] for _, gradients in alone], axis=0) for name in names}
         truth.append((np.concatenate([logprobs for logprobs, _ in alone])[None], total))
     together = np.concatenate([answer[row, start:stop] for row, start, stop in where])[None]
-    if weights:
+    if weights is not False:
         none = np.zeros(1)
         pair = Expected((none, truth[0][1]), (none, truth[1][1]))
         judge.within((none, {name: np.asarray(x, np.float64) for name, x in found.items()}), pair, None, dtype)
-    else:
+    if weights is not True:
         ids = np.repeat(np.arange(len(drawn)), [len(document.input_ids) for document in drawn])[None] + 1
         judge.within((together, {}), Expected((truth[0][0], {}), (truth[1][0], {})), ids, dtype)
 
@@ -224,15 +232,22 @@ def pairs() -> list[list[Document]]:
     ]
 
 
-def check_preference(judge: Judge) -> None:
+def check_preference(
+    judge: Judge,
+    drawn: Sequence[Sequence[Document]],
+    *,
+    beta: float = BETA,
+    case: DecoderCase | None = None,
+    capacity: int = 96,
+) -> None:
     """Loss and gradients are those of every document run alone, as a mean over all pairs."""
-    case, dtype, drawn = DecoderCase(), judge.dtype, pairs()
-    loss, found = judge.ask("preference", case.decoder(), drawn, capacity=96, beta=BETA, dtype=dtype)
+    case, dtype = case or DecoderCase(), judge.dtype
+    loss, found = judge.ask("preference", case.decoder(), drawn, capacity=capacity, beta=beta, dtype=dtype)
     every = [document for microbatch in drawn for document in microbatch]
     truth = []
     for arithmetic in ("float64", dtype):
         parts = [
-            _pair_alone(judge, case, chosen, rejected, arithmetic)
+            _pair_alone(judge, case, chosen, rejected, beta, arithmetic)
             for chosen, rejected in zip(every[::2], every[1::2], strict=True)
         ]
         mean = {name: np.mean([gradients[name] for _, gradients in parts], axis=0) for name in parts[0][1]}
@@ -242,11 +257,11 @@ def check_preference(judge: Judge) -> None:
 
 
 def _pair_alone(
-    judge: Judge, case: DecoderCase, chosen: Document, rejected: Document, dtype: str
+    judge: Judge, case: DecoderCase, chosen: Document, rejected: Document, beta: float, dtype: str
 ) -> tuple[float, Gradients]:
     if judge.backend.capabilities.own_model:
         capacity = max(len(chosen.input_ids), len(rejected.input_ids))
-        options: dict[str, Any] = {"capacity": capacity, "beta": BETA, "dtype": dtype}
+        options: dict[str, Any] = {"capacity": capacity, "beta": beta, "dtype": dtype}
         return judge.backend.preference(case.decoder(), [[chosen, rejected]], **options)
     sums, backs = [], []
     for document in (chosen, rejected):
@@ -256,8 +271,8 @@ def _pair_alone(
         (rounded,) = operands(dtype, logprobs)  # type: ignore[arg-type]
         sums.append(float(rounded.sum()))
         backs.append((logits, targets, backward))
-    margin = BETA * (sums[0] - sums[1])
-    slope = -BETA / (1 + np.exp(margin))
+    margin = beta * (sums[0] - sums[1])
+    slope = -beta / (1 + np.exp(margin))
     gradients: Gradients = {}
     for (logits, targets, backward), sign in zip(backs, (slope, -slope), strict=True):
         dlogits = reference.token_logprobs_vjp(logits, targets, np.full(len(targets), sign), dtype=dtype)["logits"]  # type: ignore[arg-type]

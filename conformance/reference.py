@@ -276,7 +276,7 @@ class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, CutMet
     ) -> tuple[float, float, Array]:
         weights = self.trained(labels, segment_ids) * (1.0 if token_weights is None else token_weights)
         shifted = np.roll(weights, -1, axis=1).astype(np.float64)  # label t trains logits t - 1, and weights[:, 0] is 0
-        targets = np.where(shifted > 0, np.roll(labels, -1, axis=1), 0)[..., None]
+        targets = np.where(shifted != 0, np.roll(labels, -1, axis=1), 0)[..., None]
         z = logits.astype(np.float64)
         z = z - z.max(axis=-1, keepdims=True)
         log_p = z - np.log(np.exp(z).sum(axis=-1, keepdims=True))

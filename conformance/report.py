@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -137,19 +137,22 @@ def table(found: Mapping[str, Any]) -> list[str]:
     lines += ["  ".join([name.ljust(width), *(c.rjust(w) for c, w in zip(cells[name], columns))]) for name in names]
     lines += [f"{name}: NOT RUN: {reason}" for name, reason in found["not_run"].items()]
     for name in names:
-        lines += _not_declared(name, found["backends"][name]["undeclared"])
+        lines += _not_declared(name, found["backends"][name]["undeclared"], found["requirements"])
     return lines
 
 
-def _not_declared(name: str, lacking: Mapping[str, list[str]]) -> list[str]:
-    """Lists what a backend left out, and which of it most requirements wait for."""
-    if not lacking:
+def _not_declared(name: str, lacking: Mapping[str, list[str]], requirements: Mapping[str, Any]) -> list[str]:
+    """Lists by method what a backend left out, and how many requirements each option leaves out."""
+    by_method: dict[str, Counter[str]] = defaultdict(Counter)
+    for what, ids in lacking.items():
+        for method in (requirements[requirement]["method"] for requirement in ids):
+            by_method[method]["not implemented" if what == f"{method}()" else what] += 1
+    if not by_method:
         return []
-    methods = [what for what in lacking if what.endswith("()")]
-    others = [what for what in lacking if what not in methods]
-    listed = ", ".join(f"{what} {len(ids)}" for what, ids in lacking.items())
-    worth = " or ".join(f"{kind[0]} ({', '.join(lacking[kind[0]])})" for kind in (others, methods) if kind)
-    return [f"{name}: not declared, with the requirements left out: {listed}", f"{name}: worth declaring next: {worth}"]
+    listed = {method: ", ".join(f"{what} {n}" for what, n in counts.items()) for method, counts in by_method.items()}
+    width = max(map(len, listed))
+    lines = [f"  {method.ljust(width)}  {listed[method]}" for method in sorted(listed)]
+    return [f"{name}: not declared, by method, with the number of requirements left out:", *lines]
 
 
 def _cell(requirements: Mapping[str, Any], group: str) -> str:

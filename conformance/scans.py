@@ -8,7 +8,7 @@ segment that continues others, the document is all of them and itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -51,6 +51,7 @@ class DeltaCase:
         by_channel: g has a value for each key channel.
         normalise: q and k are not normalised before the call, but in it.
         parents: of the segments; None for none.
+        strongest: the largest beta.
     """
 
     rows: Rows = PADDED
@@ -63,6 +64,7 @@ class DeltaCase:
     normalise: bool = False
     parents: tuple[int, ...] | None = None
     seed: int = 0
+    strongest: float = field(default=1.0, repr=False)
 
     def arguments(self, dtype: str) -> dict[str, Array]:
         """``q``, ``k``, ``v``, ``g``, ``beta`` and ``dout`` (zero at padding)."""
@@ -75,7 +77,7 @@ class DeltaCase:
             "k": draw.standard_normal(keys),
             "v": draw.standard_normal((*ids.shape, self.heads, self.value_width)),
             "g": -self.decay * draw.uniform(0.5, 1.5, decays),
-            "beta": draw.uniform(0.1, 1.0, (*ids.shape, self.heads)),
+            "beta": draw.uniform(0.1, self.strongest, (*ids.shape, self.heads)),
             "dout": draw.standard_normal((*ids.shape, self.heads, self.value_width)) * (ids > 0)[..., None, None],
         }
         if not self.normalise:

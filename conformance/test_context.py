@@ -7,6 +7,7 @@ import pytest
 from conformance import models
 from conformance.draws import documents
 from conformance.judge import Judge
+from packing_core.protocol import DecoderConfig
 
 requirement = pytest.mark.requirement
 
@@ -20,4 +21,4 @@ def test_documents_over_several_ranks(judge: Judge, ranks: int) -> None:
 
 @requirement("CUT-02")
 def test_windows_over_several_ranks(judge: Judge) -> None:
-    models.check_cut(judge, documents(5, 60, 17, seed=4), 2, window=8)
+    models.check_cut(judge, documents(5, 60, 17, seed=4), 2, DecoderConfig(sliding_window=8))

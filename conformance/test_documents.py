@@ -98,4 +98,4 @@ def test_log_probabilities_are_isolated(judge: Judge) -> None:
 
 @requirement("DOC-11")
 def test_a_step_is_a_mean_over_pairs(judge: Judge) -> None:
-    documents.check_preference(judge)
+    documents.check_preference(judge, documents.pairs())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 
 from conformance import models
@@ -14,6 +16,7 @@ from conformance.checks import (
 from conformance.draws import (
     FOUR_ROWS,
     FULL,
+    ONE_LAYER,
     PADDED,
     TILES,
     AttentionCase,
@@ -50,8 +53,10 @@ def test_attention(judge: Judge, rows: Rows, dtype: str) -> None:
 
 
 @requirement("DTYPE-02")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("options", [pytest.param(o, marks=pytest.mark.heavy) for o in OPTIONS.values()], ids=OPTIONS)
+@heavy
+@pytest.mark.parametrize(
+    ("options", "dtype"), list(zip(OPTIONS.values(), cycle(["bfloat16", "float16"]))), ids=OPTIONS
+)  # MASK and GRAD try each in the first dtype
 def test_attention_with_options(judge: Judge, options: dict[str, object], dtype: str) -> None:
     judge.attention(AttentionCase(FULL, **options), dtype)  # type: ignore[arg-type]
 
@@ -93,7 +98,7 @@ def test_loss(judge: Judge, dtype: str) -> None:
 @every_dtype
 def test_logits(judge: Judge, dtype: str) -> None:
     drawn = documents(7, 16, 1, 33, 24, 15)
-    models.check_logits(judge, DecoderCase(), models.collated(judge, drawn, 96), drawn, dtype)
+    models.check_logits(judge, DecoderCase(ONE_LAYER), models.collated(judge, drawn, 96), drawn, dtype)
 
 
 @requirement("DTYPE-09")
@@ -101,7 +106,7 @@ def test_logits(judge: Judge, dtype: str) -> None:
 @every_dtype
 def test_weight_gradients(judge: Judge, dtype: str) -> None:
     drawn = documents(7, 16, 1, 33, 24, 15)
-    models.check_gradients(judge, DecoderCase(), models.collated(judge, drawn, 96), drawn, dtype)
+    models.check_gradients(judge, DecoderCase(ONE_LAYER), models.collated(judge, drawn, 96), drawn, dtype)
 
 
 @requirement("DTYPE-10")
@@ -129,14 +134,14 @@ def test_isolation_and_padding_of_a_scan(judge: Judge, dtype: str) -> None:
 @every_dtype
 def test_isolation_of_logits(judge: Judge, dtype: str) -> None:
     drawn = documents(7, 16, 1, 33, 24, 15)
-    models.check_isolated(judge, DecoderCase(), drawn, 96, dtype=dtype, where=(0, 3))
+    models.check_isolated(judge, DecoderCase(ONE_LAYER), drawn, 96, dtype=dtype, where=(0, 3))
 
 
 @requirement("DTYPE-13")
 @heavy
 @every_dtype
 def test_isolation_of_weight_gradients(judge: Judge, dtype: str) -> None:
-    models.check_untrained_isolated(judge, dtype)
+    models.check_untrained_isolated(judge, DecoderCase(ONE_LAYER), dtype)
 
 
 @requirement("DTYPE-14")

@@ -48,9 +48,8 @@ def test_a_window_ends_at_the_boundary(judge: Judge, case: Case) -> None:
 
 
 @requirement("MASK-04")
-@pytest.mark.parametrize("softcap", [5.0, 30.0])
-def test_softcap(judge: Judge, softcap: float) -> None:
-    judge.attention(AttentionCase(FULL, softcap=softcap, spread=3.0))
+def test_softcap(judge: Judge) -> None:
+    judge.attention(AttentionCase(FULL, softcap=5.0, spread=3.0))
 
 
 @requirement("MASK-05")
@@ -64,9 +63,8 @@ def test_alibi(judge: Judge) -> None:
 
 
 @requirement("MASK-07")
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (16, 2)])
-def test_gqa(judge: Judge, heads: int, kv_heads: int) -> None:
-    judge.attention(AttentionCase(FULL, heads=heads, kv_heads=kv_heads), only=OUTPUT)
+def test_gqa(judge: Judge) -> None:
+    judge.attention(AttentionCase(FULL, heads=16, kv_heads=2), only=OUTPUT)
 
 
 @requirement("MASK-08")
@@ -75,9 +73,8 @@ def test_mqa(judge: Judge) -> None:
 
 
 @requirement("MASK-09")
-@pytest.mark.parametrize(("width", "value_width"), [(64, 32), (192, 128)])
-def test_values_narrower_than_keys(judge: Judge, width: int, value_width: int) -> None:
-    judge.attention(AttentionCase(FULL, width=width, value_width=value_width))
+def test_values_narrower_than_keys(judge: Judge) -> None:
+    judge.attention(AttentionCase(FULL, width=192, value_width=128))
 
 
 @requirement("MASK-10")
@@ -117,7 +114,6 @@ def _named(case: AttentionCase) -> str:
 
 
 @requirement("MASK-13")
-@pytest.mark.parametrize("window", [4, 16])
-def test_a_models_sliding_window(judge: Judge, window: int) -> None:
-    case, drawn = DecoderCase(DecoderConfig(sliding_window=window)), documents(3, 4, 5, 16, 17, 40)
+def test_a_models_sliding_window(judge: Judge) -> None:
+    case, drawn = DecoderCase(DecoderConfig(sliding_window=4)), documents(3, 4, 5, 16, 17, 40)
     models.check_logits(judge, case, models.collated(judge, drawn, 96), drawn)

@@ -39,16 +39,16 @@ def test_one_token_documents(judge: Judge, rows: Rows) -> None:
 
 
 @requirement("SHAPE-02")
-@pytest.mark.parametrize("count", [300, pytest.param(1100, marks=heavy), pytest.param(8192, marks=thorough)])
+@pytest.mark.parametrize("count", [300, pytest.param(1100, marks=heavy), pytest.param(4100, marks=thorough)])
 def test_many_one_token_documents(judge: Judge, count: int) -> None:
     judge.attention(AttentionCase(((1,) * count,), heads=1, kv_heads=1))
 
 
 @requirement("SHAPE-03")
-@pytest.mark.parametrize("length", [96, pytest.param(1024, marks=heavy), pytest.param(4096, marks=thorough)])
+@pytest.mark.parametrize("length", [96, pytest.param(1024, marks=heavy), pytest.param(2100, marks=thorough)])
 def test_one_document_fills_the_row(judge: Judge, length: int) -> None:
     if judge.backend.capabilities.interpreted:
-        length = min(length, 1024)  # an interpreter visits every tile of 4,096 tokens for many minutes
+        length = min(length, 1024)  # an interpreter visits every tile of 2,100 tokens for minutes
     check(judge, ((length,),))
 
 
@@ -78,7 +78,7 @@ def test_lengths_around_tiles(judge: Judge, rows: Rows) -> None:
 
 
 @requirement("SHAPE-06")
-@pytest.mark.parametrize("width", [8, 80, 128, 256, *(pytest.param(n, marks=heavy) for n in (40, 72, 192, 512))])
+@pytest.mark.parametrize("width", [8, 80, 128, 256, *(pytest.param(n, marks=heavy) for n in (72, 192, 512))])
 def test_head_dims(judge: Judge, width: int) -> None:
     judge.attention(AttentionCase(((20, 1, 43),), width=width))
 

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
 
 from conformance import models, scans
-from conformance.draws import documents
+from conformance.draws import documents, grown
 from conformance.judge import Judge
-from packing_core.protocol import Document
 
 requirement = pytest.mark.requirement
-
-
-def grown(stems: Sequence[Document], lengths: Sequence[int], seed: int) -> list[Document]:
-    """Each stem continued by an end of each length; only the ends are trained."""
-    found = []
-    for number, stem in enumerate(stems):
-        for end in documents(*lengths, seed=seed + number):
-            ids = np.concatenate([stem.input_ids, end.input_ids])
-            labels = np.concatenate([np.full(len(stem.input_ids), -100), end.labels])
-            found.append(Document(ids, labels))
-    return found
 
 
 @requirement("TREE-01")

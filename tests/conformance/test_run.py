@@ -115,7 +115,8 @@ def test_what_is_not_declared_and_refused_is_unsupported(narrow):
     assert status(outcome, name, "MASK-05") == "unsupported"
     assert outcome.report["backends"][name]["requirements"]["MASK-05"]["reasons"] == ["unsupported: sinks not declared"]
     assert status(outcome, name, "MASK-04") == "pass"
-    assert f"{name}: worth declaring next: dtype bfloat16 (DTYPE-01)\n" in outcome.output
+    head = f"{name}: not declared, by method, with the number of requirements left out:\n"
+    assert f"{head}  attention  dtype bfloat16 1, dtype float16 1, sinks 1\n" in outcome.output
     assert outcome.report["backends"][name]["undeclared"] == {
         "dtype bfloat16": ["DTYPE-01"], "dtype float16": ["DTYPE-01"], "sinks": ["MASK-05"],
     }  # fmt: skip

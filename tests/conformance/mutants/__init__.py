@@ -22,6 +22,7 @@ for _name in (
     "spans",
     "larger",
     "combined",
+    "sizes",
 ):
     import_module(f"{__name__}.{_name}")  # fills MUTANTS
 
