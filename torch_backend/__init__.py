@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch_backend.patching import patch, unpad, unpatch
     from torch_backend.segments import PackedMetadata
     from torch_backend.steps.train_step import TrainStep, make_train_step
-    from torch_backend.trainers.enable_packing import enable_packing
+    from torch_backend.trainers.enable_packing import disable_packing, enable_packing
     from torch_backend.trainers.hf_dataset import pack_dataset
 
 # name -> module that defines it
@@ -39,6 +39,7 @@ _HOME: dict[str, str] = {
     "TrainerReport": "torch_backend.auditing.trainer",
     "attention": "torch_backend.ops.attention",
     "audit": "torch_backend.auditing.model",
+    "disable_packing": "torch_backend.trainers.enable_packing",
     "enable_packing": "torch_backend.trainers.enable_packing",
     "explain": "torch_backend.hf.explaining",
     "make_train_step": "torch_backend.steps.train_step",
@@ -70,6 +71,7 @@ __all__ = [
     "TrainerReport",
     "attention",
     "audit",
+    "disable_packing",
     "enable_packing",
     "explain",
     "make_train_step",

@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from packing_core.errors import PackingError
+from packing_core.errors import ContaminationError, PackingError
+from packing_core.hints import hinted
+from torch_backend.auditing.model import prove_now, verify_additions
 from torch_backend.auditing.model import verify as verify_kind
-from torch_backend.auditing.model import verify_additions
+from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits.rotary import rounded_frequencies
-from torch_backend.hf.entry import watch_wrapper
+from torch_backend.hf.entry import lead_to_entry, watch_wrapper
 from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import install, refuse_context_of, state_of, unpatch
 
@@ -28,6 +30,7 @@ __all__ = ["patch", "unpad", "unpatch"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@hinted()
 def patch(
     model: Model,
     *,
@@ -43,7 +46,9 @@ def patch(
             (PEFT, DDP, a compiled module).
         implementation: of attention, as in :func:`torch_backend.attention`.
         verify: prove it on a tiny clone of the model before returning (see :func:`torch_backend.audit`), and on a short
-            row of the model itself if it holds modules or hooks that its config does not make.
+            row of the model itself, forward and backward, if it holds what its config does not make: adapters,
+            quantised or parametrised weights, hooks, replaced modules and forwards. What joins later is proved at the
+            next packed call, and so is all of a model that is on the meta device when it is patched.
         mesh: one dimension of a ``DeviceMesh``, as in ``mesh["cp"]``, over whose ranks the documents of each batch are
             cut (context parallelism). All these ranks pass the same batch; each runs its part of the tokens. The
             model's ``loss`` is that of the whole batch on every rank. Its gradients are those of one process once they
@@ -64,21 +69,30 @@ def patch(
     """
     root = causal_lm(model)
     state = state_of(root)
-    if verify and (state is None or state.implementation != implementation):
-        verify_kind(root, implementation)
+    proves = verify and execution_device(root).type != "meta"
+    try:
+        if proves:
+            verify_kind(root, implementation)
+    except ContaminationError:
+        unpatch(root)
+        raise
     patched = install(model, implementation, mesh=mesh, context_method=context_method)
+    fresh = state_of(root)
+    assert fresh is not None
     if verify:
-        try:
+        fresh.prove, fresh.proved = prove_now, None
+    try:
+        if proves:
             verify_additions(root)
-        except PackingError:
-            unpatch(root)
-            raise
+    except PackingError:
+        unpatch(root)
+        raise
     if model is not root:
+        lead_to_entry(model, root)
         watch_wrapper(model)
     if state is None and (rounded := rounded_frequencies(root)):
         _warn_of_rounding(rounded)
-    fresh = state_of(root)
-    if fresh is not None and fresh is not state and fresh.adds_softcap:
+    if fresh is not state and fresh.adds_softcap:
         logger.warning("%s: %s", type(root).__name__, fresh.adds_softcap)
     return patched
 
@@ -93,6 +107,7 @@ def _warn_of_rounding(rounded: Mapping[str, torch.dtype]) -> None:
     )
 
 
+@hinted()
 def unpad(model: Model, *, implementation: str | Sequence[str] = "auto", verify: bool = True) -> Model:
     """:func:`patch` a model, and run its padded calls packed: for libraries that pad and know nothing of packing.
 

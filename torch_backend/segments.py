@@ -280,7 +280,7 @@ class PackedMetadata:
     @property
     def seq_idx(self) -> Tensor:
         """int32 [T]: the 0-based segment of each token."""
-        return self.derived("seq_idx", _seq_idx)
+        return self.derived("segment numbers", _seq_idx)
 
     @property
     def position_ids(self) -> Tensor:

@@ -9,8 +9,8 @@ import transformers
 
 import crosspack
 from packing_core.errors import ContaminationError, PackingError, UnsupportedError
-from tests.stacks.training import alone, documents_of, kept_gradients, worst_error
-from tests.torch_backend.test_trainer import CAPACITY, arguments, documents, llama, tiny_tokenizer
+from tests.stacks.training import is_exact
+from tests.torch_backend.trainers.test_trainer import CAPACITY, arguments, documents, llama, tiny_tokenizer
 
 
 class Config(dict):
@@ -47,12 +47,7 @@ def test_an_update_is_that_of_each_document_alone(plugin, tmp_path) -> None:
     made, config = registered(plugin, sample_packing=True, include_tkps=True)
     trainer = built(made, config, tmp_path)
     assert type(trainer).__name__ == "PackedTrainer" and type(trainer.train_dataset).__name__ == "Dataset"
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    gradients = kept_gradients(trainer)
-    trainer.train()
-    assert trainer.state.max_steps == 1, "axolotl's number of steps counts documents"
-    expected = alone(trainer.model.config, before, documents_of(trainer.train_dataset))
-    assert worst_error(gradients, expected)[0] < 1e-5
+    assert is_exact(trainer) and trainer.state.max_steps == 1, "axolotl's number of steps counts documents"
     assert trainer.evaluate()["eval_loss"] > 0
 
 
@@ -64,13 +59,8 @@ def test_the_loss_is_computed_without_logits_where_axolotl_adds_nothing_to_it(pl
 
 
 def test_its_packing_is_taken_over(plugin) -> None:
-    made, config = registered(
-        plugin,
-        sample_packing=True,
-        eval_sample_packing=True,
-        sample_packing_sequentially=True,
-        sample_packing_bin_size=7,
-    )
+    sampled = {"sample_packing": True, "eval_sample_packing": True, "sample_packing_sequentially": True}
+    made, config = registered(plugin, **sampled, sample_packing_bin_size=7)
     assert config["sample_packing"] is False and config["eval_sample_packing"] is False
     assert made.options == {"max_segments": 7}
     assert made.get_training_args(config)["train_sampling_strategy"] == "sequential"
@@ -139,6 +129,9 @@ def test_options_are_those_of_enable_packing(plugin) -> None:
         registered(plugin, crosspack={"capcity": 8})
     with pytest.raises(PackingError, match="crosspack is 8: pass a mapping of options, which are capacity, "):
         registered(plugin, crosspack=8)
+    module, _, name = plugin.CrosspackPlugin().get_input_args().rpartition(".")
+    assert module == "crosspack.integrations.axolotl"
+    assert getattr(plugin, name)(crosspack={"capacity": 8}).crosspack == {"capacity": 8}
 
 
 def test_a_trainer_whose_audit_finds_a_leak_does_not_train(plugin, monkeypatch, capsys) -> None:
@@ -150,9 +143,3 @@ def test_a_trainer_whose_audit_finds_a_leak_does_not_train(plugin, monkeypatch, 
     with pytest.raises(ContaminationError, match="documents that are packed together see each other"):
         made.post_trainer_create(Config(rl="dpo"), SimpleNamespace(is_world_process_zero=lambda: True))
     assert "contaminated" in capsys.readouterr().out
-
-
-def test_the_options_are_a_field_of_axolotls_configuration(plugin) -> None:
-    module, _, name = plugin.CrosspackPlugin().get_input_args().rpartition(".")
-    assert module == "crosspack.integrations.axolotl"
-    assert getattr(plugin, name)(crosspack={"capacity": 8}).crosspack == {"capacity": 8}

@@ -9,7 +9,7 @@ import torch
 
 from packing_core.errors import PackingError, UnsupportedError
 from tests.stacks.test_lightning import packed
-from tests.torch_backend.test_trainer import llama
+from tests.torch_backend.trainers.test_trainer import llama
 
 
 class Wrapper(torch.nn.Module):

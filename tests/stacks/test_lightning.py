@@ -9,7 +9,7 @@ import torch
 
 import crosspack
 from packing_core.errors import ContaminationError, PackingError, UnsupportedError
-from tests.torch_backend.test_trainer import documents, llama
+from tests.torch_backend.trainers.test_trainer import documents, llama
 
 Module = torch.nn.Module
 
@@ -32,11 +32,13 @@ def test_the_first_batch_of_a_patched_module_is_audited_once(plugin, capsys) -> 
     callback, made = plugin.LightningPacking(), module(llama())
     callback.setup(trainer(), made, "fit")
     made.train()
+    made["model"].model.layers[0].eval()  # frozen
+    modes = [module.training for module in made.modules()]
     batch = packed(made["model"])
     callback.on_train_batch_start(trainer(), made, batch, 0)
     report = capsys.readouterr().out
     assert "LlamaForCausalLM, first batch: 6 documents in" in report and "leak 0.0e+00, tolerance 1e-04" in report
-    assert made["model"].training and all(p.grad is None for p in made.parameters())
+    assert [module.training for module in made.modules()] == modes and all(p.grad is None for p in made.parameters())
     callback.on_train_batch_start(trainer(), made, batch, 1)
     assert not capsys.readouterr().out
 

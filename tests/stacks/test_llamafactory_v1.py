@@ -12,7 +12,7 @@ import torch
 
 from packing_core.errors import PackingError, UnsupportedError
 from tests.stacks.training import alone, documents_of, worst_error
-from tests.torch_backend.test_trainer import documents, llama
+from tests.torch_backend.trainers.test_trainer import documents, llama
 
 
 def arguments(**given: Any) -> SimpleNamespace:

@@ -12,7 +12,7 @@ import crosspack
 from packing_core.errors import UnsupportedModelError
 from tests.stacks.runs import weights_of
 from tests.stacks.training import alone, documents_of, worst_error
-from tests.torch_backend.test_trainer import documents, llama
+from tests.torch_backend.trainers.test_trainer import documents, llama
 
 CONTRACT = SimpleNamespace(packed_mask_type="document_ids", requires_packed_sequence_metadata=False)
 

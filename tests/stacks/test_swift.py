@@ -9,8 +9,8 @@ import pytest
 import transformers
 
 from packing_core.errors import PackingError, UnsupportedError
-from tests.stacks.training import alone, documents_of, kept_gradients, worst_error
-from tests.torch_backend.test_trainer import arguments, documents, llama
+from tests.stacks.training import is_exact
+from tests.torch_backend.trainers.test_trainer import arguments, documents, llama
 
 
 class Rows(list):
@@ -39,27 +39,21 @@ def test_an_update_is_that_of_each_document_alone(plugin, tmp_path, monkeypatch,
     monkeypatch.setattr(plugin, "_options", {"audit": True})
     trainer = built(plugin, tmp_path)
     assert "exact" in capsys.readouterr().out and trainer.args.use_logits_to_keep is False
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    gradients = kept_gradients(trainer)
-    trainer.train()
-    expected = alone(trainer.model.config, before, documents_of(trainer.train_dataset))
-    assert worst_error(gradients, expected)[0] < 1e-5
+    assert is_exact(trainer)
 
 
-def test_documents_that_are_padded_are_refused(plugin, tmp_path) -> None:
-    with pytest.raises(UnsupportedError, match="pads each document of this run: pass --packing true, or --padding_f"):
-        built(plugin, tmp_path, padding_free=False)
-
-
-def test_what_packing_cannot_follow_is_refused_by_name(plugin, tmp_path) -> None:
-    with pytest.raises(
-        UnsupportedError, match="ms-swift's sequence_parallel_size=2 cuts rows, and documents with them"
-    ):
-        built(plugin, tmp_path, sequence_parallel_size=2)
-    with pytest.raises(UnsupportedError, match="ms-swift's predict_with_generate=True evaluates by generating"):
-        built(plugin, tmp_path, predict_with_generate=True)
-    with pytest.raises(UnsupportedError, match="ms-swift's use_logits_to_keep=True gives the model labels of some"):
-        built(plugin, tmp_path, use_logits_to_keep=True)
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("padding_free", False, "pads each document of this run: pass --packing true, or --padding_f"),
+        ("sequence_parallel_size", 2, "ms-swift's sequence_parallel_size=2 cuts rows, and documents with them"),
+        ("predict_with_generate", True, "ms-swift's predict_with_generate=True evaluates by generating"),
+        ("use_logits_to_keep", True, "ms-swift's use_logits_to_keep=True gives the model labels of some"),
+    ],
+)
+def test_what_packing_cannot_follow_is_refused_by_name(plugin, tmp_path, option, value, reason) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
+        built(plugin, tmp_path, **{option: value})
 
 
 def test_configure_gives_ms_swift_the_trainer_and_any_attention(plugin, monkeypatch) -> None:

@@ -11,9 +11,9 @@ import transformers
 
 import crosspack
 from packing_core.errors import PackingError
-from tests.stacks.training import alone, documents_of, kept_gradients, worst_error
-from tests.torch_backend.test_sft_step import DEFAULTS, tokenizer, words
-from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, llama, trl
+from tests.stacks.training import documents_of, is_exact
+from tests.torch_backend.steps.test_sft_step import DEFAULTS, tokenizer, words
+from tests.torch_backend.trainers.test_trainer import CAPACITY, arguments, datasets, llama, trl
 
 PARTS = {"instruction_part": "w60 w61", "response_part": "w62 w63"}
 
@@ -32,14 +32,6 @@ def built(tmp_path, **options):
         train_dataset=datasets.Dataset.from_dict({"text": texts}),
         processing_class=tokenizer(),
     )
-
-
-def is_exact(trainer, documents) -> bool:
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    gradients = kept_gradients(trainer)
-    trainer.train()
-    assert trainer.state.global_step == 1
-    return worst_error(gradients, alone(trainer.model.config, before, documents))[0] < 1e-5
 
 
 def test_responses_are_trained_exactly_before_and_after(responses_only, tmp_path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable
 from copy import deepcopy
@@ -55,10 +56,20 @@ def kept_gradients(trainer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def is_exact(trainer: Any, documents: Documents | None = None) -> bool:
+    """Trains a trainer's one step, and compares its gradients with those of each document alone."""
+    before, gradients = weights_of(trainer.model), kept_gradients(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    expected = alone(trainer.model.config, before, documents or documents_of(trainer.train_dataset))
+    return worst_error(gradients, expected)[0] < TOLERANCE
+
+
 def worst_error(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
     """Returns the largest error of a gradient, relative to that gradient's maximum, and the parameter's name."""
     assert gradients.keys() == expected.keys()
-    return max((float((gradients[n] - x).abs().max() / x.abs().max()), n) for n, x in expected.items())
+    errors = [(float((gradients[n] - x).abs().max() / x.abs().max()), n) for n, x in expected.items()]
+    return max(errors, key=lambda error: (math.isnan(error[0]), error))
 
 
 def alone(config: Any, weights: dict[str, torch.Tensor], documents: Documents) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from torch_backend.steps import cuda_graph as captured
 from torch_backend.steps import eligibility
@@ -60,6 +61,13 @@ def stand_in(put: Callable[[Any, str, Any], None] = setattr) -> SimpleNamespace:
     put(eligibility, "_why_not_fixed", lambda model, batch: None)
     put(nn.Module, "compile", lambda module, **options: None)
     return seen
+
+
+def counted_compilation(monkeypatch: pytest.MonkeyPatch, module: Any, backend: str = "aot_eager") -> Any:
+    """Returns the counter of graphs that ``compile_layers`` makes from now on, where the module calls it."""
+    counter, stock = CompileCounterWithBackend(backend), module.compile_layers
+    monkeypatch.setattr(module, "compile_layers", lambda model, **options: stock(model, backend=counter, **options))
+    return counter
 
 
 @pytest.fixture

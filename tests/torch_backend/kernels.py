@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from conformance.numerics import largest, over_budget
+from packing_core.budget import largest, over_budget
 from torch_backend.ops import operators
 
 
@@ -42,10 +42,16 @@ ONE_DTYPE = [_on("cpu", "float32"), _on("cuda", "bfloat16")]
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets Triton kernels run on the CPU for the rest of a test, which is skipped where they are compiled."""
+    """Lets Triton kernels run on the CPU for the rest of a test, which is skipped where they are compiled.
+
+    Attention makes no trial run before its first call, which would take most of the time.
+    """
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the kernels are compiled in this process: a test marked gpu runs them")
+    from torch_backend.ops.attention.triton import TRITON
+
+    monkeypatch.setattr(TRITON, "supports", TRITON.refuses)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(operators, "INTERPRETED", True)
 

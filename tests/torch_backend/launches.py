@@ -280,7 +280,7 @@ OPTIONS: dict[str, list[Options]] = {
         {"implementation": "grouped_mm", "kind": CLAMPED, "rank": 16, "interleaved": True},
     ],
 }
-# What launches the kernels that the first options do not.
+# What launches the kernels that the first options do not, and views whose strides are no constants along any axis.
 QUICK: list[tuple[str, Options]] = [
     ("of_attention", {}),
     ("of_attention", {"heads_first": True}),
@@ -289,26 +289,24 @@ QUICK: list[tuple[str, Options]] = [
     ("of_delta_rule", {"width": 32, "corrects": False}),
     ("of_cross_entropy", {"bias": True}),
     ("of_experts", {"implementation": "grouped_mm", "tokens": 2_048}),
+    ("of_experts", {"bias": True, "rank": 16, "transposed": True}),
+    ("of_convolution", {"silu": True, "bias": True, "transposed": True}),
 ]
 # Shapes whose tiles take most shared memory, each in the dtypes that have tiles of their own.
 SIZES: dict[str, list[Options]] = {
     "of_attention": [
-        {"width": 64},
         {"width": 128, "group": 8},
         {"width": 256},
-        {"width": 512, "group": 8},
-        {"width": 512, "value_width": 256, "group": 8},
         {"width": 512, "group": 8, "segments": "spans"},
     ],
     "of_delta_rule": [
         {"heads": 192},  # so many that the tiles are others
         {"width": 256},
-        {"corrects": False},
         {"corrects": False, "width": 256, "shared": 4},
         {"corrects": False, "width": 256, "heads": 192},
         {"corrects": False, "width": 64, "heads": 192, "states": True},
     ],
-    "of_kimi_rule": [{}, {"width": 256}, {"heads": 192}],
+    "of_kimi_rule": [{"width": 256}, {"heads": 192}],
     "of_diagonal_scan": [{}, {"numbers": 128}],
     "of_convolution": [{"silu": True, "bias": True}],
     "of_norm": [{"gated": True, "silu": True}, {"width": 4_096}, {"width": 4_096, "tile": True, "rows": ()}],
@@ -316,7 +314,6 @@ SIZES: dict[str, list[Options]] = {
     "of_cross_entropy": [{"entries": 32_768}, {"entries": 32_768, "bias": True}],
     "of_logprobs": [{"entries": 32_768, "entropy": True}],
     "of_experts": [
-        {**EXPERTS_OF_128, "tokens": 128, "rank": 16},
         {**EXPERTS_OF_128, "tokens": 128, "rank": 64},
         {**EXPERTS_OF_128, "tokens": 64, "rank": 16},
         {**EXPERTS_OF_128, "tokens": 16},

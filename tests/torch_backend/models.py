@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -118,8 +119,9 @@ def run_of(model: Any, logits: list[Tensor], loss: Tensor) -> Run:
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """max |got - want| / max |want|."""
-    return float(((got - want).abs().max() / want.abs().max().clamp_min(1e-6)).detach())
+    """max |got - want| / max |want|; infinite if it is not a number, which max() of several errors would pass over."""
+    relative = float(((got - want).abs().max() / want.abs().max().clamp_min(1e-6)).detach())
+    return math.inf if math.isnan(relative) else relative
 
 
 def assert_same(got: Run, want: Run, tolerance: float = 1e-5) -> None:

@@ -11,8 +11,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.torch_backend.hf.test_conditions import CHANGES
 from tests.torch_backend.models import PLAIN_SGD, tiny
-from tests.torch_backend.test_conditions import CHANGES
 from torch_backend.auditing.compare import gradients_error, relative_error
 from torch_backend.hf.anatomy.structure import causal_lm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import transformers
 
-from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, llama
+from tests.torch_backend.trainers.test_trainer import CAPACITY, arguments, datasets, llama
 from torch_backend.trainers.enable_packing import enable_packing
 
 

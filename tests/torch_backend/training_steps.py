@@ -31,4 +31,5 @@ def patched(family: str = "qwen2") -> Any:
 
 
 def distance(one: nn.Module, other: nn.Module) -> float:
-    return max(float((x - y).detach().abs().max()) for x, y in zip(one.parameters(), other.parameters(), strict=True))
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return float(torch.stack([(x - y).detach().abs().max() for x, y in pairs]).max())  # NaN where one is

@@ -1,12 +1,13 @@
 """Computations shared by all audits: random documents, a model's results on them, and differences of results.
 
 Documents run alone -> :class:`Computation` (outputs, loss, gradients) <- the same documents run packed. All
-differences are max |got - want| / max |want|.
+differences are max |got - want| / max |want|; what they may be is :mod:`packing_core.budget`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.batches.stored import IGNORE_INDEX
+from packing_core.budget import Difference, worst_gradient
 from torch_backend.hf.anatomy.placement import execution_device
+from torch_backend.hf.anatomy.random_draws import is_random_setting
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 
 FIRST_TOKEN, LAST_TOKEN = 4, 90  # tokens that mean nothing special in a tiny model's vocabulary
-# Of the largest gradient. A smaller one is compared with this much, because it may be a difference of terms as large as
-# the largest, and float32 rounds these by 1e-7.
-SMALL = 1e-2
-# What a figure may be, as in conformance/numerics.py: twice what rounding does to the documents alone, and so many
-# epsilons of the dtype. The order of a sum shows in float32; narrower dtypes are summed in float32.
-ROUNDINGS = 2.0
-FLOOR = 16.0
-FLOOR_BELOW_FLOAT32 = 1.0
-MOVED = 0.01  # at least what a probe must do to its own document, and twice what it does to another
 
 
 @dataclass(frozen=True)
@@ -79,6 +73,11 @@ def replaced(model: Any, document: Tensor) -> Tensor:
     return (document - first + (end - first) // 2) % (end - first) + first
 
 
+def exchanged(ids: Tensor, known: Tensor) -> Tensor:
+    """Returns the ids with each one exchanged for another one of ``known``, which is sorted and holds them all."""
+    return known[(torch.searchsorted(known, ids) + max(len(known) // 2, 1)) % len(known)]
+
+
 def next_token_loss(logits: Sequence[Tensor], documents: Sequence[Tensor]) -> Tensor:
     """The mean over the targets of all documents, from the logits [L, V] of each."""
     pairs = zip(logits, documents, strict=True)
@@ -88,61 +87,68 @@ def next_token_loss(logits: Sequence[Tensor], documents: Sequence[Tensor]) -> Te
 
 
 def run(model: nn.Module, outputs: Sequence[Tensor], loss: Tensor) -> Computation:
-    """The backward of ``loss``; the model's gradients are taken and left empty."""
+    """Runs the backward of ``loss``; the model's gradients, which were empty, are taken and left empty."""
     if loss.requires_grad:
         loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.detach().float().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return Computation([x.detach().float() for x in outputs], loss.detach(), gradients)
 
 
-def relative_error(got: Tensor | None, want: Tensor, scale: float = 0.0) -> float:
-    """max |got - want| / max |want|; infinite if ``got`` is missing or not finite.
-
-    Args:
-        scale: of the gradients of all parameters; one far below it is compared with ``SMALL`` times the scale.
-    """
+def difference(got: Tensor | None, want: Tensor) -> Difference:
+    """Compares two tensors, of which the first may be missing."""
+    largest = float(want.abs().max())
     if got is None or not bool(torch.isfinite(got).all()):
-        return float("inf")
-    largest = max(float(want.abs().max()), SMALL * scale)
-    return float((got.double() - want.double()).abs().max()) / max(largest, torch.finfo(torch.float32).tiny)
+        return Difference(float("inf"), largest)
+    return Difference(float((got.double() - want.double()).abs().max()), largest)
 
 
-def outputs_error(got: Computation, want: Computation) -> float:
-    """The worst document's."""
-    return max(relative_error(g, w) for g, w in zip(got.outputs, want.outputs, strict=True))
+def differences(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, Difference]:
+    """Compares tensors by name, such as gradients by parameter."""
+    return {name: difference(got.get(name), x) for name, x in want.items()}
+
+
+def relative_error(got: Tensor | None, want: Tensor, scale: float = 0.0) -> float:
+    """Returns max |got - want| / max |want|; see :meth:`packing_core.budget.Difference.relative`."""
+    return difference(got, want).relative(scale)
+
+
+def outputs_error(got: Computation, want: Computation, documents: slice = slice(None)) -> float:
+    """Returns the error of the worst document, of all or some."""
+    return max(relative_error(*pair) for pair in zip(got.outputs[documents], want.outputs[documents], strict=True))
 
 
 def gradients_error(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The worst parameter's, and its name."""
-    scale = max(float(g.abs().max()) for g in want.values())
-    errors = {name: relative_error(got.get(name), g, scale) for name, g in want.items()}
-    worst = max(errors, key=lambda name: errors[name])
-    return errors[worst], worst
+    """Returns the worst parameter's error, and its name."""
+    return worst_gradient(differences(got, want))
 
 
-def floor_of(dtype: torch.dtype) -> float:
-    """Returns the error allowed relative to the largest value, where rounding happens to make none."""
-    return (FLOOR if dtype == torch.float32 else FLOOR_BELOW_FLOAT32) * torch.finfo(dtype).eps
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, no dropout of a model is on, neither a module's nor one that its code reads from a number."""
+    dropped = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float)
+        and (is_random_setting(name) or (name == "p" and "Dropout" in type(module).__name__))
+    ]
+    for module, name, _ in dropped:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in dropped:
+            setattr(module, name, value)
 
 
-def gradients_and_allowed(
-    got: Mapping[str, Tensor], want: Mapping[str, Tensor], rounded: Mapping[str, Tensor], floor: float
-) -> tuple[float, float, str]:
-    """Returns the error largest relative to its parameter's bound, that bound, and the parameter's name.
-
-    A parameter may be off by twice what rounding does to itself, and by ``floor`` of the largest gradient of all: one
-    whose gradient is zero in exact arithmetic, and all rounding in any other, decides on nothing but itself.
-    """
-    scale = max(float(g.abs().max()) for g in want.values())
-    worst = 0.0, 0.0, ""
-    for name, gradient in want.items():
-        error = relative_error(got.get(name), gradient, scale)
-        largest = max(float(gradient.abs().max()), SMALL * scale, torch.finfo(torch.float32).tiny)
-        allowed = ROUNDINGS * relative_error(rounded.get(name), gradient, scale) + floor * scale / largest
-        if not worst[2] or error * worst[1] > worst[0] * allowed:
-            worst = error, allowed, name
-    return worst
+def against_truth(
+    packed: Mapping[str, Tensor], again: Mapping[str, Tensor], truth: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Compares the gradients of a trainer's step, and of its repetition, with those of each document alone."""
+    gradients, worst = gradients_error(packed, truth)
+    noise, _ = gradients_error(again, packed)
+    return {"cosine": cosine(packed, truth), "gradients": gradients, "worst_parameter": worst, "noise": noise}
 
 
 def cosine(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:

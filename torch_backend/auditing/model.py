@@ -1,7 +1,7 @@
 """``audit(model)``: packed documents against each document alone, and a probe that changes some of them.
 
 A model -> a tiny random clone of the same kind on the same device, in the same dtype, as it is or patched -> the same
-documents run packed and one by one (:mod:`.proof`) -> an :class:`AuditReport`. The clone has every layer kind, head
+documents run packed and one by one (:mod:`.probe`) -> an :class:`AuditReport`. The clone has every layer kind, head
 width and window kind of the model, and the documents cross its windows, chunks and original positions. Dropout is off,
 and so is a router's auxiliary loss: it is a statistic of all tokens, reported by itself.
 
@@ -11,7 +11,7 @@ A trainer is audited on its own batches, see :mod:`torch_backend.auditing.traine
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
@@ -20,16 +20,20 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 import torch
 from torch import nn
 
+from packing_core.budget import noticed
 from packing_core.errors import ContaminationError, PackingError, UnsupportedModelError, first_line
-from torch_backend.auditing.compare import MOVED
-from torch_backend.auditing.proof import CUT, LONG, SHORT, RowLayout, measure, measure_itself
-from torch_backend.auditing.tiny import tiny_config, tiny_model
-from torch_backend.hf.anatomy.additions import additions
+from packing_core.hints import hinted
+from torch_backend.auditing.fingerprint import dtype_of, fingerprint
+from torch_backend.auditing.itself import measure_itself
+from torch_backend.auditing.probe import CUT, LONG, SHORT, RowLayout, measure
+from torch_backend.auditing.tiny import ROOM, tiny_config, tiny_model
+from torch_backend.hf.anatomy.additions import Part, additions, parts_of
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import stands_over, unregistered
+from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.patch import Patched, context_of, install, state_of, unpatch
 
 if TYPE_CHECKING:
@@ -37,8 +41,10 @@ if TYPE_CHECKING:
 
 # What was audited, in words.
 AS_IT_IS, PATCHED, ONCE_PATCHED = "as it is", "patched", "once patched"
+JUDGED = ("logits", "loss", "gradients", "leak", "gradient_leak")
 
-_verdicts: dict[tuple[Any, ...], AuditReport] = {}
+_verdicts: dict[Hashable, AuditReport] = {}
+_own_parts: dict[Hashable, frozenset[Part]] = {}
 
 
 class HasComputeLoss(Protocol):
@@ -104,13 +110,13 @@ class AuditReport:
         """``exact``, ``contaminated`` or ``refused``."""
         if self.refused is not None:
             return "refused"
-        equal = all(found <= allowed for found, allowed in self._judged.values())
-        return "exact" if equal and self.moved > max(MOVED, 2 * self.leak) else "contaminated"
+        equal = all(found <= allowed for found, allowed in self.judged.values())
+        return "exact" if equal and noticed(self.moved, self.leak) else "contaminated"
 
     @property
-    def _judged(self) -> dict[str, tuple[float, float]]:
-        names = "logits", "loss", "gradients", "leak", "gradient_leak"
-        return {name: (getattr(self, name), getattr(self, f"allowed_{name}")) for name in names}
+    def judged(self) -> dict[str, tuple[float, float]]:
+        """Returns each figure of the verdict with what it may be."""
+        return {name: (getattr(self, name), getattr(self, f"allowed_{name}")) for name in JUDGED}
 
     def to_json(self) -> str:
         """The verdict and every figure, as a JSON object."""
@@ -122,7 +128,7 @@ class AuditReport:
         if self.refused is not None:
             return f"{name}: refused, {self.refused}"
         figures = ", ".join(
-            f"{name.replace('_', ' ')} {found:.1e} of {allowed:.0e}" for name, (found, allowed) in self._judged.items()
+            f"{name.replace('_', ' ')} {found:.1e} of {allowed:.1e}" for name, (found, allowed) in self.judged.items()
         )
         router = "" if self.router_loss is None else f"; router loss, not judged: {self.router_loss:.1e}"
         return (
@@ -146,6 +152,7 @@ def audit(
 def audit(model: HasComputeLoss) -> TrainerReport: ...
 
 
+@hinted()
 def audit(
     model: Any,
     *,
@@ -209,7 +216,7 @@ def _audit(
         )
     if implementation is None:
         implementation = state.implementation if state is not None else "auto"
-    dtype, device = _dtype(root), execution_device(root)
+    dtype, device = dtype_of(root), execution_device(root)
     about: dict[str, Any] = {
         "model": type(root).__name__,
         "implementation": implementation if isinstance(implementation, str) else "/".join(implementation),
@@ -227,7 +234,8 @@ def _audit(
             about["route"] = Patched(anatomy_of(root), implementation).anatomy.route
         except UnsupportedModelError as refusal:
             return AuditReport(**about, refused=str(refusal))
-    with torch.inference_mode(False), torch.enable_grad(), full_float32():  # whatever the caller's mode is
+    plain = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), plain, full_float32():  # whatever the caller's mode is
         clone = _clone(root, max(rows.lengths), patched=patched).to(device).train()
         patch = (lambda model: install(model, implementation, **context)) if patched else None
         try:
@@ -235,17 +243,27 @@ def _audit(
         except UnsupportedModelError as refusal:
             return AuditReport(**about, refused=str(refusal))
         except Exception as error:  # stock models may raise anything for packed rows; what they say is the result
-            if patched:
+            if patched and (isinstance(error, PackingError) or _is_of_transformers(root)):
                 raise
+            if patched:
+                raise UnsupportedModelError(
+                    f"{type(root).__name__} does not run as models of transformers do, so it cannot be proved "
+                    f"({type(error).__name__}: {first_line(error)}): let forward(input_ids=...) return logits, or "
+                    "last_hidden_state without a head, and get_output_embeddings() the layer that makes logits, or "
+                    "pass verify=False to patch it without proof"
+                ) from error
             return AuditReport(**about, refused=f"it raises {type(error).__name__}: {first_line(error)}")
+
+
+def _is_of_transformers(root: Any) -> bool:
+    return original_class(root).__module__.startswith("transformers.")
 
 
 def _with_additions(
     root: Any, report: AuditReport, implementation: str | Sequence[str], context: Mapping[str, Any]
 ) -> AuditReport:
     """The report with the figures of the model itself, where it holds what no clone has."""
-    added = additions(root)
-    if report.refused is not None or not added:
+    if report.refused is not None or not (added := _additions(root)):
         return report
     if report.audited != ONCE_PATCHED:
         return _joined(report, added, _itself(root, added, marked=report.audited == PATCHED))
@@ -258,14 +276,20 @@ def _with_additions(
 
 def _joined(report: AuditReport, added: Mapping[str, nn.Module], figures: dict[str, Any]) -> AuditReport:
     report = replace(report, additions=tuple(added))
-    if figures["leak"] > figures["allowed_leak"] or figures["logits"] > figures["allowed_logits"]:
-        return replace(report, **figures)
-    return report
+    return replace(report, **figures) if _wrong(figures) else report
+
+
+def _additions(root: Any) -> dict[str, nn.Module]:
+    """Finds what a model holds that its config does not make, by name."""
+    kind = fingerprint(root, "")
+    if kind not in _own_parts:
+        _own_parts[kind] = parts_of(_clone(root, ROOM, patched=True))
+    return additions(root, _own_parts[kind])
 
 
 def _itself(root: Any, added: Mapping[str, nn.Module], *, marked: bool) -> dict[str, Any]:
     try:
-        with torch.inference_mode(False), full_float32():
+        with torch.inference_mode(False), torch.enable_grad(), full_float32():
             return measure_itself(root, added.values(), marked=marked)
     except PackingError:
         raise
@@ -277,31 +301,55 @@ def _itself(root: Any, added: Mapping[str, nn.Module], *, marked: bool) -> dict[
 
 
 def verify_additions(model: nn.Module) -> None:
-    """Prove what was added to a patched model on the model itself: no clone has it.
+    """Prove what a patched model holds beside what its config makes, on the model itself: no clone has it.
 
     Raises:
         ContaminationError: its packed documents see each other, or are not what they are alone.
         UnsupportedModelError: it does not run on a short packed row.
     """
     root = causal_lm(model)
-    added = additions(root)
-    if not added or execution_device(root).type == "meta":
-        return
-    found = _itself(root, added, marked=True)
-    if (state := state_of(root)) is not None:
+    added, state = _additions(root), state_of(root)
+    if added:
+        figures = _itself(root, added, marked=True)
+        if text := _wrong(figures):
+            raise ContaminationError(
+                f"{text.format(type(root).__name__)}. It holds {listed(added)}: each must compute a token from tokens "
+                "of its own document alone, at positions of the batch, or leave it out"
+            )
+    if state is not None:
         state.accept_additions()  # the packed calls of the proof do not count
-    if found["leak"] > found["allowed_leak"]:
-        raise ContaminationError(
-            f"packed documents see each other in {type(root).__name__}: they moved by {found['leak']:.1e} when those "
-            f"beside them were replaced. It holds {listed(added)}: each must compute a token from tokens of its own "
-            "document alone, or leave it out"
+        state.proved = tuple(added)
+
+
+def prove_now(root: Any) -> None:
+    """Prove what a model that is patched with proof holds by now: weights it had none of, adapters added since.
+
+    Raises:
+        ContaminationError, UnsupportedModelError: as :func:`verify` and :func:`verify_additions`.
+    """
+    state = state_of(root)
+    if state is None or execution_device(root).type == "meta":
+        return
+    if state.proved is None:
+        verify(root, state.implementation)
+    if state.proved is None or _additions(root).keys() - set(state.proved):
+        verify_additions(root)
+
+
+def _wrong(figures: Mapping[str, float]) -> str:
+    """Says of figures over their bounds what they mean, with a place for the model's name; nothing if none is."""
+    over = [name for name in JUDGED if name in figures and not figures[name] <= figures[f"allowed_{name}"]]
+    moved = next((name for name in ("leak", "gradient_leak") if name in over), None)
+    if moved is not None:
+        what = "they" if moved == "leak" else "gradients of their loss"
+        return (
+            f"packed documents see each other in {{}}: {what} moved by {figures[moved]:.2g} when the documents beside "
+            f"them were replaced, and rounding allows {figures[f'allowed_{moved}']:.2g}"
         )
-    if found["logits"] > found["allowed_logits"]:
-        raise ContaminationError(
-            f"packed documents are not what they are alone in {type(root).__name__}: they are off by "
-            f"{found['logits']:.1e}. It holds {listed(added)}: each must take positions from the batch, not from the "
-            "row, or leave it out"
-        )
+    if not over:
+        return ""
+    differs = (f"{n} by {figures[n]:.2g}, where rounding allows {figures[f'allowed_{n}']:.2g}" for n in over)
+    return f"packed documents are not what they are alone in {{}}: they differ in {' and in '.join(differs)}"
 
 
 def listed(added: Mapping[str, nn.Module]) -> str:
@@ -311,22 +359,22 @@ def listed(added: Mapping[str, nn.Module]) -> str:
 
 
 def verify(model: nn.Module, implementation: str | Sequence[str]) -> AuditReport:
-    """The report on models of this kind when they are patched, which is exact; measured once per kind and process.
+    """The report on models of this kind when they are patched, which is exact; measured once per fingerprint.
 
     Raises:
         UnsupportedModelError: the patch refuses the model.
         ContaminationError: the patched clone is not exact.
     """
     root = causal_lm(model)
-    where = execution_device(root).type, _dtype(root)
-    kind = (type(root), root.config.to_json_string(), str(implementation), *where)
+    kind = fingerprint(root, implementation)
     if kind not in _verdicts:
         _verdicts[kind] = _audit(root, True, implementation, None, SHORT)
     report = _verdicts[kind]
     if report.verdict == "refused":
         raise UnsupportedModelError(str(report.refused))
     if report.verdict != "exact":
-        raise ContaminationError(f"packed documents see each other: {report}")
+        text = _wrong(asdict(report)) or "the proof of {} replaced documents, and their outputs stayed as they were"
+        raise ContaminationError(f"{text.format(type(root).__name__)}. {report}")
     return report
 
 
@@ -350,13 +398,11 @@ def _clone(root: Any, positions: int, *, patched: bool) -> Any:
         config = tiny_config(root.config, positions=positions)
         name = root.config._attn_implementation
         config._attn_implementation = stands_over(root.config) if patched else unregistered(name)
+        if (experts := getattr(root.config, "_experts_implementation", None)) is not None:
+            config._experts_implementation = experts  # some take no float64
         return tiny_model(config, type(root))
     except Exception as error:
         raise UnsupportedModelError(
             f"no tiny clone of {type(root).__name__} can be made to prove it on ({type(error).__name__}: {error}): "
             "pass verify=False to patch it without proof"
         ) from error
-
-
-def _dtype(root: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in root.parameters() if p.is_floating_point())

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.context_parallel.whole import whole_tokens
-from torch_backend.hf.inputs.context import SHARE
 from torch_backend.hf.patch import context_of, cut_over_ranks
+from torch_backend.ops.divisor import Divisor
 
 
 def whole_outputs(model: nn.Module, batch: Mapping[str, Any], outputs: Tensor) -> Tensor:
@@ -27,26 +27,15 @@ def whole_outputs(model: nn.Module, batch: Mapping[str, Any], outputs: Tensor) -
 
     Gradients that are averaged over ranks are those of one process, if every rank takes the same loss of the result.
     """
-    share: RankShare = cut_over_ranks(model, batch)[SHARE]
+    share: RankShare = cut_over_ranks(model, batch)[BatchKey.SHARE]
     return whole_tokens(outputs, share)
-
-
-def mean_over(context: ContextGroup, x: Tensor) -> float:
-    """Returns the mean of a number over the ranks."""
-    total = x.clone()
-    dist.all_reduce(total, group=context.group)
-    return float(total) / context.ranks
 
 
 def averaged(model: nn.Module, gradients: Mapping[str, Tensor], context: ContextGroup) -> dict[str, Tensor]:
     """Returns the mean over ranks of a model's gradients; a rank without one of a parameter counts as zero."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            total = gradients[name].clone() if name in gradients else torch.zeros_like(parameter)
-            dist.all_reduce(total, group=context.group)
-            found[name] = total / context.ranks
-    return found
+    average = Divisor(context.group).average
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: average(gradients[name] if name in gradients else torch.zeros_like(p)) for name, p in trained.items()}
 
 
 def refuse_several_devices(trainer: Any) -> None:

@@ -1,6 +1,6 @@
 """``audit(trainer)`` for TRL's trainers whose loss reads each document: DPO, KTO, reward models, GRPO and RLOO.
 
-A built trainer -> the first batches of its own dataloader, with completions that it generates itself -> its own
+A built trainer -> the first batch of its own dataloader, with completions that it generates itself -> its own
 ``compute_loss`` and backward, once as it is, patched or not, and once with every row of every padded call in a forward
 of its own, without padding -> the figures of a :class:`~torch_backend.auditing.trainer.TrainerReport`. Then every token
 of one document is replaced, and what the model says of the others must not move. Nothing is changed in the trainer.
@@ -16,22 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError, UnsupportedError
-from torch_backend.auditing.compare import cosine, gradients_error
+from torch_backend.auditing.compare import against_truth, exchanged, run
 from torch_backend.auditing.images import images_of_rows, is_placeholder
 from torch_backend.auditing.ranks import averaged
+from torch_backend.auditing.trainer_batches import ONE_DOCUMENT, first_of_dataloader
 from torch_backend.collate import Batch
 from torch_backend.collate.image_tensors import Images
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.inputs.boundaries import METADATA_KEYS
 from torch_backend.hf.inputs.padded_images import image_keys
 from torch_backend.hf.inputs.trl_trainers import generates
 from torch_backend.hf.inputs.unpadding import IDS, LENGTHS, Padded, lengths_of, padded_calls
 from torch_backend.hf.patch import context_of
 
 SMALLEST_LOSS = 1.0  # a smaller loss is compared with this much: advantages, whose mean is 0, cancel in it
-_MARKS = ("position_ids", *METADATA_KEYS)
+_MARKS = ("position_ids", *BatchKey.ALL)
 _ROWS = "input_ids"
 
 
@@ -43,10 +44,11 @@ class ScoredStep:
         targets: scored tokens of that call.
     """
 
-    def __init__(self, trainer: Any, inputs: Batch) -> None:
+    def __init__(self, trainer: Any, inputs: Batch, tolerance: float) -> None:
         self.trainer = trainer
         self.inputs = inputs
         self.root = causal_lm(trainer.model)
+        self.tolerance = tolerance
         self.calls: list[Batch] = []
         self.rows = 0
 
@@ -62,31 +64,44 @@ class ScoredStep:
         with self._recorded():
             loss, found = self._run()
         _, again = self._run()
-        gradients, worst = gradients_error(found, truth)
+        figures = against_truth(found, again, truth)
+        if max(figures["gradients"], 1 - figures["cosine"]) > self.tolerance and self._cancel(truth, found):
+            figures |= {"gradients": 0.0, "cosine": 1.0}  # the rounding of terms that cancel, as of two equal answers
         return {
             "documents": len(self.calls[0][_ROWS]),
             "rows": self.rows,
             "targets": self._targets(),
             "counted": None,
             "loss": abs(loss - true_loss) / max(abs(true_loss), SMALLEST_LOSS),
-            "cosine": cosine(found, truth),
-            "gradients": gradients,
-            "worst_parameter": worst,
-            "noise": gradients_error(again, found)[0],
+            **figures,
             **self._probe(),
         }
 
     def _run(self) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of the trainer's own loss."""
         trainer, model = self.trainer, self.trainer.model
-        model.zero_grad(set_to_none=True)
         with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
             loss: Tensor = trainer.compute_loss(model, dict(self.inputs))
-        loss.backward()
-        gradients = {name: p.grad.float().clone() for name, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad(set_to_none=True)
-        context = context_of(model)
-        return float(loss.detach()), gradients if context is None else averaged(model, gradients, context)
+        found, context = run(model, (), loss), context_of(model)
+        return float(found.loss), found.gradients if context is None else averaged(model, found.gradients, context)
+
+    def _cancel(self, *gradients: dict[str, Tensor]) -> bool:
+        """Returns whether gradients are nothing beside those of the same answers under unequal weights."""
+
+        def weigh(model: nn.Module, args: Any, output: Any) -> None:
+            for x in output.values():
+                if isinstance(x, Tensor) and x.requires_grad and x.ndim:
+                    weights = torch.linspace(0.5, 1.5, len(x), device=x.device)
+                    x.register_hook(lambda g, w=weights: g * w.view(-1, *[1] * (g.ndim - 1)).to(g.dtype))
+
+        handle = self.trainer.model.register_forward_hook(weigh)
+        try:
+            with self._one_document_per_call():
+                _, terms = self._run()
+        finally:
+            handle.remove()
+        *largest, of_terms = (max(float(g.abs().max()) for g in each.values()) for each in (*gradients, terms))
+        return max(largest) <= self.tolerance * of_terms
 
     def _probe(self) -> dict[str, float]:
         """Measures how far the scores of a document move, when it is replaced and when another one is.
@@ -97,12 +112,10 @@ class ScoredStep:
         call = self.calls[0]
         ids, mask, labels = call[_ROWS], call["attention_mask"].bool(), call.get("labels")
         if len(ids) < 2:
-            raise PackingError("the trainer's first batch holds one document: raise its batch size to audit packing")
+            raise PackingError(ONE_DOCUMENT)
         if call.get("pixel_values") is not None:
             mask = mask & ~is_placeholder(self.root, ids)
-        known = torch.unique(ids[mask])
-        exchanged = known[(torch.searchsorted(known, ids) + max(len(known) // 2, 1)) % len(known)]
-        other = torch.where(mask, exchanged, ids)
+        other = torch.where(mask, exchanged(ids, torch.unique(ids[mask])), ids)
         before = self._answers(call)
         others = {name: x for name, x in call.items() if name != IDS}  # they are those of the collator
         scored = torch.ones_like(before, dtype=torch.bool) if labels is None else labels[:, 1:] != IGNORE_INDEX
@@ -161,15 +174,13 @@ class ScoredStep:
             yield
 
 
-def scored_batches(trainer: Any, count: int) -> Iterator[Batch]:
-    """The first batches that reach ``compute_loss``, on the trainer's device; policy trainers generate in them."""
-    with without_workers(trainer):
-        batches = [batch for _, batch in zip(range(count), iter(trainer.get_train_dataloader()), strict=False)]
+def scored_batch(trainer: Any) -> Batch:
+    """Returns the first batch that reaches ``compute_loss``, on the device; policy trainers generate in it."""
+    batch = first_of_dataloader(trainer)
     trainer.state, trainer._logs = copy.deepcopy(trainer.state), copy.deepcopy(getattr(trainer, "_logs", None))
-    for batch in batches:
-        if generates(trainer):
-            trainer._buffered_inputs, trainer.current_gradient_accumulation_steps = None, 1
-        yield dict(trainer._prepare_inputs(batch))
+    if generates(trainer):
+        trainer._buffered_inputs, trainer.current_gradient_accumulation_steps = None, 1
+    return dict(trainer._prepare_inputs(batch))
 
 
 @contextmanager
@@ -220,17 +231,3 @@ def _alone(stock: Any, kwargs: Batch, row: int, per_token: bool, images: Images)
         if (returned := padded.returned(name, value)) is not value:
             output[name] = returned
     return output
-
-
-@contextmanager
-def without_workers(trainer: Any) -> Iterator[None]:
-    """Inside, a trainer's dataloader reads in this process."""
-    args, none = trainer.args, {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
-    before = {name: getattr(args, f"dataloader_{name}") for name in none}
-    try:
-        for name, value in none.items():
-            setattr(args, f"dataloader_{name}", value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(args, f"dataloader_{name}", value)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torch_backend.hf.anatomy.families import LEFT_OPEN, TINY_SIZES
+from torch_backend.hf.anatomy.random_draws import is_random_setting
 
 # Lengths that the documents of an audit cross, whatever they are in the large model.
 WINDOW = 12
@@ -119,7 +120,7 @@ def _tiny_fields(config: Any, head_dim: int | None, positions: int) -> dict[str,
             fields[name] = min(value, 3 if name.endswith("_token_id") else AT_MOST.get(name, value))
         elif isinstance(value, list) and name in AT_MOST:  # one for each layer
             fields[name] = [min(each, AT_MOST[name]) for each in value]
-        elif isinstance(value, float) and ("drop" in name or "jitter" in name):
+        elif isinstance(value, float) and is_random_setting(name):
             fields[name] = 0.0
     _shrink_positions(fields, positions)
     _keep_consistent(fields)

@@ -1,6 +1,6 @@
 """``audit(trainer)``: what a trainer trains on packed rows against each of its documents alone, by its own loss.
 
-A built trainer -> the first batches of its own dataloader and collator -> the documents that the collator was given,
+A built trainer -> the first batch of its own dataloader and collator -> the documents that the collator was given,
 found again in its rows -> ``compute_loss`` and backward on the batch and on every document alone, with the trainer's
 adapters and precision -> a :class:`TrainerReport`. Nothing has to be patched, and nothing is changed.
 """
@@ -9,44 +9,37 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from packing_core.batches.marks import PER_TOKEN
 from packing_core.batches.stored import IGNORE_INDEX
+from packing_core.budget import FLOAT32, NARROW, noticed
 from packing_core.errors import PackingError, UnsupportedError
-from torch_backend.auditing.compare import MOVED, cosine, gradients_error
+from torch_backend.auditing.compare import against_truth, exchanged, gradients_error, run, without_dropout
 from torch_backend.auditing.images import alone_with, images_of, is_placeholder
-from torch_backend.auditing.ranks import averaged, mean_over, refuse_several_devices
-from torch_backend.auditing.scored import ScoredStep, scored_batches
-from torch_backend.auditing.trainer_batches import first_batches, pieces_of, places_of
+from torch_backend.auditing.ranks import averaged, refuse_several_devices
+from torch_backend.auditing.scored import ScoredStep, scored_batch
+from torch_backend.auditing.trainer_batches import ONE_DOCUMENT, first_batch, pieces_of, places_of
 from torch_backend.collate import Batch
 from torch_backend.collate.image_tensors import Images
 from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
-from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.structure import causal_lm, in_mode
 from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.trl_trainers import kind_of
 from torch_backend.hf.patch import context_of
 from torch_backend.hf.router import no_router_loss
+from torch_backend.ops.divisor import Divisor
 
-FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and where anything is computed in fewer bits
-# Keys that say which tokens belong together, of which a document alone has no need.
-_MARKS = (
-    "position_ids",
-    "attention_mask",
-    "seq_idx",
-    "segment_ids",
-    "packed_lengths",
-    "packed_documents",
-    "packed_parents",
-    "packed_images",
-    "packed_targets",
-)
+_MANY = 2**30  # times the targets: what a count of so many divides is nothing
+_NOTHING = 1e-6  # of a loss
 
 
 @dataclass(frozen=True)
@@ -91,8 +84,8 @@ class TrainerReport:
         judged = [self.loss, 1 - self.cosine, self.leak]
         if self.tolerance == FLOAT32:
             judged.append(self.gradients)
-        noticed = self.moved > max(MOVED, 2 * self.leak)
-        return "exact" if all(x <= self.tolerance for x in judged) and noticed else "contaminated"
+        exact = all(x <= self.tolerance for x in judged) and noticed(self.moved, self.leak)
+        return "exact" if exact else "contaminated"
 
     def to_json(self) -> str:
         """The verdict and every figure, as a JSON object."""
@@ -101,15 +94,17 @@ class TrainerReport:
     def __str__(self) -> str:
         where = f"{self.dtype} on {self.device}, {self.documents} documents in {self.rows} rows"
         where += f" cut over {self.ranks} ranks" if self.ranks > 1 else ""
+        sees = self.leak > self.tolerance
+        verdict = self.verdict if sees or self.verdict == "exact" else f"{self.verdict}, in its loss and not by a leak"
         return (
-            f"{self.trainer} on {self.model} ({where}): {self.verdict}; loss {self.loss:.1e}, "
+            f"{self.trainer} on {self.model} ({where}): {verdict}; loss {self.loss:.1e}, "
             f"gradient cosine {self.cosine:.6f}, worst {self.gradients:.1e} ({self.worst_parameter}), "
             f"leak {self.leak:.1e}, noise {self.noise:.1e}, tolerance {self.tolerance:.0e}"
         )
 
 
-def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
-    """Compare what a trainer computes on its own first batches with each of their documents alone.
+def audit_trainer(trainer: Any) -> TrainerReport:
+    """Compare what a trainer computes on its own first batch with each of its documents alone.
 
     Dropout is off and a router's auxiliary loss is left out, because both are defined over the whole batch. Parameters,
     gradients, logged metrics and the random state are as before when it returns. Of DPO, KTO, reward, GRPO and RLOO
@@ -120,12 +115,11 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
     Args:
         trainer: a ``transformers.Trainer`` or a subclass, before ``train()``; patched or not. One with ``model_init``
             is judged on a model that this makes, because ``train()`` trains such a one.
-        batches: how many are compared, each by itself; the report has the worst.
 
     Raises:
         LayoutError: a document that the collator was given is not in its rows as it was, or it is given rows of
             ``pack_dataset`` without the lengths of their documents.
-        PackingError: a batch holds one document only, or nothing is trained in it.
+        PackingError: there is no batch, it holds one document only, or nothing is trained in it.
         UnsupportedError: the trainer runs on several devices, but for those of one group of context parallelism, before
             ``train()`` has sharded its model; or it trains a classifier or a masked language model, or its
             rows hold cut documents without boundaries.
@@ -137,17 +131,13 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
             f"{type(trainer).__name__} trains a classifier or a masked language model, and audit(trainer) judges "
             "losses of next tokens and of answers: audit its model, audit(trainer.model)"
         )
-    with torch.random.fork_rng(), _model_of_train(trainer), _as_before(trainer):
+    with torch.random.fork_rng(), _model_of_train(trainer), as_before(trainer):
+        step: ScoredStep | _Step
         if kind_of(trainer) is not None:
-            figures = [ScoredStep(trainer, batch).measure() for batch in scored_batches(trainer, batches)]
+            step = ScoredStep(trainer, scored_batch(trainer), _tolerance(trainer))
         else:
-            figures = [_Step(trainer, batch, features).measure() for batch, features in first_batches(trainer, batches)]
-        reports = [_report(trainer, found) for found in figures]
-    if not reports:
-        raise PackingError(
-            f"the training data fill no batch of {type(trainer).__name__}: pass more of them, or a smaller batch size"
-        )
-    return max(reports, key=lambda r: (r.verdict != "exact", r.loss, r.leak))
+            step = _Step(trainer, *first_batch(trainer))
+        return _report(trainer, step.measure())
 
 
 def refuse_cut_documents(arguments: Any) -> None:
@@ -172,7 +162,7 @@ class _Step:
         self.batch = batch
         self.places = places_of([p for f in features for p in pieces_of(f)], batch["input_ids"].cpu().numpy())
         if len(self.places) < 2:
-            raise PackingError("the trainer's first batch holds one document: raise its batch size to audit packing")
+            raise PackingError(ONE_DOCUMENT)
         self.images = images_of(features, len(self.places))
         self.alone = [self._alone(*each) for each in zip(self.places, self.images, strict=True)]
         self.targets = [_targets(inputs) for inputs in self.alone]
@@ -191,60 +181,75 @@ class _Step:
         _, again = self._run(self.batch, self.counted)
         changed = self._changed()
         others, one = self._only(lambda place: place != changed), self._only(lambda place: place == changed)
-        _, before = self._run(others, self.counted)
-        _, after = self._run({**others, "input_ids": self._replaced(changed)}, self.counted)
-        _, own = self._run(one, self.counted)
-        _, own_after = self._run({**one, "input_ids": self._replaced(changed)}, self.counted)
-        gradients, worst = gradients_error(packed, truth)
+        other = {"input_ids": self._replaced(changed)}
+        before, after, own, own_after = (
+            self._sum(inputs, self._of_targets())[1] for inputs in (others, others | other, one, one | other)
+        )
         return {
             "documents": len(self.places),
             "rows": len(self.batch["input_ids"]),
             "targets": sum(self.targets),
             "counted": self.counted,
             "loss": abs(loss - truth_loss) / abs(truth_loss),
-            "cosine": cosine(packed, truth),
-            "gradients": gradients,
-            "worst_parameter": worst,
             "leak": gradients_error(after, before)[0],
             "moved": gradients_error(own_after, own)[0],
-            "noise": gradients_error(again, packed)[0],
+            **against_truth(packed, again, truth),
         }
 
     def _truth(self) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of the documents one by one, divided by all their targets once."""
-        total, divides = sum(self.targets), self._divides()
-        loss = 0.0
+        total, loss = sum(self.targets), 0.0
         gradients: dict[str, Tensor] = {}
         for inputs, targets in zip(self.alone, self.targets, strict=True):
             if targets:
-                weight = 1.0 if divides else targets / total
-                part, found = self._run(inputs, total, weight)
+                share = targets / total
+                terms = {"count": [(total, 1.0)], "mean": [(total, share)]}.get(
+                    self.divides, [(total, 1.0), (total * _MANY, share - 1.0)]
+                )
+                part, found = self._sum(inputs, terms)
                 loss += part
-                gradients |= {name: gradients[name] + g if name in gradients else g for name, g in found.items()}
+                _add(gradients, found)
         return loss, gradients
 
-    def _divides(self) -> bool:
-        """Returns whether the trainer divides its loss by the target count it receives, not by its own."""
-        inputs = self.alone[int(np.argmax(self.targets))]
+    @cached_property
+    def divides(self) -> str:
+        """Names what the trainer divides its loss by: the "count" it receives, a "mean" of its own, or "both".
+
+        Both has a loss with a penalty beside it, which the count does not divide.
+        """
+        total = sum(self.targets)
         with torch.no_grad():
-            once, half = (float(self._loss(inputs, n)) for n in (sum(self.targets), 2 * sum(self.targets)))
-        return abs(once - 2 * half) < abs(once - half)
+            inputs = self.alone[int(np.argmax(self.targets))]
+            once, rest = (float(self._loss(inputs, count)) for count in (total, total * _MANY))
+        if abs(once - rest) <= _NOTHING * abs(once):
+            return "mean"
+        return "count" if abs(rest) <= _NOTHING * abs(once) else "both"
+
+    def _of_targets(self) -> list[tuple[int | None, float]]:
+        """The runs whose sum is the loss of the targets, without a penalty of all tokens or weights beside it."""
+        if self.divides != "both" or self.counted is None:
+            return [(self.counted, 1.0)]
+        return [(self.counted, 1.0), (self.counted * _MANY, -1.0)]
+
+    def _sum(self, inputs: Batch, terms: Iterable[tuple[int | None, float]]) -> tuple[float, dict[str, Tensor]]:
+        """Sums losses and gradients over runs, each with a count of targets and a weight."""
+        loss, gradients = 0.0, dict[str, Tensor]()
+        for count, weight in terms:
+            part, found = self._run(inputs, count, weight)
+            loss += part
+            _add(gradients, found)
+        return loss, gradients
 
     def _run(self, inputs: Batch, count: int | None, weight: float = 1.0) -> tuple[float, dict[str, Tensor]]:
         model: nn.Module = self.trainer.model
-        model.zero_grad(set_to_none=True)
-        loss = self._loss(inputs, count) * weight
-        loss.backward()
-        gradients = {
-            name: p.grad.detach().float().clone() for name, p in model.named_parameters() if p.grad is not None
-        }
-        model.zero_grad(set_to_none=True)
+        found = run(model, (), self._loss(inputs, count) * weight)
         if self.context is None:
-            return float(loss.detach()), gradients
+            return float(found.loss), found.gradients
         if is_packed(inputs):  # a part on every rank
-            return mean_over(self.context, loss.detach()), averaged(model, gradients, self.context)
+            loss = Divisor(self.context.group).average(found.loss)
+            return float(loss), averaged(model, found.gradients, self.context)
         ranks = self.context.ranks  # by which the trainer multiplies a loss that the ranks average
-        return float(loss.detach()) / ranks, {name: gradient / ranks for name, gradient in gradients.items()}
+        return float(found.loss) / ranks, {name: gradient / ranks for name, gradient in found.gradients.items()}
 
     def _loss(self, inputs: Batch, count: int | None) -> Tensor:
         trainer = self.trainer
@@ -260,7 +265,7 @@ class _Step:
         inputs: Batch = {
             name: x[row : row + 1, tokens].clone()
             for name, x in self.batch.items()
-            if isinstance(x, Tensor) and x.shape[:2] == shape and name not in _MARKS
+            if isinstance(x, Tensor) and x.shape[:2] == shape and name not in PER_TOKEN
         }
         if "shift_labels" in inputs:
             inputs["shift_labels"][:, -1] = IGNORE_INDEX
@@ -288,24 +293,29 @@ class _Step:
         """The rows with every token of a document exchanged for another one of the batch, but those of its images."""
         ids: Tensor = self.batch["input_ids"].clone()
         kept = is_placeholder(self.trainer.model, ids) if any(self.images) else torch.zeros_like(ids, dtype=torch.bool)
-        known, own = torch.unique(ids[~kept]), ids[place[0], place[1]]
-        where = torch.searchsorted(known, own)
-        other = known[(where + max(len(known) // 2, 1)) % len(known)]
-        ids[place[0], place[1]] = torch.where(kept[place[0], place[1]], own, other)
+        own = ids[place[0], place[1]]
+        ids[place[0], place[1]] = torch.where(kept[place[0], place[1]], own, exchanged(own, torch.unique(ids[~kept])))
         return ids
 
 
+def _add(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    total |= {name: total[name] + g if name in total else g for name, g in more.items()}
+
+
 def _report(trainer: Any, figures: dict[str, Any]) -> TrainerReport:
-    half = _half(trainer)
     return TrainerReport(
         trainer=type(trainer).__name__,
         model=type(causal_lm(trainer.model)).__name__,
         device=trainer.args.device.type,
-        dtype=half or "float32",
-        tolerance=HALF if half else FLOAT32,
+        dtype=_half(trainer) or "float32",
+        tolerance=_tolerance(trainer),
         ranks=1 if (context := context_of(trainer.model)) is None else context.ranks,
         **figures,
     )
+
+
+def _tolerance(trainer: Any) -> float:
+    return NARROW if _half(trainer) else FLOAT32
 
 
 def _half(trainer: Any) -> str:
@@ -332,32 +342,19 @@ def _model_of_train(trainer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _as_before(trainer: Any) -> Iterator[None]:
+def as_before(trainer: Any) -> Iterator[None]:
     """Training mode without dropout and auxiliary losses inside; afterwards model and trainer are as they were."""
     model: nn.Module = trainer.model
     attributes, metrics = dict(trainer.__dict__), copy.deepcopy(getattr(trainer, "_metrics", None))
     loaders = len(trainer.accelerator._dataloaders)
-    modes = {module: module.training for module in model.modules()}
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    dropped = [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, float) and ("dropout" in name or (name == "p" and "Dropout" in type(module).__name__))
-    ]
     try:
-        model.train()
-        for module, name, _ in dropped:
-            setattr(module, name, 0.0)
+        model.zero_grad(set_to_none=True)
         if hasattr(trainer, "aux_loss_enabled"):
             trainer.aux_loss_enabled = False
-        with no_router_loss(model):
+        with in_mode(model, training=True), without_dropout(model), no_router_loss(model):
             yield
     finally:
-        for module, name, value in dropped:
-            setattr(module, name, value)
-        for module, mode in modes.items():
-            module.training = mode
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         trainer.__dict__.clear()

@@ -1,4 +1,4 @@
-"""Reads the first batches of a trainer, and finds in their rows the documents that its collator was given."""
+"""Reads the first batch of a trainer, and finds in its rows the documents that its collator was given."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from packing_core import PackedBatch
 from packing_core.batches.columns import READ, documents_of
-from packing_core.errors import LayoutError
+from packing_core.errors import LayoutError, PackingError
 from torch_backend.auditing.images import rows_with_images
-from torch_backend.auditing.scored import without_workers
-from torch_backend.collate import Batch
+from torch_backend.collate import Batch, call_on_copies
 from torch_backend.collate.vision import VisionRows
 from torch_backend.known_rows import refuse_lost_lengths
+
+ONE_DOCUMENT = "the trainer's first batch holds one document: raise its batch size to audit packing"
 
 
 def _flat(features: Any) -> list[Any]:
@@ -23,25 +24,50 @@ def _flat(features: Any) -> list[Any]:
     return [x for each in features for x in (each if isinstance(each, list) else [each])]
 
 
-def first_batches(trainer: Any, count: int) -> Iterator[tuple[Batch, list[Any]]]:
-    """The first batches of the trainer's own dataloader, on its device, each with what its collator was given."""
+def first_batch(trainer: Any) -> tuple[Batch, list[Any]]:
+    """Returns the first batch of the trainer's own dataloader, on its device, and what its collator was given."""
     collator, seen = trainer.data_collator, []
 
     def recorded(features: Any) -> Any:
         rows = rows_with_images(collator, features)
         seen.append(_flat(features) if rows is None else [rows])
-        return collator(features if rows is None else rows)
+        return call_on_copies(collator, features if rows is None else rows)
 
     trainer.data_collator = recorded
     try:
-        with without_workers(trainer):
-            found = [batch for _, batch in zip(range(count), iter(trainer.get_train_dataloader()), strict=False)]
+        batch = first_of_dataloader(trainer)
     finally:
         trainer.data_collator = collator
+    if not seen:
+        raise PackingError(
+            f"the dataloader of {type(trainer).__name__} does not call its data_collator, so nothing says which "
+            "documents a row holds: audit its model, audit(trainer.model)"
+        )
     for features in seen:
         refuse_lost_lengths(features, f"example of {type(trainer).__name__}", trainer.train_dataset)
-    for batch, features in zip(found, seen, strict=False):
-        yield dict(trainer._prepare_inputs(dict(batch))), features
+    return dict(trainer._prepare_inputs(dict(batch))), seen[0]
+
+
+def first_of_dataloader(trainer: Any) -> Any:
+    """Returns what a trainer's dataloader gives first, read in this process.
+
+    Raises:
+        PackingError: it gives nothing.
+    """
+    args, none = trainer.args, {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+    before = {name: getattr(args, f"dataloader_{name}") for name in none}
+    try:
+        for name, value in none.items():
+            setattr(args, f"dataloader_{name}", value)
+        batch = next(iter(trainer.get_train_dataloader()), None)
+    finally:
+        for name, value in before.items():
+            setattr(args, f"dataloader_{name}", value)
+    if batch is None:
+        raise PackingError(
+            f"the training data fill no batch of {type(trainer).__name__}: pass more of them, or a smaller batch size"
+        )
+    return batch
 
 
 def pieces_of(feature: Any) -> list[NDArray[np.int64]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from packing_core.batches.columns import TRAINED, trained_tokens
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import (
     LENGTHS,
     MARKS,
@@ -19,9 +21,10 @@ from packing_core.batches.marks import (
     counts_through,
     is_numbered,
     read_segments,
+    refuse_trained_padding,
 )
 from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.errors import LayoutError
+from packing_core.errors import LayoutError, PackingError
 from torch_backend.collate.model_traits import has_router, labels_every_token
 from torch_backend.collate.packed_collator import Batch, PackedCollator
 from torch_backend.collate.tokens import check_first_labels
@@ -60,7 +63,7 @@ class BoundaryCollator:
         """
         if isinstance(features, Sequence):
             refuse_lost_lengths(features, "example")
-        batch = dict(self.collator(features))
+        batch = dict(call_on_copies(self.collator, features))
         ids = batch.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
             what = "no input_ids" if ids is None else "input_ids that are no tensor [B, S] with tokens"
@@ -75,9 +78,9 @@ class BoundaryCollator:
         if self.has_router or segments.padding.any():
             batch["attention_mask"] = (~padding).to(torch.int64 if mask is None else mask.dtype)
         positions, added = batch.get("position_ids"), _metadata(segments.lengths, ids.shape)
-        if "packed_documents" not in batch:
+        if BatchKey.DOCUMENTS not in batch:
             real = ~segments.padding[segments.starts]
-            added["packed_documents"] = tuple((number,) for number in np.flatnonzero(real).tolist())
+            added[BatchKey.DOCUMENTS] = tuple((number,) for number in np.flatnonzero(real).tolist())
         if positions is not None and not _counts_through(positions, segments, rows):
             del added["position_ids"]
         seal = sealed(ids, torch.from_numpy(np.flatnonzero(segments.starts & ~segments.padding)))
@@ -118,7 +121,27 @@ def with_boundaries(collator: Callable[[Any], Mapping[str, Any]], model: Any = N
     See :class:`BoundaryCollator`, which raises ``LayoutError`` when it is called and the batch marks no boundaries, or
     contradicts itself.
     """
+    if isinstance(collator, nn.Module) or not callable(collator):
+        raise PackingError(
+            f"with_boundaries takes a collator first and got a {type(collator).__name__}: pass "
+            "with_boundaries(collator, model)"
+        )
     return collator if isinstance(collator, PackedCollator | BoundaryCollator) else BoundaryCollator(collator, model)
+
+
+def call_on_copies(collator: Callable[[Any], Any], features: Any) -> Any:
+    """Returns the collator's batch; it may pop columns of the examples and change their lists, as many do."""
+    if not isinstance(features, list | tuple):
+        return collator(features)
+    return collator([_copied(feature) for feature in features])
+
+
+def _copied(feature: Any) -> Any:
+    if not isinstance(feature, MutableMapping):
+        return feature
+    copied = copy(feature)
+    copied.update({name: list(value) for name, value in feature.items() if type(value) is list})
+    return copied
 
 
 def _segments(batch: Batch, ids: Tensor, rows: NDArray[np.int64]) -> FlatSegments:
@@ -180,7 +203,13 @@ def _mask_labels(batch: Batch, starts: Tensor, padding: Tensor) -> None:
     ignored = starts | padding
     if trained is not None:
         ignored = ignored | torch.from_numpy(~trained).view(starts.shape)
+    mask = batch.get("attention_mask")
+    masked = np.zeros(starts.numel(), np.bool_) if mask is None else np.asarray(mask).reshape(-1) == 0
+    masked &= True if trained is None else trained.reshape(-1)
     for name, labels in _labels(batch, starts.shape).items():
+        lost = masked if name == "labels" else np.append(masked[1:], False)
+        place = f"token {{}} of the batch, by its {name},".format
+        refuse_trained_padding(np.asarray(labels).reshape(-1), lost, place)
         where = ignored if name == "labels" else ignored.flatten().roll(-1).view(starts.shape)
         batch[name] = labels.masked_fill(where, IGNORE_INDEX)
 
@@ -194,10 +223,10 @@ def _metadata(lengths: NDArray[np.int64], shape: torch.Size) -> Batch:
     positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return {
         "position_ids": torch.from_numpy(positions).view(shape),
-        "seq_idx": torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)).view(shape),
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens.clone(),
-        "max_length_q": int(lengths.max()),
-        "max_length_k": int(lengths.max()),
-        "packed_lengths": tuple(lengths.tolist()),
+        BatchKey.NUMBERS: torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)).view(shape),
+        BatchKey.BOUNDARIES: cu_seqlens,
+        BatchKey.KEY_BOUNDARIES: cu_seqlens.clone(),
+        BatchKey.LONGEST: int(lengths.max()),
+        BatchKey.KEY_LONGEST: int(lengths.max()),
+        BatchKey.LENGTHS: tuple(lengths.tolist()),
     }

@@ -81,7 +81,8 @@ def check_whole(batch: PackedBatch) -> None:
         document = batch.sources[np.flatnonzero(batch.starts)[0]]
         raise LayoutError(
             f"document {document} is split, and this model classifies whole documents: pack them with "
-            'overflow="error", "truncate" or "drop"'
+            'overflow="error", "truncate" or "drop"',
+            option="overflow",
         )
 
 

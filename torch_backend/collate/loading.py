@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import get_spawning_popen
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import distributed
@@ -23,7 +25,8 @@ from packing_core.batches.dataset import PackedDataset
 from packing_core.errors import LayoutError, PackingError
 from packing_core.hints import hinted
 from packing_core.planning.pieces import integer, positive
-from packing_core.streaming.state import join_states
+from packing_core.streaming.sources import share_of
+from packing_core.streaming.state import join_states, read_state
 from packing_core.streaming.stream import PackStream, stream
 from torch_backend.collate import PackedCollator
 
@@ -118,17 +121,33 @@ class StreamedRows(IterableDataset[ReadyBatch]):
         self.source, self.capacity, self.options = source, capacity, options
         self.shard = _ranks() if shard is None else shard
         self._epochs = _Epochs()
-        self._resume: Mapping[str, Any] | None = None
+        self._resume: Mapping[str, Any] | None = None  # the state that was loaded last, for all workers
+        self._of_worker: Mapping[str, Any] | None = None  # that which a StatefulDataLoader loaded into this worker
         self._stream: PackStream | None = None
         self._open(0, 1)  # checks the options
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next iteration, from 0; also seen by workers that persist."""
+        """The epoch of the next iteration, from 0; also seen by workers that persist.
+
+        That of a state that was loaded keeps its position.
+
+        Raises:
+            PackingError: accelerate deals the rows again; the epoch is no number from 0 on, or another than that of a
+                state that no iteration has resumed yet.
+        """
         number = integer(epoch)
         if number is None or number < 0:
             raise PackingError(f"epoch is {epoch!r}: epochs count from 0")
+        self._refuse_dealing_again()
+        present = self._epochs.present
+        if present.resumes and not present.began:
+            if number != present.epoch:
+                raise PackingError(
+                    f"set_epoch({number}) would leave out the position of the state that was loaded, which is of epoch "
+                    f"{present.epoch}: call set_epoch({present.epoch}) first, also on a loader that accelerate prepared"
+                )
+            return
         self._epochs.set(number)
-        self._resume = None
 
     def __iter__(self) -> Iterator[ReadyBatch]:
         info = get_worker_info()
@@ -139,43 +158,113 @@ class StreamedRows(IterableDataset[ReadyBatch]):
                 "own: pass num_workers=1 to the DataLoader, or a function open(start) as the source"
             )
         packed = self._open(worker, workers)
-        resume, self._resume = self._resume, None
-        if resume is not None:
-            packed.load_state_dict(resume)
+        if self._of_worker is not None:
+            packed.load_state_dict(self._of_worker)
             self._epochs.begin(packed.epoch)
+            self._of_worker = None
         else:
-            packed.start_epoch(self._epochs.begin())
+            try:
+                self._begin(packed)
+            except PackingError as error:
+                if info is None:
+                    raise
+                return _raising(error)  # workers that persist would die of it here
         self._stream = packed
         return self._batches(packed)
 
+    def _refuse_dealing_again(self) -> None:
+        """Raises on every rank if accelerate reads the data set to deal its batches to the ranks.
+
+        ``Accelerator.prepare`` leaves no sign of it, but its loader sets the epoch when it begins an iteration.
+        """
+        accelerate = sys.modules.get("accelerate")
+        if accelerate is None or not accelerate.state.GradientState._shared_state:
+            return
+        loader = accelerate.state.GradientState().active_dataloader
+        data = getattr(loader, "dataset", None)
+        again = getattr(data, "dataset", None) is self and share_of(data) is not None
+        if data is self and isinstance(loader, accelerate.data_loader.DataLoaderDispatcher):
+            again = max(self.shard[1], loader.state.num_processes) > 1
+        if again:
+            raise PackingError(
+                "StreamedRows deals its rows to the ranks, and accelerate would deal them again and lose the rest: "
+                "leave its DataLoader out of Accelerator.prepare, whatever dispatch_batches is; make_train_step moves "
+                "batches to the device"
+            )
+
+    def _begin(self, packed: PackStream) -> None:
+        """Goes to the start of the epoch, or to the loaded position in the first iteration after it was loaded."""
+        now = self._epochs.begin()
+        if not now.resumes:
+            packed.start_epoch(now.epoch)
+            return
+        try:
+            if self._resume is None or _number_of(self._resume) != now.resumes:
+                raise PackingError(
+                    "a state was loaded after the workers had started, which do not see it: load it before the "
+                    "DataLoader is made, or make a new one"
+                )
+            packed.load_state_dict(self._resume)
+        except BaseException:
+            self._epochs.set(now.epoch, now.resumes)  # a refused state is not taken
+            raise
+
     def _batches(self, packed: PackStream) -> Iterator[ReadyBatch]:
-        return (ReadyBatch(self.collator(rows)) for rows in packed.batches(self.batch_size))
+        return packed.batches(self.batch_size, lambda rows: ReadyBatch(self.collator(rows)))
 
     def _open(self, worker: int, workers: int) -> PackStream:
         packed = stream(self.source, self.capacity, shard=self.shard, **self.options)
         return packed.of_worker(worker, workers, self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this process's position; in a worker, that worker's part. See :func:`packing_core.join_states`."""
-        if self._resume is not None:
-            return dict(self._resume)
-        return (self._stream or self._open(0, 1)).state_dict()
+        """Returns this process's position; in a worker, that worker's part. See :func:`packing_core.join_states`.
+
+        Raises:
+            PackingError: workers make the rows, which alone know their positions.
+        """
+        present = self._epochs.present
+        if get_worker_info() is None:
+            if present.began and present.in_workers:
+                raise PackingError(
+                    "the rows are made in workers, which alone know their positions: take state_dict() of a "
+                    "StatefulDataLoader, or make them with num_workers=0"
+                )
+            if not present.began:
+                packed = self._open(0, 1)
+                packed.start_epoch(present.epoch)
+                return dict(self._resume) if present.resumes and self._resume else packed.state_dict()
+        return dict(self._of_worker) if self._of_worker else (self._stream or self._open(0, 1)).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of this data set, or of a ``StatefulDataLoader`` over it, in the next iteration.
 
+        The iterations after it begin the epochs after it.
+
         Raises:
-            PackingError: it is neither, or the loader keeps states of some steps only.
+            PackingError: it is neither, or of other options, or the loader keeps states of some steps only.
         """
-        if "fingerprint" in state:
-            self._resume = dict(state)
-            return
         if state.get("_steps_since_snapshot"):
             raise PackingError(
                 f"the loader's state is {state['_steps_since_snapshot']} steps old: make the loader with "
                 "snapshot_every_n_steps=1"
             )
-        self._resume = join_states(_states_in(state))
+        state = dict(state) if "fingerprint" in state else join_states(_states_in(state))
+        epoch = read_state(state, self._open(0, 1).options.state())["epoch"]
+        if get_worker_info() is not None:
+            self._of_worker = state
+            return
+        self._resume = state
+        self._epochs.set(epoch, _number_of(state))
+
+
+def _raising(error: PackingError) -> Iterator[ReadyBatch]:
+    raise error
+    yield
+
+
+def _number_of(state: Mapping[str, Any]) -> int:
+    """Returns a number above 0 by which workers know a state again."""
+    return 1 + crc32(repr(state["fingerprint"]).encode())
 
 
 def _states_in(state: Any) -> list[Mapping[str, Any]]:
@@ -187,8 +276,22 @@ def _states_in(state: Any) -> list[Mapping[str, Any]]:
     return [found for value in state.values() for found in _states_in(value)]
 
 
+class _Epoch(NamedTuple):
+    """The next iteration, or the present one if it ``began``; ``resumes`` is the number of its state, 0 for none."""
+
+    epoch: int = 0
+    began: int = 0
+    seed: int = 0  # of the workers that began it; 0 for the process itself
+    iteration: int = 0  # of these workers
+    resumes: int = 0
+
+    @property
+    def in_workers(self) -> bool:
+        return self.seed != 0
+
+
 class _Epochs:
-    """The number of the epoch, which all workers of a loader share, also those of a later iteration.
+    """The epoch and the state to resume, which all workers of a loader share, also those of a later iteration.
 
     The first worker to begin an iteration of the loader counts, the others of the same iteration do not.
     """
@@ -198,8 +301,7 @@ class _Epochs:
         self._iterations = 0  # of this process
 
     def _make_shared(self) -> None:
-        # epoch of the next or the present iteration; whether it began; by which workers, as the loader's seed and count
-        self._shared = torch.zeros(4, dtype=torch.int64).share_memory_()
+        self._shared = torch.tensor(_Epoch()).share_memory_()
         self._lock = multiprocessing.get_context("spawn").Lock()  # works under fork too
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,20 +318,28 @@ class _Epochs:
             self._make_shared()
             self._shared.copy_(torch.tensor(values))
 
-    def set(self, epoch: int) -> None:
-        self._shared.copy_(torch.tensor([epoch, 0, 0, 0]))
+    @property
+    def present(self) -> _Epoch:
+        return _Epoch(*self._shared.tolist())
 
-    def begin(self, resumed: int | None = None) -> int:
-        """The epoch of the iteration that begins; of one that is resumed, the given one."""
+    def set(self, epoch: int, resumes: int = 0) -> None:
+        self._shared.copy_(torch.tensor(_Epoch(epoch, resumes=resumes)))
+
+    def begin(self, resumed: int | None = None) -> _Epoch:
+        """Returns the iteration that begins, of the epoch ``resumed`` where its workers were given states of their own.
+
+        A state is that of the first iteration after it was loaded.
+        """
         info = get_worker_info()
         self._iterations += 1
-        key = [0 if info is None else info.seed - info.id, self._iterations]
+        seed = 0 if info is None else info.seed - info.id
         with self._lock:
-            epoch, began, *known = self._shared.tolist()
-            if not began or known != key:
-                epoch = resumed if resumed is not None else epoch + began
-                self._shared.copy_(torch.tensor([epoch, 1, *key]))
-            return epoch
+            now = self.present
+            if not now.began or (now.seed, now.iteration) != (seed, self._iterations):
+                epoch = resumed if resumed is not None else now.epoch + now.began
+                now = _Epoch(epoch, 1, seed, self._iterations, 0 if now.began else now.resumes)
+                self._shared.copy_(torch.tensor(now))
+            return now
 
 
 def _ranks() -> tuple[int, int]:

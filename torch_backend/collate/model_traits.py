@@ -10,10 +10,10 @@ ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")  # a config that 
 
 
 def configs_of(model: Any) -> list[Any]:
-    """The configuration of a model inside any wrappers, and the one of its text model."""
+    """The configuration of a model inside any wrappers, or what is one, and the one of its text model."""
     while getattr(model, "config", None) is None and hasattr(model, "module"):
         model = model.module
-    config: Any = getattr(model, "config", None)
+    config: Any = model if hasattr(model, "get_text_config") else getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     return [found for found in (config, text) if found is not None]
 

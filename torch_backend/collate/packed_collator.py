@@ -15,12 +15,13 @@ from packing_core import PackedBatch, pack, plan
 from packing_core.batches.columns import read_examples
 from packing_core.batches.documents import segments_by_document
 from packing_core.batches.joining import concatenate
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.batches.views import KernelView
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from packing_core.hints import hinted
 from packing_core.planning.cost import cost_of
-from packing_core.planning.pieces import positive
+from packing_core.planning.pieces import check_lengths, positive
 from torch_backend.collate.document_labels import LABELS, check_whole, in_order, take_numbers
 from torch_backend.collate.model_traits import configs_of, has_router, labels_documents, labels_every_token
 from torch_backend.collate.shared import pack_shared, sharing
@@ -196,6 +197,7 @@ class PackedCollator:
             features, per_document = take_numbers(features)
         refuse_lost_lengths(features, "example")
         documents = read_examples(features)
+        check_lengths(documents.input_ids.lengths)  # or empty documents alone would ask for a capacity of 0
         given = {
             "labels": documents.labels,
             "loss_mask": documents.loss_mask,
@@ -231,13 +233,13 @@ def _to_torch(view: KernelView, rows: int) -> Batch:
         "input_ids": tensor(view.input_ids, np.int64),
         "labels": tensor(view.targets, np.int64),
         "position_ids": tensor(view.position_ids, np.int64),
-        "seq_idx": tensor(view.seq_idx),
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens.clone(),
-        "max_length_q": view.max_seqlen,
-        "max_length_k": view.max_seqlen,
-        "packed_lengths": view.lengths,
-        **({} if view.parents is None else {"packed_parents": view.parents}),
+        BatchKey.NUMBERS: tensor(view.seq_idx),
+        BatchKey.BOUNDARIES: cu_seqlens,
+        BatchKey.KEY_BOUNDARIES: cu_seqlens.clone(),
+        BatchKey.LONGEST: view.max_seqlen,
+        BatchKey.KEY_LONGEST: view.max_seqlen,
+        BatchKey.LENGTHS: view.lengths,
+        **({} if view.parents is None else {BatchKey.PARENTS: view.parents}),
         **{name: tensor(array, _DTYPES.get(array.dtype.kind)) for name, array in view.columns.items()},
     }
 
@@ -256,7 +258,7 @@ def _documents(batch: PackedBatch, view: KernelView, *, needed: bool) -> Batch:
         return {}
     numbers = np.flatnonzero(~np.array(view.is_padding, np.bool_))[order]
     pieces = np.split(numbers, np.cumsum(counts)[:-1]) if len(counts) else []
-    return {"packed_documents": tuple(tuple(piece.tolist()) for piece in pieces)}
+    return {BatchKey.DOCUMENTS: tuple(tuple(piece.tolist()) for piece in pieces)}
 
 
 def _checked_configs(model: Any) -> list[Any]:
@@ -270,4 +272,10 @@ def _checked_configs(model: Any) -> list[Any]:
             f"PackedCollator takes the model first and got {model!r}: pass PackedCollator(model, {model!r}), or "
             f"PackedCollator(capacity={model!r}) without a model"
         )
-    return configs_of(model)
+    configs = configs_of(model)
+    if model is not None and not configs and not isinstance(model, nn.Module):
+        raise PackingError(
+            f"PackedCollator takes the model first and got a {type(model).__name__}: pass PackedCollator(model), which "
+            "pads by model.config.pad_token_id"
+        )
+    return configs

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from packing_core import PackedBatch
 from packing_core.batches.columns import TRAINED, trained_tokens
 from packing_core.batches.joining import concatenate
+from packing_core.batches.keys import BatchKey
+from packing_core.batches.marks import refuse_trained_padding
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError, first_line
 from torch_backend.collate.image_tensors import Images, join_images, sizes_of
@@ -143,7 +145,8 @@ class VisionReader:
         cuts = "" if overflow == "error" else f', and overflow="{overflow}" would cut an image or part it from its text'
         raise CapacityError(
             f"{where} has {len(ids):,} tokens, {len(shown):,} of them of images, and capacity is {capacity:,}{cuts}: "
-            'raise capacity, let the processor make images smaller, or pass overflow="drop"'
+            'raise capacity, let the processor make images smaller, or pass overflow="drop"',
+            option="overflow capacity",
         )
 
     def emit(self, batch: dict[str, Any], rows: VisionRows) -> dict[str, Any]:
@@ -161,8 +164,8 @@ class VisionReader:
         numbers = rows.batch.rows.tolist() if count == len(rows.batch) else [0] * rows.batch.n_segments
         images = join_images(rows.images, numbers, count, in_rows=self.vision.in_rows)
         if images and (labels := batch.get("labels")) is not None:
-            batch["packed_targets"] = int((labels != IGNORE_INDEX).sum())
-        return batch | images | ({"packed_images": sizes} if (sizes := sizes_of(images)) else {})
+            batch[BatchKey.TARGETS] = int((labels != IGNORE_INDEX).sum())
+        return batch | images | ({BatchKey.IMAGES: sizes} if (sizes := sizes_of(images)) else {})
 
     # -- raw examples --------------------------------------------------------------------------------------------------
 
@@ -241,7 +244,7 @@ class VisionReader:
         try:
             found = function(*args, **options)
         except PackingError as error:
-            raise type(error)(f"{where}: {error}") from error
+            raise error.reworded(f"{where}: {error}") from error
         except Exception as error:
             raise PackingError(f"{where}: {self.name} raised {type(error).__name__}: {first_line(error)}") from error
         return dict(found) if isinstance(found, Mapping) else found
@@ -356,4 +359,6 @@ def _without_padding(columns: dict[str, Any], where: str) -> dict[str, Any]:
     real = np.flatnonzero(mask)
     if not len(real) or real[-1] - real[0] + 1 != len(real):
         raise LayoutError(f"{where} has an attention_mask with a hole, or of zeros: it marks padding at either end")
+    if "labels" in columns:
+        refuse_trained_padding(columns["labels"], mask == 0, f"token {{}} of {where}".format)
     return {name: column[real] for name, column in columns.items()}

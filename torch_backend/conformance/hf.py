@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import TrainingArguments
 
+from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import (
     ADAMW_EPSILON,
@@ -74,7 +75,7 @@ class HuggingFaceStack(Backend):
             raise UnsupportedError("the collator has no capacity: it makes one batch of all documents")
         native = dict(self._collator([_feature(document) for document in documents]))
         carried = with_boundaries(dict)(native)
-        numbers = carried["seq_idx"].numpy()
+        numbers = carried[BatchKey.NUMBERS].numpy()
         mask: Any = native.get("attention_mask")
         real = np.asarray(mask) != 0 if isinstance(mask, Tensor) and mask.ndim == 2 else np.ones(numbers.shape, bool)
         starts = real & (np.diff(numbers, axis=1, prepend=-1) != 0)

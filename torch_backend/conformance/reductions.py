@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core import protocol
+from packing_core.batches.keys import BatchKey
 from packing_core.protocol import Array, Batch, Document, Gradients, Place
 from torch_backend.collate import PackedCollator
 from torch_backend.conformance.tensors import TensorMethods
@@ -100,7 +101,7 @@ def _described(documents: Sequence[Sequence[Place]], shape: tuple[int, ...]) -> 
         filled = first + length
     of_document = [tuple(number[row * shape[1] + start] for row, start, _ in places) for places in documents]
     ids = torch.zeros(shape, dtype=torch.int64)
-    return {"input_ids": ids, "packed_lengths": tuple(lengths), "packed_documents": tuple(of_document)}
+    return {"input_ids": ids, BatchKey.LENGTHS: tuple(lengths), BatchKey.DOCUMENTS: tuple(of_document)}
 
 
 def _gradients(model: nn.Module) -> Gradients:

@@ -6,13 +6,14 @@ mesh -> :class:`PackedForward`. Compiled layers find there what their graphs rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
@@ -29,12 +30,12 @@ from torch_backend.hf.edits.late_hooks import accept_hooks, hook_numbers, watch_
 from torch_backend.hf.entry import running
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.inputs import arguments as inputs
-from torch_backend.hf.inputs.boundaries import is_packed, take_metadata
-from torch_backend.hf.inputs.context import SHARE, cut_batch
+from torch_backend.hf.inputs.boundaries import PAGED_CACHE, is_packed, take_metadata
+from torch_backend.hf.inputs.context import cut_batch
 from torch_backend.hf.inputs.forests import check_forest, check_shared_row, refuse_over_ranks
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.inputs.spans import add_spans
-from torch_backend.hf.inputs.unmarked import check_unmarked, refuse_joined, refuse_other_marks
+from torch_backend.hf.inputs.unmarked import check_unmarked, refuse_joined, refuse_other_marks, refuse_unread
 from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
 from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
@@ -60,6 +61,8 @@ class BatchReader:
         added: what somebody added to the model before it was patched, by class, with the numbers.
         hooks: the numbers of its hooks then.
         structure: the model as a packed call compared it with them; of no model before the first one.
+        prove: proves what a packed call finds added, and what could not be proved before; None without proof.
+        proved: the names of what was added and proved; None before the first proof.
     """
 
     def __init__(self, anatomy: Anatomy, implementation: str | Sequence[str], context: ContextGroup | None) -> None:
@@ -74,9 +77,12 @@ class BatchReader:
         self.crosses = False
         self.guard = Guard()
         self.root_names, self.decoder_names = inputs.forward_names(self.root), inputs.forward_names(self.decoder)
+        self.reads = inputs.names_read(self.root)
         self.shifted = anatomy.head == "next token"
         parts = self.decoder, *self.rows.parts, *anatomy.layers.values(), *anatomy.rotaries.values()
         self.seen = Seen(self.root, (anatomy.head, anatomy.route, anatomy.sizes), parts)
+        self.prove: Callable[[nn.Module], None] | None = None
+        self.proved: tuple[str, ...] | None = None
         self._note_additions()
 
     @property
@@ -113,6 +119,15 @@ class BatchReader:
                 "documents could see each other in it: call crosspack.patch(model) again, which proves it"
             )
         watch_hooks(self.root, self.hooks, self._on_packed, is_known_hook)
+        prove, self.prove = self.prove, None  # it calls the model
+        try:
+            if prove is not None:
+                prove(self.root)
+        except BaseException:
+            self.structure = Structure()  # those of the proof's own calls; the next call proves again
+            raise
+        finally:
+            self.prove = prove
         self.structure = Structure(self.root)
 
     def _on_packed(self, module: nn.Module) -> bool:
@@ -121,7 +136,7 @@ class BatchReader:
             return call.forward is not None
         return module is self.decoder or module is self.root.get_output_embeddings()
 
-    def _require_fit(self) -> None:
+    def require_fit(self) -> None:
         """Raise where the model was changed since it was patched, so that its documents could see each other."""
         if not torch.compiler.is_compiling():
             if not self.still_fits():
@@ -144,14 +159,16 @@ class BatchReader:
         if self.context is not None and shared is not None:
             refuse_over_ranks(self.root)
         kwargs = self.cut(kwargs)
-        if kwargs.get(SHARE) is not None:
+        if kwargs.get(BatchKey.SHARE) is not None:
             return self._forward_of_share(names, kwargs)
         if not is_packed(kwargs):
+            if PAGED_CACHE not in kwargs:  # transformers' continuous batching, whose attention reads the rest
+                refuse_unread(kwargs, self.reads, type(module).__name__)
             check_unmarked(kwargs, self.guard, starts=self._start_token, wait=wait)
             return None, kwargs
-        self._require_fit()
-        tokens, numbers = inputs.tokens_of(kwargs), kwargs.get("packed_documents")
-        sizes = kwargs.get("packed_images") or ()
+        self.require_fit()
+        tokens, numbers = inputs.tokens_of(kwargs), kwargs.get(BatchKey.DOCUMENTS)
+        sizes = kwargs.get(BatchKey.IMAGES) or ()
         inputs.check_arguments(module, kwargs, self.guard, wait=wait)
         segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard, wait=wait)
         if segments.parents is not None:
@@ -196,9 +213,9 @@ class BatchReader:
             weighted: whether the caller counts ``loss_weights``; the loss of a model does not, so they raise.
         """
         kwargs = unsealed(dict(batch))
-        if self.context is None or kwargs.get(SHARE) is not None or not is_packed(kwargs):
+        if self.context is None or kwargs.get(BatchKey.SHARE) is not None or not is_packed(kwargs):
             return dict(batch)
-        if kwargs.get("packed_parents") is not None:
+        if kwargs.get(BatchKey.PARENTS) is not None:
             refuse_over_ranks(self.root)
         routed = asks_for_router_loss(self.root, kwargs)
         if routed and (reason := why_not_over_ranks(self.root)) is not None:
@@ -227,7 +244,7 @@ class BatchReader:
         targets = kwargs.get("shift_labels")
         if targets is None or kwargs.get("num_items_in_batch") is not None:
             return kwargs
-        share: RankShare = kwargs[SHARE]
+        share: RankShare = kwargs[BatchKey.SHARE]
         count = targets_among(targets, self.root.config, of_documents=False).sum()
         dist.all_reduce(count, group=share.group)
         return {**kwargs, "num_items_in_batch": count.clamp(min=1)}
@@ -236,13 +253,13 @@ class BatchReader:
         self, names: tuple[str, ...], kwargs: dict[str, Any]
     ) -> tuple[PackedForward | None, dict[str, Any]]:
         """:meth:`forward_of` of a batch that was cut over ranks."""
-        share: RankShare = kwargs.pop(SHARE)
+        share: RankShare = kwargs.pop(BatchKey.SHARE)
         if self.context is None or share.group is not self.context.group:
             raise UnsupportedModelError(
                 "the batch was cut over ranks, and the model that runs it was patched without their mesh: call "
                 'crosspack.patch(model, mesh=mesh["cp"])'
             )
-        self._require_fit()
+        self.require_fit()
         shape = tuple(kwargs["position_ids"].shape)
         if "use_cache" in names:
             kwargs["use_cache"] = False

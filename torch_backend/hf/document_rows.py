@@ -47,7 +47,8 @@ class DocumentRows:
         if split is not None:
             raise LayoutError(
                 f"document {split} of the batch stands in {len(documents[split])} segments, and this model reads "
-                'documents whole: pack them with overflow="error" or "truncate", in rows that hold the longest'
+                'documents whole: pack them with overflow="error" or "truncate", in rows that hold the longest',
+                option="overflow",
             )
         order = np.array([segment for (segment,) in documents], np.int64)
         if len(order) and not 0 <= order.min() <= order.max() < len(lengths):

@@ -23,8 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from packing_core.batches.marks import BOUNDARIES, LENGTHS, NUMBERS
-from packing_core.errors import LayoutError, UnsupportedModelError
+from packing_core.batches.keys import BatchKey
+from packing_core.batches.marks import LENGTHS, NUMBERS
+from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelError
 from torch_backend.hf.anatomy.structure import DATA_PARALLEL
 from torch_backend.hf.edits.override import is_reached, override
 from torch_backend.hf.forward import PackedForward
@@ -34,7 +35,7 @@ _ENTRY, _WATCHED = "_crosspack_entry", "_crosspack_watched"
 _HAND_ON = ("torch", "peft", "accelerate", "deepspeed")  # packages whose wrappers hand on what they are called with
 # A Trainer takes the columns out of its data that the signature of forward does not name, and these mark documents:
 # a collator that reads them gets them so, and with any other one the model raises.
-_MARKS = (*LENGTHS, *BOUNDARIES, *NUMBERS)
+_MARKS = (*LENGTHS, *BatchKey.CUMULATIVE, *NUMBERS)
 Call = Callable[..., Any]
 
 
@@ -129,6 +130,19 @@ def counted_calls() -> Iterator[CallCount]:
         _thread.counts = [other for other in _thread.counts if other is not count]
 
 
+def lead_to_entry(wrapper: nn.Module, root: nn.Module) -> None:
+    """Let modules around a model that keep its own ``forward`` as theirs call the entry, as PEFT's AdaptionPrompt does.
+
+    They took the method before the patch, so it would pass the entry by.
+    """
+    for module in wrapper.modules():
+        if module is root:
+            return
+        own = module.__dict__.get("forward")
+        if getattr(own, "__self__", None) is root and getattr(own, "__name__", None) == "forward":
+            module.__dict__["forward"] = root.forward
+
+
 def watch_wrapper(wrapper: nn.Module) -> None:
     """Make a module of somebody's own around a patched model raise where it leaves out the boundaries of its batch."""
     if type(wrapper).__module__.partition(".")[0] in _HAND_ON or _WATCHED in wrapper.__dict__:
@@ -179,6 +193,15 @@ def require_entry(root: nn.Module) -> None:
         raise UnsupportedModelError(
             f"forward of {type(root).__name__} was replaced after patch(model), so packed batches do not pass its "
             "entry: call crosspack.patch(model) again"
+        )
+
+
+def refuse_transforms() -> None:
+    """Raise inside torch.func.grad, vmap and their like, which packed operations with a backward of their own lack."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(
+            "packed batches cannot run inside transforms of torch.func (grad, vjp, jvp, vmap): take gradients by "
+            "loss.backward() or torch.autograd.grad, also of torch.func.functional_call, or pass documents unpacked"
         )
 
 

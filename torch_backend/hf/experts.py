@@ -72,7 +72,7 @@ def register() -> None:
 def experts_forward(module: nn.Module, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
     """The forward of a module of experts that names ``experts_implementation="crosspack"``."""
     layout = module.__dict__.get(LAYOUT)
-    if layout is None:
+    if layout is None or not layout.is_current(module):
         layout = layout_of(module)
         if isinstance(layout, str):
             raise UnsupportedModelError(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.attention import MethodChoice
 from torch_backend.context_parallel.share import RankShare
@@ -247,7 +248,7 @@ class PackedForward(BlockMask):
 
 
 # Keywords under which the object travels beside the mask: layers pass on some of what they do not know.
-CARRIED = ("packed", "seq_idx")
+CARRIED = ("packed", BatchKey.NUMBERS)
 
 
 def forward_among(values: Iterable[Any]) -> PackedForward | None:

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import AUTO, ContextGroup, context_group
 from torch_backend.context_parallel.random_numbers import draws_of_rank
 from torch_backend.hf import router
 from torch_backend.hf.anatomy.families import EXACT_KEYS, both_ways_of
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
-from torch_backend.hf.anatomy.structure import causal_lm, has_compiled_layers, refuse_sharding_inside
+from torch_backend.hf.anatomy.structure import STATE, causal_lm, has_compiled_layers, refuse_sharding_inside
 from torch_backend.hf.attention import PACKED, register, softcap_of
 from torch_backend.hf.batch_reader import BatchReader
 from torch_backend.hf.blank_images import tie_blank_image, wants_blank_image
@@ -41,18 +42,25 @@ from torch_backend.hf.edits.mixers import overrides, run_per_document
 from torch_backend.hf.edits.override import is_reached
 from torch_backend.hf.edits.rotary import override_frequencies, restore_frequencies
 from torch_backend.hf.edits.towers import tower_edits
-from torch_backend.hf.entry import Call, override_entries, require_entry, restore_entry, run_inside, running
+from torch_backend.hf.entry import (
+    Call,
+    override_entries,
+    refuse_transforms,
+    require_entry,
+    restore_entry,
+    run_inside,
+    running,
+)
 from torch_backend.hf.experts import ExpertsChoice
 from torch_backend.hf.foreign_kernels import refuse_replaced_layers
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed
-from torch_backend.hf.inputs.context import SHARE, refuse_context, with_loss_over_ranks
+from torch_backend.hf.inputs.context import refuse_context, with_loss_over_ranks
 from torch_backend.ops.attention import AttentionRequest
 from torch_backend.seal import unseal, unsealed
 
 Model = TypeVar("Model", bound=nn.Module)
-_STATE = "_crosspack"
 
 
 def install(
@@ -107,7 +115,7 @@ def unpatch(model: Model) -> Model:
 
 def state_of(root: nn.Module) -> Patched | None:
     """Returns the state that :func:`install` left on a model, None if it is not patched."""
-    return root.__dict__.get(_STATE)
+    return root.__dict__.get(STATE)
 
 
 def context_of(model: nn.Module) -> ContextGroup | None:
@@ -173,13 +181,13 @@ class Patched(BatchReader):
         except BaseException:
             self._undo()
             raise
-        self.root.__dict__[_STATE] = self
+        self.root.__dict__[STATE] = self
 
     def remove(self) -> None:
         """Undo all edits, the last one first."""
         accept_hooks(self.root)
         self._undo()
-        del self.root.__dict__[_STATE]
+        del self.root.__dict__[STATE]
 
     def _undo(self) -> None:
         while self.edits:
@@ -268,10 +276,11 @@ class Patched(BatchReader):
         whole = self.context is not None and is_packed(kwargs)
         if whole:
             kwargs = self.with_count(self.cut(kwargs))
-        share: Any = kwargs.get(SHARE)
+        share: Any = kwargs.get(BatchKey.SHARE)
         forward, kwargs = self.forward_of(self.root, self.root_names, kwargs)
         if forward is None:
             return run_inside(self, None, call, *args, **kwargs)
+        refuse_transforms()
         kwargs = self.rows.begin(forward, kwargs)
         forward.wants_blank_image = wants_blank_image(self.root, self.decoder, kwargs)
         call = router.over_ranks(self.root, call, share, kwargs, whole=whole)

@@ -185,9 +185,9 @@ def _logits(model: nn.Module, batch: Batch, way: str) -> list[Tensor]:
 
 def _difference(found: list[Tensor], right: list[Tensor]) -> float:
     """The largest, as a share of the largest logit; infinite where something is not a number."""
-    largest = max(float(x.abs().max()) for x in right)
-    off = max(float((x - y).abs().max()) for x, y in zip(found, right, strict=False))  # padding comes last
-    return off / largest if off == off else float("inf")
+    pairs = zip(found, right, strict=False)  # padding comes last
+    off = torch.stack([(x - y).abs().max() for x, y in pairs]).max() / torch.stack([x.abs().max() for x in right]).max()
+    return float("inf") if off.isnan() else float(off)
 
 
 def _stock_loss(model: nn.Module, arguments: Mapping[str, Any]) -> Loss:

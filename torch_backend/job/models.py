@@ -12,6 +12,7 @@ from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
 from packing_core.training.job import TrainJob, is_hub_name
 from packing_core.training.options import Options
+from torch_backend.hf.anatomy.random_draws import is_random_setting
 from torch_backend.patching import unpatch
 
 
@@ -66,7 +67,7 @@ def _settled(config: Any, job: TrainJob) -> Any:
         config._attn_implementation = None
     if len(job.runs) > 1:  # runs are compared loss by loss
         for name, value in config.to_dict().items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            if isinstance(value, float) and is_random_setting(name):
                 setattr(config, name, 0.0)
     return config
 

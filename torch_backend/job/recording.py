@@ -15,6 +15,7 @@ import torch
 from packing_core.extras import require
 from packing_core.training.checkpoints import save_checkpoint
 from packing_core.training.records import StepRecord
+from torch_backend.hf.anatomy.structure import in_mode
 from torch_backend.job import states
 from torch_backend.job.trainer import JobTrainer
 
@@ -113,8 +114,7 @@ class Recording(TrainerCallback):
 def continuation(trainer: JobTrainer, prompt: Sequence[int], tokens: int = 64) -> list[int]:
     """Returns the most probable continuation of a prompt, up to the end of text or ``tokens`` tokens."""
     model, ids = trainer.model, torch.tensor([prompt], device=trainer.args.device)
-    model.eval()
-    with trainer.compute_loss_context_manager():
+    with in_mode(model, training=False), trainer.compute_loss_context_manager():
         found = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -123,6 +123,5 @@ def continuation(trainer: JobTrainer, prompt: Sequence[int], tokens: int = 64) -
             use_cache=True,
             pad_token_id=trainer.job.schedule.pad_id,
         )
-    model.train()
     made: list[int] = found[0, len(prompt) :].tolist()
     return made

@@ -7,9 +7,12 @@ unpatched. The loop, the loss and the checkpoints are the trainer's own.
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any
 
 import torch
 
-from packing_core.errors import ContaminationError, PackingError, first_line
+from packing_core.errors import CapacityError, ContaminationError, PackingError, first_line
 from packing_core.extras import require
 from packing_core.training.job import Audit
 from packing_core.training.tasks import TASKS, TaskJob, TaskResult
@@ -65,6 +68,11 @@ def train(job: TaskJob) -> TaskResult:
         PackingError: the model or the tokenizer cannot be loaded, or an argument is none of the trainer's.
         ContaminationError: the audit before the first step finds that packed documents see each other.
     """
+    if job.device not in ("auto", "cpu", "cuda", "cuda:0"):
+        raise PackingError(
+            f"--device {job.device}: --task {job.task} runs on the first visible GPU: pass cuda or cpu, and set "
+            "CUDA_VISIBLE_DEVICES"
+        )
     job.on_phase("building the model")
     tokenizer = _tokenizer(job)
     labels = _labels(job)
@@ -72,7 +80,7 @@ def train(job: TaskJob) -> TaskResult:
     if job.options.lora:
         model = with_adapters(model, job.options, _ADAPTERS.get(job.task, "CAUSAL_LM"))
     skipped: list[str] = []
-    with TemporaryDirectory() as scratch:
+    with TemporaryDirectory() as scratch, _of_the_trainer(job):
         trainer = _trainer(
             job,
             model,
@@ -134,6 +142,10 @@ def _labels(job: TaskJob) -> list[Any]:
         raise PackingError(
             f"--task classify: labels are {' and '.join(sorted(kinds))}: they must be all str or all int"
         )
+    if len(found) < 2:
+        raise PackingError(
+            f"--task classify: the only label is {next(iter(found))!r}: pass records of two classes or more"
+        )
     return sorted(found)
 
 
@@ -189,10 +201,18 @@ def _trainer(
         trl = require("trl", extra="hf")
         kind, config = (getattr(trl, name) for name in _OF_TRL[job.task])
         rewards = {"reward_funcs": list(job.rewards)} if job.task == "grpo" else {}
-        trainer = kind(args=_arguments(job, config, folder), **rewards, **common)
+        limit = _longest(model, tokenizer) if "overflow" in TASKS[job.task].reads and not job.images else None
+        trainer = kind(args=_arguments(job, config, folder, limit), **rewards, **common)
+        if limit is not None and "max_length" not in job.arguments:
+            _fit(job, trainer, limit)
     elif job.task == "embed":
         arguments = _arguments(job, transformers.TrainingArguments, folder)
         texts = len(data["train_dataset"].column_names)
+        if texts == 2 and arguments.per_device_train_batch_size < 2:
+            raise PackingError(
+                f"--batch-size {job.batch_size} leaves a pair alone on its process, and the other pairs of a batch are "
+                "what it is told apart from: pass at least 2 for each process, or records with a negative"
+            )
         trainer = EmbeddingTrainer(args=arguments, data_collator=PairCollator(tokenizer), texts=texts, **common)
     else:
         collators: dict[str, Callable[[], Any]] = {
@@ -233,8 +253,41 @@ def _dataset(
     return datasets.Dataset.from_list(examples)
 
 
-def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
+def _fit(job: TaskJob, trainer: Any, longest: int) -> None:
+    """Refuses answers that are longer than the model, prompt included, or drops them; TRL truncates.
+
+    Raises:
+        CapacityError: one is too long, and ``overflow`` is ``error``.
+    """
+    if job.overflow == "truncate":
+        return
+
+    def tokens(example: Mapping[str, Any]) -> int:
+        answers = [len(ids) for name, ids in example.items() if name.endswith("_ids") and name != "prompt_ids"]
+        return len(example.get("prompt_ids", ())) + max(answers)
+
+    for name in ("train_dataset", "eval_dataset"):
+        if (dataset := getattr(trainer, name)) is None:
+            continue
+        if job.overflow == "drop":
+            setattr(trainer, name, dataset.filter(lambda example: tokens(example) <= longest))
+            continue
+        for number, example in enumerate(dataset):
+            if (count := tokens(example)) > longest:
+                raise CapacityError(
+                    f"record {number} has an answer of {count:,} tokens with its prompt and the model takes "
+                    f"{longest:,}: pass --overflow {'drop' if job.task == 'reward' else 'truncate or drop'}"
+                )
+
+
+def _arguments(job: TaskJob, kind: type[Any], folder: Path, longest: int | None = None) -> Any:
     """The trainer's arguments: those of the options, and of ``--set`` whatever else it has.
+
+    Args:
+        job: the task.
+        kind: the class of the arguments.
+        folder: where checkpoints go.
+        longest: tokens of an example where the trainer truncates; None leaves its default.
 
     Raises:
         PackingError: its library refuses one.
@@ -244,6 +297,8 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
         near = get_close_matches(name, known, n=1)
         hint = f": is it {near[0]}?" if near else ""
         raise PackingError(f"--set {name}: {kind.__name__} has no such argument{hint}")
+    for name, value in job.arguments.items():
+        _check_type(name, value, next(field for field in fields(kind) if field.name == name).default)
     options, ranks = job.options, int(os.environ.get("WORLD_SIZE", "1"))
     if job.batch_size % ranks:
         raise PackingError(f"--batch-size {job.batch_size} does not divide over {ranks} processes: pass a multiple")
@@ -265,7 +320,8 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
         "max_steps": job.steps or -1,
         "learning_rate": options.lr,
         "lr_scheduler_type": options.decay,
-        "warmup_steps": options.warmup if options.warmup < 1 else 1,
+        # transformers takes less than 1 for a share of the steps, and 1 for one step
+        "warmup_steps": min(options.warmup, math.nextafter(1.0, 0.0)),
         "weight_decay": options.weight_decay,
         "max_grad_norm": options.clip,
         "seed": options.seed % 2**32,
@@ -284,6 +340,8 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
         **evaluates,
         **saves,
     }
+    if longest is not None:
+        settled["max_length"] = longest if job.overflow == "truncate" else None
     try:
         return kind(**(settled | dict(job.arguments)))
     except PackingError:
@@ -292,18 +350,39 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
         raise PackingError(f"--task {job.task}: {kind.__name__}: {first_line(error)}") from error
 
 
+def _check_type(name: str, value: Any, default: Any) -> None:
+    """Raises PackingError for a text where a trainer's argument is a number or a switch; its class checks no types."""
+    wanted = {bool: "true or false", int: "a number", float: "a number"}.get(type(default))
+    if wanted is not None and isinstance(value, str) and name != "warmup_steps":
+        raise PackingError(f"--set {name} is {value!r}: pass {wanted}")
+
+
+@contextmanager
+def _of_the_trainer(job: TaskJob) -> Iterator[None]:
+    """Names the task in what its trainer raises about its arguments and data, which are not Crosspack's own errors."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, IndexError, NotImplementedError) as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        module = str(frames[-1].f_globals.get("__name__", "")).split(".")[0]
+        if isinstance(error, PackingError) or module not in ("trl", "transformers", "datasets", "accelerate"):
+            raise
+        raise PackingError(f"--task {job.task}: {type(error).__name__}: {first_line(error)}") from error
+
+
 def _packed(job: TaskJob, trainer: Any) -> Audit:
     """Packs the trainer in place; returns the verdict on it."""
     if job.task in _OF_TRL or job.task == "sft":  # their batches, or their rows, are there
         enable_packing(trainer, implementation=job.attention, verify=False)
         report: Any = audit_trainer(trainer)
-        return Audit(exact=report.verdict == "exact", line=str(report))
-    found = verify(trainer.model, job.attention)
-    if job.task == "embed":
-        unpad(trainer.model, implementation=job.attention, verify=False)
-        return Audit(exact=found.verdict == "exact", line=str(found))
-    enable_packing(trainer, implementation=job.attention, verify=False, capacity=job.capacity, overflow=job.overflow)
-    return Audit(exact=found.verdict == "exact", line=str(found))
+    else:
+        report = verify(trainer.model, job.attention)
+        if job.task == "embed":
+            unpad(trainer.model, implementation=job.attention, verify=False)
+        else:
+            rows: dict[str, Any] = {"capacity": job.capacity, "overflow": job.overflow}
+            enable_packing(trainer, implementation=job.attention, verify=False, **rows)
+    return Audit(exact=report.verdict == "exact", line=str(report))
 
 
 def _timed(job: TaskJob, trainer: Any) -> tuple[int, float]:

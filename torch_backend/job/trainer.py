@@ -32,11 +32,12 @@ from packing_core.planning.cost import Cost
 from packing_core.training.job import ZERO, TrainJob
 from packing_core.training.schedule import Run
 from torch_backend.collate import Batch, PackedCollator
-from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.structure import causal_lm, in_mode
 from torch_backend.job.ranks import Process
 from torch_backend.job.states import make_optimizer
 from torch_backend.job.steps import PackedSteps, PaddedSteps, RowByRow, only_item
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
+from torch_backend.ops.divisor import Divisor, quotient
 from torch_backend.segments import to_device
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.train_step import accumulating, wrappers_of
@@ -145,7 +146,7 @@ class JobTrainer(Trainer):
 
     def end_step(self) -> tuple[float, float]:
         """Waits for the step to end on the device; returns its loss over all ranks, and the seconds that it took."""
-        loss = float(self.accelerator.reduce(self.step_loss, "mean"))
+        loss = float(Divisor().average(self.step_loss))
         self._timed.close()
         return loss, self.process.clock.seconds
 
@@ -157,17 +158,15 @@ class JobTrainer(Trainer):
         model, groups, one = self.model_wrapped, self.groups, torch.ones((), device=self.args.device)
         world = self.process.ranks.world
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        model.eval()
-        for step in range(len(job.evaluation)):
-            for row in job.evaluation.packed(step, rank=groups.rank, ranks=groups.world):
-                batch = _on_device(collate(row), self.args.device)
-                with self.compute_loss_context_manager():
-                    loss: Any = self.compute_loss(model, dict(batch), num_items_in_batch=one)
-                targets = (batch["labels"] != IGNORE_INDEX).sum().double() / job.context_parallel
-                sums += torch.stack([loss.double() / world, targets])
-        model.train()
-        loss, count = self.accelerator.reduce(sums, "sum").tolist()
-        metrics = {"eval_loss": loss / max(count, 1)}
+        with in_mode(model, training=False):
+            for step in range(len(job.evaluation)):
+                for row in job.evaluation.packed(step, rank=groups.rank, ranks=groups.world):
+                    batch = _on_device(collate(row), self.args.device)
+                    with self.compute_loss_context_manager():
+                        loss: Any = self.compute_loss(model, dict(batch), num_items_in_batch=one)
+                    targets = (batch["labels"] != IGNORE_INDEX).sum().double() / job.context_parallel
+                    sums += torch.stack([loss.double() / world, targets])
+        metrics = {"eval_loss": float(quotient(*Divisor().total(sums)))}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

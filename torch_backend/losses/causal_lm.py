@@ -10,7 +10,8 @@ for the logits. Its loss function computes the loss from the hidden states (:mod
 
 The hidden states bypass the model's own scale and softcap, so these have to be known. The stand-in is a vector of known
 values: in the first call, what comes out of it tells which of the scales and softcaps in the config are applied, and a
-model that does anything else to its logits is refused.
+model that does anything else to its logits is refused. So is one whose logits are read once the loss is made, by a
+wrapper, a hook or a subclass: a penalty on the stand-in would be none on the logits.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import has_ligers_forward, own_forward, without_library_arguments
 from torch_backend.hf.inputs.forests import TAKES_PARENTS
-from torch_backend.hf.patch import cut_over_ranks
+from torch_backend.hf.patch import cut_over_ranks, state_of
 from torch_backend.losses.next_tokens import NextTokens, next_tokens_of
 from torch_backend.losses.output_layer import Tail, output_layer_loss
+from torch_backend.ops.divisor import quotient
 
 WAY_OUT = "use its logits, packed_cross_entropy(...)"
 PROBE = 64.0  # the largest logit of the stand-in: beyond every softcap in use
@@ -48,6 +50,7 @@ class _ShortcutCalls(threading.local):
 
     def __init__(self) -> None:
         self.inside = False
+        self.before_loss = False  # of the call that takes a shortcut
 
 
 _thread = _ShortcutCalls()
@@ -100,7 +103,7 @@ def causal_lm_loss(
 def _causal_lm_loss(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None) -> tuple[Tensor, Tensor]:
     output, shortcut = _call_for_loss(model, batch, weights)
     assert shortcut.sums is not None
-    return output[0] * shortcut.count, shortcut.sums[1]
+    return loss_in(output) * shortcut.count, shortcut.sums[1]
 
 
 @torch.compiler.disable
@@ -118,7 +121,7 @@ def loss_and_router_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Te
     output, shortcut = _call_for_loss(model, cut_over_ranks(model, batch), None)
     assert shortcut.sums is not None
     total, count = shortcut.sums
-    return total, count, output["loss"] - total / count.clamp(min=1), output["aux_loss"]
+    return total, count, loss_in(output) - quotient(total, count), output["aux_loss"]
 
 
 def _call_for_loss(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None) -> tuple[Any, _Loss]:
@@ -126,6 +129,16 @@ def _call_for_loss(model: nn.Module, batch: Mapping[str, Any], weights: Tensor |
     return call_with_shortcut(
         model, batch, lambda root, head, tail: _Loss(root, head, tail, weights), caller="causal_lm_loss"
     )
+
+
+def loss_in(output: Any) -> Tensor:
+    """Returns the loss of what a model or its wrapper returned: a mapping, a tuple that it begins, or itself."""
+    if isinstance(output, Mapping) and "loss" not in output:
+        raise UnsupportedModelError(f"the model returned {', '.join(output)} and no loss: {WAY_OUT}")
+    loss: Tensor = (
+        output["loss"] if isinstance(output, Mapping) else output if isinstance(output, Tensor) else output[0]
+    )
+    return loss
 
 
 S = TypeVar("S", bound="Shortcut")
@@ -164,6 +177,8 @@ def _called_with_shortcut(
         raise UnsupportedModelError(f"{name} has a loss function of its own: {WAY_OUT}")
     known_of = id(root.__dict__.get("forward")), *Tail.candidates(root.config)
     tail, of = _tails.get(root, (None, None))
+    if (state := state_of(root)) is not None:
+        state.require_fit()  # with its own output layer, through which a proof of what was added goes
     shortcut = make(root, head, tail if of == known_of else None)
     shortcut.pairs = next_tokens_of(batch)
     # The first call compares values, which a compiled model cannot do.
@@ -184,6 +199,20 @@ def _called_with_shortcut(
     assert shortcut.tail is not None
     _tails[root] = shortcut.tail, known_of
     return output, shortcut
+
+
+class _StandIn(Tensor):
+    """Stand-in for the logits, which may be scaled until the loss is made, and from then on only handed on."""
+
+    _HANDED_ON = frozenset(("__get__", "clone", "detach", "to", "float", "size", "dim", "is_floating_point", "view_as"))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (_thread.before_loss or function.__name__ in cls._HANDED_ON):
+            raise UnsupportedModelError(
+                f"a wrapper, a hook or a subclass of the model reads its logits beside its loss: {WAY_OUT}"
+            )
+        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 class Shortcut(nn.Module):
@@ -229,7 +258,7 @@ class Shortcut(nn.Module):
         if self.tail is None:
             self.tail = self._tail_of(logits)
         loss = self.loss_of(self.hidden, self.tail, labels, shift_labels)
-        self.done = True
+        self.done, _thread.before_loss = True, False
         return loss
 
     setattr(loss_function, TAKES_PARENTS, True)
@@ -241,7 +270,7 @@ class Shortcut(nn.Module):
     def _probe(self) -> Tensor:
         assert self.hidden is not None
         values = torch.linspace(-PROBE, PROBE, self.entries, device=self.hidden.device, dtype=torch.float32)
-        return values[None, None]
+        return values[None, None] if torch.compiler.is_compiling() else values[None, None].as_subclass(_StandIn)
 
     def _tail_of(self, logits: Tensor) -> Tail:
         """Returns the operations that turned the stand-in into ``logits``."""
@@ -260,7 +289,7 @@ class _Loss(Shortcut):
         super().__init__(root, head, tail)
         self.weights = weights
         self.sums: tuple[Tensor, Tensor] | None = None
-        self.count: Tensor | int = 0
+        self.count: Tensor
 
     def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
         targets, weights = shift_labels, self.weights
@@ -276,7 +305,7 @@ class _Loss(Shortcut):
             hidden, targets, weights = self.pairs.trained(hidden, targets, weights)
         self.sums = output_layer_loss(self.head, hidden, targets, weights=weights, tail=tail, entries=self.entries)
         self.count = (targets != IGNORE_INDEX).sum()
-        return self.sums[0] / self.count.clamp(min=1)
+        return quotient(self.sums[0], self.count)
 
 
 @contextmanager
@@ -290,11 +319,11 @@ def _installed(root: Any, shortcut: Shortcut) -> Iterator[None]:
     before = root.__dict__.get("_loss_function")
     parent._modules[place] = shortcut
     root.loss_function = shortcut.loss_function
-    _thread.inside = True
+    _thread.inside = _thread.before_loss = True
     try:
         yield
     finally:
-        _thread.inside = False
+        _thread.inside = _thread.before_loss = False
         parent._modules[place] = shortcut.head
         if before is None:
             del root._loss_function

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError
+from torch_backend.ops.divisor import Divisor
 
 
 def next_token_targets(labels: Tensor) -> Tensor:
@@ -64,8 +65,5 @@ def normalise(loss_sum: Tensor, weight_sum: Tensor, *, group: dist.ProcessGroup 
         loss_sum, weight_sum: this rank's, over all microbatches of the step.
         group: the ranks that hold different documents; the default group if None. Without torch.distributed: one rank.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return loss_sum / torch.where(weight_sum == 0, 1, weight_sum)
-    total = weight_sum.detach().clone()
-    dist.all_reduce(total, group=group)
-    return loss_sum * dist.get_world_size(group) / torch.where(total == 0, 1, total)
+    divisor = Divisor(group)
+    return divisor.mean(loss_sum, divisor.total(weight_sum.detach().clone()))

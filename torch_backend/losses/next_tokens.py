@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.context_parallel.whole import own_tokens, whole_tokens
-from torch_backend.hf.inputs.context import SHARE
 from torch_backend.ops.repeated import repeated
 from torch_backend.segments import to_device
 
@@ -36,19 +36,19 @@ class NextTokens:
     """
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
-        parents, index = batch.get("packed_parents"), batch.get("packed_parent_index")
-        self._most: int | None = batch.get("packed_targets")
+        parents, index = batch.get(BatchKey.PARENTS), batch.get(BatchKey.PARENT_INDEX)
+        self._most: int | None = batch.get(BatchKey.TARGETS)
         self._places: Tensor | None = None  # [2, E] the last token of each parent, the first token of its child
         self._real: Tensor | None = None  # bool [E] which of these there are; None for all
         if index is not None:  # as many for every batch
-            starts, ends = (batch["cu_seq_lens_q"][part].long() for part in (slice(None, -1), slice(1, None)))
+            starts, ends = (batch[BatchKey.BOUNDARIES][part].long() for part in (slice(None, -1), slice(1, None)))
             self._real = index >= 0
             places = torch.where(self._real, ends[index.clamp(min=0).long()] - 1, 0)
             self._places = torch.stack([places, torch.where(self._real, starts, 0)])
             return
         if parents is None or max(parents, default=-1) < 0:
             return
-        if (given := batch.get("packed_lengths")) is None or len(given) != len(parents):
+        if (given := batch.get(BatchKey.LENGTHS)) is None or len(given) != len(parents):
             raise LayoutError("packed_parents needs packed_lengths beside it, with one entry for each segment")
         lengths, above = np.array(given), np.array(parents)
         ends = np.cumsum(lengths)
@@ -156,7 +156,7 @@ class NextTokensOverRanks(NextTokens):
 
 def next_tokens_of(batch: Mapping[str, Any]) -> NextTokens:
     """Returns the pairs of a packed batch, whole or cut over ranks."""
-    share = batch.get(SHARE)
+    share = batch.get(BatchKey.SHARE)
     return NextTokens(batch) if share is None else NextTokensOverRanks(share)
 
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
-from torch_backend.hf.inputs.context import SHARE
 from torch_backend.hf.patch import context_of, cut_over_ranks
-from torch_backend.losses.causal_lm import Shortcut, call_with_shortcut
+from torch_backend.losses.causal_lm import Shortcut, call_with_shortcut, loss_in
 from torch_backend.losses.output_layer import Tail, most_likely, output_layer_logprobs
 from torch_backend.segments import to_device
 
@@ -116,7 +116,7 @@ def _token_logprobs(
 ) -> TokenLogprobs:
     part = cut_over_ranks(model, batch)
     context = context_of(model)
-    if context is not None and (share := part.get(SHARE)) is not None:
+    if context is not None and (share := part.get(BatchKey.SHARE)) is not None:
         wanted = torch.empty(0, device=share.device) if candidates is None else to_device(candidates, share.device)
         context.require_same((temperature, entropy, top_k or 0, *wanted.shape), wanted, message=DIFFERENT_OPTIONS)
     output, shortcut = call_with_shortcut(
@@ -127,7 +127,7 @@ def _token_logprobs(
     )
     logprobs, entropies, ids = shortcut.logprobs, shortcut.entropies, shortcut.ids
     assert logprobs is not None and entropies is not None and ids is not None
-    auxiliary = output[0]
+    auxiliary = loss_in(output)
     # Wrappers prepare their backward when the gradient of the model's output arrives, so this sends it zeros.
     logprobs = torch.where(torch.ones_like(logprobs, dtype=torch.bool), logprobs, auxiliary.to(logprobs.device))
     shape = batch["labels"].shape

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from packing_core.batches.documents import REDUCTIONS, Reduction
+from packing_core.batches.keys import BatchKey
 from packing_core.errors import LayoutError, PackingError
 from packing_core.storage.segment_indexing import indexes
 from torch_backend.segments import to_device
@@ -110,7 +111,7 @@ def document_tokens(batch: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         LayoutError: the batch does not say which document each segment belongs to.
     """
-    lengths, documents = batch.get("packed_lengths"), batch.get("packed_documents")
+    lengths, documents = batch.get(BatchKey.LENGTHS), batch.get(BatchKey.DOCUMENTS)
     if lengths is None or documents is None:
         raise LayoutError(
             "the batch does not say which document each segment belongs to (packed_lengths, packed_documents): let "

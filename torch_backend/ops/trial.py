@@ -17,6 +17,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,16 +38,32 @@ def in_own_thread(trial: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def refusal(error: Callable[[], float], tolerance: float) -> str | None:
-    """Explains why an implementation is refused: ``error()`` raises, or exceeds ``tolerance``; None if it is usable."""
+def decided_by_one_rank(question: str, decide: Callable[[], str]) -> str:
+    """Returns ``decide()`` of whichever rank of the job answered ``question`` first; of this process where it is alone.
+
+    The answer is kept in the store of the process group. A broadcast would hang, because ranks with other documents ask
+    other questions, and rank 0 perhaps none of them.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return decide()
+    store, key = dist.distributed_c10d._get_default_store(), f"crosspack: {question}"
+    answer: bytes = store.get(key) if store.check([key]) else store.compare_set(key, "", decide())
+    return answer.decode()
+
+
+def refusal(errors: Callable[[], list[float]], tolerance: float) -> str | None:
+    """Explains why an implementation is refused: a trial raises, or an error of its results exceeds ``tolerance``.
+
+    An error that is not a number exceeds it too. None if the implementation is usable.
+    """
     try:
-        found = error()
+        wrong = [error for error in errors() if not error <= tolerance]
     except ImportError as failure:
         return f"cannot be imported: {failure}"
     except Exception as failure:  # whatever it raises is the reason why it cannot be used here
         text = str(failure).strip() or "no message"
         return f"its trial run raised {type(failure).__name__}: {text.splitlines()[0]}"
-    return None if found <= tolerance else f"its trial run was wrong by {found:.2g} of what is right"
+    return f"its trial run was wrong by {max(wrong):.2g} of what is right" if wrong else None
 
 
 @contextmanager

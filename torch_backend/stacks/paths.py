@@ -14,26 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
+from packing_core.batches.keys import BatchKey
+from packing_core.budget import FLOAT32
 from packing_core.errors import PackingError, UnsupportedModelError, first_line
 from packing_core.extras import require
-from torch_backend.auditing.compare import (
-    Computation,
-    gradients_error,
-    next_token_loss,
-    outputs_error,
-    random_documents,
-    run,
-)
+from torch_backend.auditing.compare import Computation, gradients_error, outputs_error
+from torch_backend.auditing.probe import Probe, RowLayout
 from torch_backend.auditing.tiny import all_families, family_config, tiny_config, tiny_model
 from torch_backend.auditing.trainer import TrainerReport
-from torch_backend.collate import PackedCollator
 from torch_backend.patching import patch
 from torch_backend.stacks.trainers import audits, trainer_paths
 
-LENGTHS = (21, 9, 30)  # one row without padding; the first two fit into tiny windows, the last does not
-LIMIT = 1e-3  # of the largest reference value; what float32 rounding costs lies below 1e-5
+# One row without padding; the first two documents fit into tiny windows, the last does not.
+ROW = RowLayout((21, 9, 30), 60)
+# Of the largest reference value. Rounding alone moves gradients of gemma3n by 2e-4, what leaks in any family by 9e-2.
+LIMIT = 10 * FLOAT32
 
 Batch = dict[str, Any]
 
@@ -52,7 +48,7 @@ STOCK: dict[str, Callable[[Batch], Batch]] = {
     "position_ids, use_cache=False": lambda batch: {**_plain(batch), "use_cache": False},
     "TRL's keys": lambda batch: {
         **_plain(batch),
-        **{name: batch[name] for name in batch if name.startswith(("cu_seq", "max_length", "seq_idx"))},
+        **{name: batch[name] for name in BatchKey.STOCK},
         "use_cache": False,
     },
 }
@@ -114,20 +110,19 @@ def survey(config: Any, trainer: str | None = None) -> list[PathResult]:
         )
     try:
         model = tiny_model(tiny_config(config)).train()
-        documents = random_documents(model, LENGTHS)
-        wanted = _run(model, documents, [model(input_ids=document[None]).logits[0] for document in documents])
+        probe = Probe(model, ROW, marked=False)
+        wanted = probe.alone()
     except Exception as error:
         raise UnsupportedModelError(f"no tiny clone: {type(error).__name__}: {first_line(error)}") from error
-    batch = PackedCollator()([{"input_ids": document} for document in documents])
-    results = [_measure(path, model, choose(batch), documents, wanted) for path, choose in STOCK.items()]
+    results = [_measure(path, probe, choose, wanted) for path, choose in STOCK.items()]
     if trainer is not None:
-        lists = [document.tolist() for document in documents]
+        lists = [document.tolist() for document in probe.documents]
         results += [_measure_trainer(path, audit) for path, audit in audits(trainer, config, lists)]
     try:
         patch(model, verify=False)
     except UnsupportedModelError as error:
         return [*results, PathResult(PATCHED, raises=first_line(error))]
-    return [*results, _measure(PATCHED, model, batch, documents, wanted)]
+    return [*results, _measure(PATCHED, probe, dict, wanted)]
 
 
 def families() -> list[str]:
@@ -145,8 +140,12 @@ def config_of(model: str) -> Any:
     transformers = require("transformers", extra="hf")
     path = Path(model)
     if path.exists():
-        fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-        return transformers.AutoConfig.for_model(**fields)
+        try:
+            fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+            return transformers.AutoConfig.for_model(**fields)
+        except Exception as error:  # the file may hold anything, and so may what reading it raises
+            what = f"{type(error).__name__}: {first_line(error).split(' Should contain')[0]}"  # 500 model types
+            raise PackingError(f"{model}: no config that transformers reads ({what})") from error
     try:
         return family_config(model)
     except KeyError:
@@ -156,18 +155,14 @@ def config_of(model: str) -> Any:
         ) from None
 
 
-def _measure(path: str, model: nn.Module, inputs: Batch, documents: list[Tensor], wanted: Computation) -> PathResult:
+def _measure(path: str, probe: Probe, choose: Callable[[Batch], Batch], wanted: Computation) -> PathResult:
+    """A path is judged by its logits and their gradients, under a loss that is right on every path."""
     try:
-        found = _run(model, documents, list(model(**inputs).logits[0].split(LENGTHS)))
+        found = probe.packed(choose)
     except Exception as error:  # a stock path may raise anything; what it said is the result
-        model.zero_grad()
+        probe.model.zero_grad()
         return PathResult(path, raises=f"{type(error).__name__}: {first_line(error)}")
     return PathResult(path, outputs_error(found, wanted), gradients_error(found.gradients, wanted.gradients)[0])
-
-
-def _run(model: nn.Module, documents: list[Tensor], logits: list[Tensor]) -> Computation:
-    """A path is judged by its logits and their gradients, under a loss that is right on every path."""
-    return run(model, logits, next_token_loss(logits, documents))
 
 
 def _measure_trainer(path: str, audit: Callable[[], TrainerReport]) -> PathResult:

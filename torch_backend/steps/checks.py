@@ -1,18 +1,20 @@
-"""Refuses optimizers, schedulers and groups of ranks with which a training step would stop, or train something else."""
+"""Refuses optimizers, schedulers, numbers and ranks with which a step would stop, or train something else."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+from numbers import Real
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from packing_core.errors import UnsupportedError
+from packing_core.errors import PackingError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -57,6 +59,25 @@ def check_optimizer(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
             f"the {type(bare).__name__} belongs to another optimizer, so the learning rate of this one would never "
             "change: make it of the optimizer that is passed here"
         )
+
+
+def check_numbers(model: nn.Module, max_grad_norm: Any, autocast: Any) -> None:
+    """Check that gradients keep their direction when they are clipped, and small ones their digits.
+
+    Raises:
+        PackingError: ``max_grad_norm`` is no number above 0, or ``autocast`` no dtype that torch.autocast takes.
+        UnsupportedError: gradients are computed in float16, which needs a scaler.
+    """
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and float(max_grad_norm) > 0):
+        raise PackingError(f"max_grad_norm is {max_grad_norm!r}: pass a norm above 0, or None, which clips nothing")
+    trained = torch.float16 in {p.dtype for p in model.parameters() if p.requires_grad}
+    if autocast is torch.float16 or trained:
+        raise UnsupportedError(
+            f"{'trained weights in float16' if trained else 'autocast=torch.float16'} needs gradients that are scaled, "
+            "or small ones become 0, and a training step has no scaler: take bfloat16, or a Trainer with fp16=True"
+        )
+    if autocast not in (None, torch.bfloat16):
+        raise PackingError(f"autocast={autocast}: pass torch.bfloat16, or None for the dtype of the weights")
 
 
 def check_trainable(model: nn.Module) -> None:

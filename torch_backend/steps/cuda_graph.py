@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packing_core.batches.keys import BatchKey
 from packing_core.errors import LayoutError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
@@ -33,7 +34,6 @@ from torch_backend.steps.progress import announced
 from torch_backend.steps.tower_blocks import compile_tower
 
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.
-_HOST_ONLY = ("packed_lengths", "packed_documents", "packed_parents", "packed_images", "packed_targets")
 DEVICE = "cuda"
 
 
@@ -167,7 +167,7 @@ class CapturedStep:
 
     def _take(self, batch: Mapping[str, Any]) -> None:
         """Copy the batch into the memory that the graph reads."""
-        given = {name: value for name, value in batch.items() if name not in _HOST_ONLY}
+        given = {name: value for name, value in batch.items() if name not in BatchKey.ON_HOST}
         if not self.batch:
             self.batch = {
                 name: value.to(DEVICE, copy=True) if isinstance(value, Tensor) else value
@@ -283,5 +283,5 @@ class CapturedBackward:
 
 def form_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the constant parts of a batch: shapes and dtypes of tensors, and everything else as it is."""
-    given = {name: value for name, value in batch.items() if name not in _HOST_ONLY}
+    given = {name: value for name, value in batch.items() if name not in BatchKey.ON_HOST}
     return {name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for name, x in given.items()}

@@ -41,6 +41,7 @@ class CompiledCalls:
     def __init__(self, model: nn.Module, refused: str | None = None) -> None:
         self.model = model
         self.root = causal_lm(model)
+        run_plain_layers(model)
         reason = refused or why_not_compiled(model) or _why_not_any_length(model)
         self.layers = "decided at the first packed call" if reason is None else f"not compiled: {reason}"
         self.failed = False
@@ -98,6 +99,19 @@ class _Call:
     def _current(self) -> PackedForward | None:
         state = self.owner.state
         return None if state is None else state.current()
+
+
+def run_plain_layers(model: nn.Module) -> None:
+    """Let the layers of a model run as they are, whatever an earlier :class:`CompiledCalls` did to them."""
+    root: Any = causal_lm(model)
+    for hook in list(root._forward_hooks.values()):
+        if isinstance(owner := getattr(hook, "__self__", None), CompiledCalls):
+            owner._hook.remove()
+    compiled = [module for module in root.modules() if isinstance(module._compiled_call_impl, _Call)]
+    for module in compiled:
+        module._compiled_call_impl = None
+    if compiled and (state := state_of(root)) is not None:
+        state.compiled = set()
 
 
 def _why_not_any_length(model: nn.Module) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.anatomy.experts import find_experts, makes_weights
 from torch_backend.hf.anatomy.structure import causal_lm
@@ -140,7 +141,7 @@ def level_inside(model: nn.Module) -> Level:
 
 def has_parents(batch: Batch | None) -> bool:
     """Returns whether segments of a batch, and of others like it, may continue others."""
-    return batch is not None and batch.get("packed_parents") is not None
+    return batch is not None and batch.get(BatchKey.PARENTS) is not None
 
 
 def holds_images(batch: Batch) -> bool:

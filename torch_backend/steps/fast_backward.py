@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from traceback import format_exception
 from typing import Any, Literal, NamedTuple
 
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import DocumentsChoice
-from torch_backend.hf.inputs.context import SHARE
 from torch_backend.hf.patch import context_of, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS
 from torch_backend.steps.averaging import average_at_the_end
@@ -51,12 +51,13 @@ from torch_backend.steps.graph_limits import enough_graphs, whole_layers
 from torch_backend.steps.memory import Level, level_layers, level_of, recomputed_as_whole, recomputing_inside
 from torch_backend.steps.memory_fit import group_on_host, tokens_of
 from torch_backend.steps.progress import announced
-from torch_backend.steps.tiled_layers import Parts, tiled, tiled_modules
+from torch_backend.steps.tiled_layers import Parts, describe_tiles, tiled, tiled_modules
 
 Choice = bool | Literal["auto"]
 log = logging.getLogger("crosspack")
 
 LOSS, LAYERS, GRAPH = "loss", "layers", "graph"  # the parts of a step that can be fast
+TILES = "tiles"  # and what of a long row runs by tiles
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class Gradients:
         compile, capture: True raises where it is not possible, "auto" says why not.
         no_layers, no_graph: reasons against compiling and capturing that the caller knows.
         fixed: makes batches of one form where shapes must not change.
+        fits_whole: (tokens) -> whether such a batch fits where no part of a layer runs by tiles.
 
     Attributes:
         parts: "loss", "layers" and "graph", each with what runs, or why nothing faster does.
@@ -144,6 +146,7 @@ class Gradients:
         no_layers: str | None = None,
         no_graph: str | None = None,
         fixed: FixedShapes | None = None,
+        fits_whole: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.model = model
         self.choose = choose
@@ -161,7 +164,8 @@ class Gradients:
         # by the level at which they recompute, and whether each is several graphs between exchanges
         self.layers: dict[tuple[Level, bool], CompiledLayers] = {}
         self.foreign: dict[nn.Module, Any] = {}  # modules in them that run a library's kernels otherwise
-        self.tiles: dict[int, Parts] = {}  # parts of layers that batches of so many tokens compute by tiles
+        self.fits_whole = cache(fits_whole)  # asked once for all batches of a size
+        self.tiles: tuple[int, Parts] = 0, {}  # parts of layers that the last batch, of so many tokens, ran by tiles
         self.groups: dict[int, int] = {}  # layers that share an input on the host, for batches of so many tokens
         self.host = Host()
         self.announced = False  # that layers are being compiled
@@ -193,12 +197,15 @@ class Gradients:
             raise
 
     def _tiled(self, batch: Batch) -> Parts:
-        """The parts of layers that this batch computes by tiles; looked for once for all batches of a size."""
+        """The parts of layers that this batch computes by tiles, as modules are now."""
         given = batch.get("input_ids")
         tokens = 0 if given is None else given.numel()
-        if tokens not in self.tiles:
-            self.tiles[tokens] = tiled_modules(self.model, tokens)
-        return self.tiles[tokens]
+        parts = tiled_modules(self.model, tokens, self.fits_whole)
+        if (tokens, parts) != self.tiles:
+            self.tiles = tokens, parts
+            if (what := describe_tiles(self.model, tokens, self.fits_whole)) is not None:
+                self.parts[TILES] = what
+        return parts
 
     def _group(self, batch: Batch) -> int:
         """Layers that share an input on the host; asked once for all batches of a size."""
@@ -211,7 +218,7 @@ class Gradients:
 
     def _of_pieces(self, path: LossPath, inputs: StepInputs) -> Tensor:
         """Through compiled layers. What fails on one rank is raised there: trying again, it would exchange alone."""
-        share = inputs.batch.get(SHARE)  # straddles on all ranks alike
+        share = inputs.batch.get(BatchKey.SHARE)  # straddles on all ranks alike
         whole = share is not None and not share.straddles and self._run_whole(inputs.batch)
         if not whole and level_of(self.model) == "selective":
             return path.backward(inputs)
@@ -377,7 +384,7 @@ class Gradients:
             self.exchange, graph = exchange_of(self.model, graph)
             graph = _refused("capture", self.capture, graph)
             self.shapes.largest = self.exchange.largest
-        self.parts = {
+        self.parts |= {
             LOSS: loss_without_logits(self.model) if path.why_logits is None else f"with logits: {path.why_logits}",
             LAYERS: self._compiled_how() if layers is None else plain_layers(self.model, layers),
             GRAPH: "CUDA graph" if graph is None else f"no CUDA graph: {graph}",
@@ -406,7 +413,7 @@ def _refused(name: str, choice: Choice, reason: str | None) -> str | None:
         UnsupportedError: the caller insists on what is not possible.
     """
     if choice is True and reason is not None:
-        raise UnsupportedError(f'{name}=True is not possible, because {reason}: pass {name}="auto"')
+        raise UnsupportedError(f"{name}=True is not possible, because {reason}: leave {name} out", option=name)
     return f"{name}=False" if choice is False else reason
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.storage.forest import depth_of
 from torch_backend.pieces import padding_lengths
@@ -51,12 +52,12 @@ class FixedShapes:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch, which :meth:`takes` takes, in fixed shapes."""
-        lengths, boundaries = batch["packed_lengths"], batch["cu_seq_lens_q"]
+        lengths, boundaries = batch[BatchKey.LENGTHS], batch[BatchKey.BOUNDARIES]
         rows, length = batch["input_ids"].shape
         wide = max(length, self.tokens) if rows == 1 else length
         if wide != self.row_length:
             self.rows, self.row_length = 0, wide
-        longest = _power_of_two(max(*lengths, int(batch.get("max_length_q") or 1)))
+        longest = _power_of_two(max(*lengths, int(batch.get(BatchKey.LONGEST) or 1)))
         self.rows, self.longest = self.largest(max(self.rows, rows), max(self.longest, longest))
         longest = min(self.longest, wide)
         pieces = padding_lengths(rows * length, self.rows * wide, wide, longest)
@@ -66,23 +67,23 @@ class FixedShapes:
         fixed = {name: self._padded(name, x, (rows, length), longest) for name, x in batch.items()}
         ends = [rows * length + end for end in accumulate(pieces)]
         ends += [self.rows * wide] * (self.entries - len(lengths) - len(pieces))
-        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        for name in (BatchKey.BOUNDARIES, BatchKey.KEY_BOUNDARIES):
             if isinstance(marks := batch.get(name), Tensor):
                 more = torch.tensor(ends, dtype=marks.dtype).to(marks.device, non_blocking=True)
                 fixed[name] = torch.cat((marks[: len(lengths) + 1], more))
-        for name in ("max_length_q", "max_length_k"):
+        for name in (BatchKey.LONGEST, BatchKey.KEY_LONGEST):
             if batch.get(name) is not None:
                 fixed[name] = longest
-        if batch.get("packed_documents") is None:  # every segment is a document, and the padding is none
-            fixed["packed_documents"] = tuple((number,) for number in range(len(lengths)))
+        if batch.get(BatchKey.DOCUMENTS) is None:  # every segment is a document, and the padding is none
+            fixed[BatchKey.DOCUMENTS] = tuple((number,) for number in range(len(lengths)))
         if self.forests:
-            parents = (*(batch.get("packed_parents") or (-1,) * len(lengths)), *[-1] * len(pieces))
+            parents = (*(batch.get(BatchKey.PARENTS) or (-1,) * len(lengths)), *[-1] * len(pieces))
             (self.depth,) = self.largest(max(self.depth, _power_of_two(max(1, depth_of(parents)))))
             index = torch.full((self.entries,), -1, dtype=torch.int32)
             index[: len(parents)] = torch.tensor(parents, dtype=torch.int32)
-            fixed["packed_parent_index"] = index.to(boundaries.device, non_blocking=True)
-            fixed |= {"packed_parents": parents, "packed_depth": self.depth}
-        return fixed | {"packed_lengths": (*lengths, *pieces)}
+            fixed[BatchKey.PARENT_INDEX] = index.to(boundaries.device, non_blocking=True)
+            fixed |= {BatchKey.PARENTS: parents, BatchKey.DEPTH: self.depth}
+        return fixed | {BatchKey.LENGTHS: (*lengths, *pieces)}
 
     def forget_rows(self) -> None:
         """Let the next batch say how many rows batches have."""
@@ -97,7 +98,7 @@ class FixedShapes:
     @staticmethod
     def takes(batch: Mapping[str, Any]) -> bool:
         """Returns whether a batch carries the lengths of its segments on the host, and their boundaries."""
-        ids, lengths, boundaries = (batch.get(name) for name in ("input_ids", "packed_lengths", "cu_seq_lens_q"))
+        ids, lengths, boundaries = (batch.get(name) for name in ("input_ids", BatchKey.LENGTHS, BatchKey.BOUNDARIES))
         whole = isinstance(ids, Tensor) and ids.ndim == 2 and lengths is not None and sum(lengths) == ids.numel()
         return whole and isinstance(boundaries, Tensor)
 
@@ -109,7 +110,7 @@ class FixedShapes:
         if name == "token_type_ids":  # as the last token, which is of no prefix that would see both ways
             flat = torch.cat((x.flatten(-2), x.flatten(-2)[..., -1:].expand(*x.shape[:-2], more)), -1)
             return flat.view(*x.shape[:-2], self.rows, self.row_length)
-        if name == "position_ids" or name == "seq_idx":
+        if name == "position_ids" or name == BatchKey.NUMBERS:
             behind = rows * (self.row_length - length)  # in the only row; more rows are whole ones
             count = torch.arange(more, dtype=x.dtype, device=x.device) - behind  # below 0: behind the row's last token
             first, each = (-(-size // longest) for size in (behind, self.row_length))

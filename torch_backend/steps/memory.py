@@ -29,6 +29,7 @@ from torch.utils.checkpoint import (
 )
 
 from packing_core.errors import PackingError, UnsupportedError
+from torch_backend.hf.anatomy.random_draws import find_draw
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.patch import context_of
@@ -46,7 +47,6 @@ AUTO_OVER_RANKS = (
 # Operators that pass over memory once; recomputing them costs less than what they would keep.
 _CHEAP = ("rope", "norm")
 _PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm")
-_DRAWN = ("dropout", "pdrop", "jitter")  # in names of settings: how much of a layer is random
 _ENABLE = "gradient_checkpointing_enable"
 _WIDE = 2.0  # times as many columns out of a product as into it
 _ATTENTION = ("attention", "attn", "flash4", "xformers")  # in names of operators, or of the libraries that they are of
@@ -99,6 +99,14 @@ def hold_level(model: nn.Module, level: Level) -> None:
     root.__dict__.pop(_ENABLE, None)
     if level != "none":
         root.__dict__[_ENABLE] = partial(_enable_held, root, level)
+
+
+def release_level(model: nn.Module) -> None:
+    """Take back what :func:`hold_level` did; without effect where it was not called."""
+    root = causal_lm(model)
+    if _ENABLE in root.__dict__:
+        hold_level(root, "none")
+        root.disable_input_require_grads()  # which transformers enables with checkpointing
 
 
 def _enable_held(root: nn.Module, level: Level, *_: Any, **__: Any) -> None:
@@ -179,10 +187,7 @@ def _moves_inputs(call: Any) -> bool:
 
 def draws_random_numbers(model: nn.Module) -> bool:
     """Returns whether dropout or noise is in force, whose random numbers a layer that recomputes must draw again."""
-    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
-        return True
-    settings = causal_lm(model).config.get_text_config().to_dict()
-    return any(isinstance(x, float) and x > 0 for n, x in settings.items() if any(word in n for word in _DRAWN))
+    return find_draw(causal_lm(model), ever=True) is not None
 
 
 @contextmanager

@@ -6,9 +6,9 @@ the weights and states counted -> compared with what the device has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,118 +33,176 @@ _ONE_STATE = ("lion", "rmsprop", "adagrad")  # in names of optimizers that keep 
 _UNSURE = 1.05  # what the formula may be wrong by
 
 
-def memory_of(
-    model: nn.Module, optimizer: Any = None, autocast: torch.dtype | None = None, *, accumulates: bool = False
-) -> MemoryModel:
-    """Returns the memory of a model's training step.
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of a model's training step, beside what its device and the host have.
 
-    Args:
+    Attributes:
         model: a transformers model, or a wrapper of one.
         optimizer: whose states are counted if there are any, else expected by its kind; AdamW if None.
         autocast: the dtype of activations, where it is not that of the weights.
         accumulates: whether a step has several microbatches.
-
-    Raises:
-        UnsupportedModelError: no formula is known for its layers, or documents are cut over ranks.
     """
-    root = causal_lm(model)
-    if context_of(root) is not None:
-        raise UnsupportedModelError("what layers keep around their exchanges between ranks is not known beforehand")
-    parameters = list(model.parameters())
-    trained = [p for p in parameters if p.requires_grad]
-    weights = sum(map(_bytes, (*parameters, *model.buffers())))
-    dtype = autocast or root.dtype
-    copies = sum(_numel(p) for p in parameters if p.dtype != dtype) * dtype.itemsize if autocast else 0
-    states = _states(optimizer, trained)
-    layers = max(1, int(getattr(root.config.get_text_config(), "num_hidden_layers", 1)))
-    gradients = sum(map(_bytes, trained))
-    output = root.get_output_embeddings()
-    memory = MemoryModel.from_config(
-        root.config.get_text_config(),
-        fixed=weights + copies + gradients + states,
-        gradients=gradients,
-        itemsize=dtype.itemsize,
-        adapted=_ranks(root) // layers,
-        adapts_mlp=_adapts_mlp(root),
-        head=output is not None and any(p.requires_grad for p in output.parameters()),
-        tiles=tiled_parts(root),
-    )
-    # buckets of DDP are there from the beginning too
-    return replace(memory, accumulates=accumulates or isinstance(model, nn.parallel.DistributedDataParallel))
+
+    model: nn.Module
+    optimizer: Any = None
+    autocast: torch.dtype | None = None
+    accumulates: bool = False
+
+    def formula(self) -> MemoryModel:
+        """Returns the bytes of a step by level and tokens.
+
+        Raises:
+            UnsupportedModelError: no formula is known for its layers, or documents are cut over ranks.
+        """
+        model, root = self.model, causal_lm(self.model)
+        if context_of(root) is not None:
+            raise UnsupportedModelError("what layers keep around their exchanges between ranks is not known beforehand")
+        parameters = list(model.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        weights = sum(map(_bytes, (*parameters, *model.buffers())))
+        dtype = self.autocast or root.dtype
+        copies = sum(_numel(p) for p in parameters if p.dtype != dtype) * dtype.itemsize if self.autocast else 0
+        layers = max(1, int(getattr(root.config.get_text_config(), "num_hidden_layers", 1)))
+        gradients = sum(map(_bytes, trained))
+        output = root.get_output_embeddings()
+        memory = MemoryModel.from_config(
+            root.config.get_text_config(),
+            fixed=weights + copies + gradients + _states(self.optimizer, trained),
+            gradients=gradients,
+            itemsize=dtype.itemsize,
+            adapted=_ranks(root) // layers,
+            adapts_mlp=_adapts_mlp(root),
+            head=output is not None and any(p.requires_grad for p in output.parameters()),
+            tiles=tiled_parts(root),
+        )
+        # buckets of DDP are there from the beginning too
+        return replace(memory, accumulates=self.accumulates or isinstance(model, nn.parallel.DistributedDataParallel))
+
+    def choose(self, tokens: int) -> tuple[Level, str]:
+        """Returns the fastest level at which a microbatch of ``tokens`` fits the device, and a reason.
+
+        Raises:
+            CapacityError: it fits at none.
+            UnsupportedModelError: as :meth:`formula`.
+        """
+        if (there := self.device) is None:
+            device = execution_device(causal_lm(self.model))
+            return "none", f"the memory of {device.type} is not asked for"
+        if (reason := why_not_compiled(self.model)) is not None:
+            return "full", f"layers are not compiled ({reason}), so what they keep is not known beforehand"
+        memory, host = self.formula(), self.host
+        there -= self._others()
+        found: Any = memory.fastest(tokens, there, host)
+        if found is None:
+            raise _too_long(memory, tokens, there, host)
+        group = (memory.group(tokens, host) or 1) if found == "offload" else 1
+        need = memory.bytes(found, tokens, group=group) / GIB
+        shared = f", {group} layers share an input on the host" if group > 1 else ""
+        return found, f"{tokens:,} tokens need {need:.1f} of {there / GIB:.1f} GiB{shared}"
+
+    def check(self, tokens: int) -> None:
+        """Announce a microbatch that probably does not fit at the model's level, where the formula knows it.
+
+        Raises:
+            CapacityError: it fits at no level, by more than the formula may be wrong.
+        """
+        if (memory := self._compiled()) is None or (there := self.device) is None:
+            return
+        there, host, level = there - self._others(), self.host, self._level()
+        need = _need(memory, level, tokens, host)
+        if need <= USABLE * there:
+            return
+        if memory.fastest(tokens, int(_UNSURE * there / USABLE), host) is None:
+            raise _too_long(memory, tokens, there, host)
+        found = memory.fastest(tokens, there, host)
+        way = f'memory="{found}" fits' if found is not None else "no level surely fits"
+        announce(
+            f'a row of {tokens:,} tokens needs about {need / GIB:.1f} GiB at memory="{level}", and {there / GIB:.1f} '
+            f"are there: {way}"
+        )
+
+    def fits_whole(self, tokens: int) -> bool:
+        """Returns whether a row surely fits at the level of the model without tiles, as one of several microbatches.
+
+        It does not where that is not known: off CUDA, where layers are not compiled, and in families without a formula.
+        """
+        memory = replace(self, accumulates=True)._compiled()
+        if memory is None or (there := self.device) is None:
+            return False
+        need = _need(memory, self._level(), tokens, self.host, tiles=False)
+        return _UNSURE * need <= USABLE * (there - self._others())
+
+    def describe(self) -> str | None:
+        """Describes the longest row that fits at each level; None where that is not known."""
+        if (memory := self._known()) is None or (there := self.device) is None:
+            return None
+        host = self.host
+        longest = (f'"{level}" {memory.longest(level, there, host):,}' for level in LEVELS)
+        return f"the longest row or document that fits {there / GIB:.1f} GiB compiled, in tokens: {', '.join(longest)}"
+
+    @contextmanager
+    def naming_the_level(self, batch: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, an out-of-memory error also says at which level the microbatch would fit."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if (memory := self._known()) is None or (there := self.device) is None:
+                raise
+            error.args = (f"{error} {self._way_out(tokens_of(batch), memory, there)}",)
+            raise
+
+    @property
+    def device(self) -> int | None:
+        """Returns the bytes that the device has for this process; None off CUDA."""
+        return device_bytes(execution_device(causal_lm(self.model)))
+
+    @property
+    def host(self) -> int | None:
+        """As :func:`host_bytes`; none where the layers of the model cannot keep their inputs there."""
+        return 0 if draws_random_numbers(self.model) else host_bytes()
+
+    def _known(self) -> MemoryModel | None:
+        """Returns the formula, where there is one."""
+        try:
+            return None if self.device is None else self.formula()
+        except PackingError:
+            return None
+
+    def _compiled(self) -> MemoryModel | None:
+        """Returns the formula where it holds, which is that of compiled layers."""
+        return None if self.device is None or why_not_compiled(self.model) is not None else self._known()
+
+    def _level(self) -> Level:
+        """Returns the level of the model, ``"full"`` in place of ``"offload"`` where inputs stay on the device."""
+        level = level_of(self.model)
+        return "full" if level == "offload" and draws_random_numbers(self.model) else level
+
+    def _others(self) -> int:
+        """Returns the bytes that are allocated on the device for something else than this training step."""
+        device = execution_device(causal_lm(self.model))
+        if device.type != "cuda":
+            return 0
+        ours = sum(_bytes(p) + (0 if p.grad is None else _bytes(p.grad)) for p in self.model.parameters())
+        return max(0, torch.cuda.memory_allocated(device) - ours - _counted(self.optimizer))
+
+    def _way_out(self, tokens: int, memory: MemoryModel, there: int) -> str:
+        now, host = level_of(self.model), self.host
+        slower = LEVELS[LEVELS.index(now) + 1 :]
+        longest = {level: memory.longest(level, there, host) for level in LEVELS}
+        row = f'Crosspack: a row of {tokens:,} tokens ran at memory="{now}"'
+        if (reason := why_not_compiled(self.model)) is not None:  # the formula is that of compiled layers
+            way = 'memory="full" needs less' if "full" in slower else "a shorter one needs less"
+            return f"{row}, and layers are not compiled ({reason}): {way}"
+        if (fits := next((level for level in slower if longest[level] >= tokens), None)) is not None:
+            return f'{row}, and fits at memory="{fits}"'
+        most, level = max((most, level) for level, most in longest.items())
+        return f'{row}; the longest that fits has {most:,} tokens, at memory="{level}"'
 
 
-def choose_level(
-    model: nn.Module,
-    tokens: int,
-    optimizer: Any = None,
-    autocast: torch.dtype | None = None,
-    *,
-    accumulates: bool = False,
-) -> tuple[Level, str]:
-    """Returns the fastest level at which a microbatch of ``tokens`` fits the device, and a reason.
-
-    Args:
-        model, optimizer, autocast, accumulates: as of :func:`memory_of`.
-
-    Raises:
-        CapacityError: it fits at none.
-        UnsupportedModelError: as :func:`memory_of`.
-    """
-    device = execution_device(causal_lm(model))
-    there = device_bytes(device)
-    if there is None:
-        return "none", f"the memory of {device.type} is not asked for"
-    if (reason := why_not_compiled(model)) is not None:
-        return "full", f"layers are not compiled ({reason}), so what they keep is not known beforehand"
-    memory, host = memory_of(model, optimizer, autocast, accumulates=accumulates), _host_of(model)
-    there -= _others(model, optimizer, device)
-    found = memory.fastest(tokens, there, host)
-    if found is None:
-        raise _too_long(memory, tokens, there, host)
-    level: Any = found
-    group = (memory.group(tokens, host) or 1) if found == "offload" else 1
-    need = memory.bytes(found, tokens, group=group) / GIB
-    shared = f", {group} layers share an input on the host" if group > 1 else ""
-    return level, f"{tokens:,} tokens need {need:.1f} of {there / GIB:.1f} GiB{shared}"
-
-
-def check_fit(
-    model: nn.Module,
-    tokens: int,
-    optimizer: Any = None,
-    autocast: torch.dtype | None = None,
-    *,
-    accumulates: bool = False,
-) -> None:
-    """Announce a microbatch that probably does not fit at the level that a model has, where the formula knows it.
-
-    Args:
-        model, optimizer, autocast, accumulates: as of :func:`memory_of`.
-
-    Raises:
-        CapacityError: it fits at no level, by more than the formula may be wrong.
-    """
-    device = execution_device(causal_lm(model))
-    there = device_bytes(device)
-    if there is None or why_not_compiled(model) is not None:
-        return
-    try:
-        memory = memory_of(model, optimizer, autocast, accumulates=accumulates)
-    except (PackingError, UnsupportedModelError):
-        return
-    there, host = there - _others(model, optimizer, device), _host_of(model)
-    level = _level_in_force(model)
-    need = memory.bytes(level, tokens, group=(memory.group(tokens, host) or 1) if level == "offload" else 1)
-    if need <= USABLE * there:
-        return
-    if memory.fastest(tokens, int(_UNSURE * there / USABLE), host) is None:
-        raise _too_long(memory, tokens, there, host)
-    found = memory.fastest(tokens, there, host)
-    way = f'memory="{found}" fits' if found is not None else "no level surely fits"
-    announce(
-        f'a row of {tokens:,} tokens needs about {need / GIB:.1f} GiB at memory="{level}", and {there / GIB:.1f} are '
-        f"there: {way}"
-    )
+def _need(memory: MemoryModel, level: Level, tokens: int, host: int | None, *, tiles: bool = True) -> int:
+    group = (memory.group(tokens, host) or 1) if level == "offload" else 1
+    return memory.bytes(level, tokens, group=group, tiles=tiles)
 
 
 def _too_long(memory: MemoryModel, tokens: int, there: int, host: int | None) -> CapacityError:
@@ -178,27 +236,19 @@ class FittedLevel:
         self.accumulates = False
         self.reason = ""
 
-    def fit(
-        self,
-        model: nn.Module,
-        tokens: int,
-        optimizer: Any,
-        autocast: torch.dtype | None = None,
-        *,
-        accumulates: bool = False,
-    ) -> bool:
+    def fit(self, step: StepMemory, tokens: int) -> bool:
         """Set the level for a microbatch, and return whether it is another one than before, whoever changed it."""
-        longest, accumulates = max(tokens, self.tokens), accumulates or self.accumulates
+        longest, accumulates = max(tokens, self.tokens), step.accumulates or self.accumulates
         if (longest, accumulates) != (self.tokens, self.accumulates):
-            rule = {"accumulates": accumulates}
+            step = replace(step, accumulates=accumulates)
             if self.chooses:
-                level, self.reason = choose_level(model, longest, optimizer, autocast, **rule)
-                set_level(model, level)
+                level, self.reason = step.choose(longest)
+                set_level(step.model, level)
                 announce(f'memory="auto" takes "{level}": {self.reason}')
             else:
-                check_fit(model, longest, optimizer, autocast, **rule)
+                step.check(longest)
             self.tokens, self.accumulates = longest, accumulates
-        before, self.level = self.level, level_of(model)
+        before, self.level = self.level, level_of(step.model)
         return before not in (None, self.level)
 
 
@@ -213,7 +263,7 @@ def group_on_host(model: nn.Module, tokens: int, held: int = 0) -> int:
     """
     there = host_bytes()
     try:
-        memory = memory_of(model)
+        memory = StepMemory(model).formula()
     except UnsupportedModelError:
         return 1
     group = memory.group(tokens, None if there is None else there + held)
@@ -225,53 +275,6 @@ def group_on_host(model: nn.Module, tokens: int, held: int = 0) -> int:
         f'memory="offload" keeps {tokens * least / GIB:.1f} GiB of a row of {tokens:,} tokens on the host{alone}, and '
         f'{((there or 0) + held) / GIB:.1f} GiB are free there: pass memory="full", or shorter rows'
     )
-
-
-def describe(model: nn.Module, optimizer: Any = None, autocast: torch.dtype | None = None) -> str | None:
-    """Describes the longest row that fits at each level; None where that is not known."""
-    there = device_bytes(execution_device(causal_lm(model)))
-    try:
-        memory = None if there is None else memory_of(model, optimizer, autocast)
-    except (PackingError, UnsupportedModelError):
-        return None
-    if memory is None or there is None:
-        return None
-    host = _host_of(model)
-    longest = (f'"{level}" {memory.longest(level, there, host):,}' for level in LEVELS)
-    return f"the longest row or document that fits {there / GIB:.1f} GiB compiled, in tokens: {', '.join(longest)}"
-
-
-@contextmanager
-def naming_the_level(
-    model: nn.Module, tokens: Callable[[], int], optimizer: Any, autocast: Any = None, *, accumulates: bool = False
-) -> Iterator[None]:
-    """Inside, an out-of-memory error also says at which level the microbatch would fit."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        try:
-            memory = memory_of(model, optimizer, autocast, accumulates=accumulates)
-        except (PackingError, UnsupportedModelError):
-            raise error from None
-        error.args = (" ".join(filter(None, (str(error), _way_out(model, tokens(), memory)))),)
-        raise
-
-
-def _way_out(model: nn.Module, tokens: int, memory: MemoryModel) -> str | None:
-    there, now = device_bytes(execution_device(causal_lm(model))), level_of(model)
-    if there is None:
-        return None
-    slower = LEVELS[LEVELS.index(now) + 1 :]
-    host = _host_of(model)
-    fits = next((level for level in slower if memory.longest(level, there, host) >= tokens), None)
-    row = f'Crosspack: a row of {tokens:,} tokens ran at memory="{now}"'
-    if (reason := why_not_compiled(model)) is not None:  # the formula is that of compiled layers
-        way = 'memory="full" needs less' if "full" in slower else "a shorter one needs less"
-        return f"{row}, and layers are not compiled ({reason}): {way}"
-    if fits is not None:
-        return f'{row}, and fits at memory="{fits}"'
-    longest = max((memory.longest(level, there, host), level) for level in LEVELS)
-    return f'{row}; the longest that fits has {longest[0]:,} tokens, at memory="{longest[1]}"'
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
@@ -296,25 +299,6 @@ def host_bytes() -> int | None:
         return None
     found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
     return None if found is None else int(USABLE * 1024 * int(found))
-
-
-def _host_of(model: nn.Module) -> int | None:
-    """As :func:`host_bytes`; none where the layers of a model cannot keep their inputs there."""
-    return 0 if draws_random_numbers(model) else host_bytes()
-
-
-def _level_in_force(model: nn.Module) -> Level:
-    """The level of a model, ``"full"`` in place of ``"offload"`` where inputs stay on the device."""
-    level = level_of(model)
-    return "full" if level == "offload" and draws_random_numbers(model) else level
-
-
-def _others(model: nn.Module, optimizer: Any, device: torch.device) -> int:
-    """Bytes that are allocated on a device for something else than this training step."""
-    if device.type != "cuda":
-        return 0
-    ours = sum(_bytes(p) + (0 if p.grad is None else _bytes(p.grad)) for p in model.parameters())
-    return max(0, torch.cuda.memory_allocated(device) - ours - _counted(optimizer))
 
 
 def _states(optimizer: Any, trained: list[nn.Parameter]) -> int:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any, TypedDict
 
 import torch
@@ -20,15 +22,18 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from packing_core.batches.keys import BatchKey
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelError
 from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
 from torch_backend.hf.anatomy.placement import execution_device
-from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.inputs.context import SHARE
+from torch_backend.hf.anatomy.structure import causal_lm, in_mode
 from torch_backend.hf.patch import context_of, cut_over_ranks, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
+from torch_backend.ops.divisor import Divisor, part_of_mean, quotient
 from torch_backend.segments import to_device
-from torch_backend.steps.checks import check_optimizer, check_ranks, check_trainable, warn_of_other_ranks
+from torch_backend.steps.checks import check_numbers, check_optimizer, check_ranks, check_trainable, warn_of_other_ranks
+from torch_backend.steps.counts import Counts
 from torch_backend.steps.eligibility import fast_loss_refused
 from torch_backend.steps.fast_backward import (
     Batch,
@@ -40,10 +45,11 @@ from torch_backend.steps.fast_backward import (
 )
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.memory import Memory, check_level, set_level
-from torch_backend.steps.memory_fit import FittedLevel, describe, naming_the_level, tokens_of
+from torch_backend.steps.memory_fit import FittedLevel, StepMemory, tokens_of
 from torch_backend.steps.tiled_layers import tiled, tiled_modules
 
-_DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+_SHARDED = (FullyShardedDataParallel, FSDPModule)
+_DATA_PARALLEL = (DistributedDataParallel, *_SHARDED)
 
 
 class Metrics(TypedDict):
@@ -83,7 +89,7 @@ class TrainStep:
 
     Attributes:
         parts: "loss", "layers" and "graph": what of the step is fast, and why the rest is not; known after a step. On
-            a GPU also "memory": the longest row that fits at each level.
+            a GPU also "memory": the longest row that fits at each level; and after a long row "tiles".
     """
 
     def __init__(
@@ -110,13 +116,14 @@ class TrainStep:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
-        self.group = group
+        self.divisor = Divisor(group)
         self.device = execution_device(causal_lm(model))
-        self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
         self.wrappers = wrappers_of(model)
-        if self.world > 1 and not self.wrappers:
+        self._counts = Counts(group, self.divisor.ranks)
+        self._gathers = self.divisor.ranks > 1 and any(isinstance(each, _SHARDED) for each in self.wrappers)
+        if (ranks := self.divisor.ranks) > 1 and not self.wrappers:
             raise UnsupportedError(
-                f"{self.world} ranks would train {type(model).__name__} apart, because nothing reduces its gradients: "
+                f"{ranks} ranks would train {type(model).__name__} apart, because nothing reduces its gradients: "
                 "wrap it first, DistributedDataParallel(model) or fully_shard(model), or pass the group of ranks that "
                 "hold different documents"
             )
@@ -130,13 +137,21 @@ class TrainStep:
         self._labels_documents = labels_documents(model)
         self._first_token = 0 if trains_first_token(model) or self._labels_documents else 1
         self._takes_count = _takes_count(causal_lm(model))
-        self._autocast, self._fitted = autocast, fitted
-        self._new_gradients = partial(Gradients, model, self._choose, compile=compile, capture=capture, fixed=fixed)
+        self._memory, self._fitted = StepMemory(model, optimizer, autocast), fitted
+        self._new_gradients = partial(
+            Gradients,
+            model,
+            self._choose,
+            compile=compile,
+            capture=capture,
+            fixed=fixed,
+            fits_whole=self._memory.fits_whole,
+        )
         self._gradients = self._new_gradients()
 
     @property
     def parts(self) -> dict[str, str]:
-        memory = describe(self.model, self.optimizer, self._autocast)
+        memory = self._memory.describe()
         return dict(self._gradients.parts) | ({} if memory is None else {"memory": memory})
 
     def __call__(self, batch: Batch | Sequence[Batch]) -> Metrics:
@@ -147,24 +162,28 @@ class TrainStep:
                 such microbatches. Tensors may be on the host; if they are, counting targets waits for nothing.
 
         Raises:
-            LayoutError: there is no microbatch, or one has no labels.
+            LayoutError: there is no microbatch, or one has no labels; under FSDP on all ranks, where that is on one.
             UnsupportedError: documents are cut over ranks, and a batch does not say where they begin.
         """
         microbatches = [self._part(each) for each in ([batch] if isinstance(batch, Mapping) else batch)]
-        if not microbatches or any(each.get("labels") is None for each in microbatches):
+        labelled = bool(microbatches) and all(each.get("labels") is not None for each in microbatches)
+        if self._gathers:
+            microbatches = self._counts.evened(microbatches if labelled else [], self._emptied)
+        elif not labelled:
             raise LayoutError("a step takes a batch with labels, or a list of at least one")
         check_trainable(self.model)  # it may have been frozen since
-        self._fit_memory(max(map(tokens_of, microbatches)), accumulates=len(microbatches) > 1)
-        tokens = self._reduced(torch.stack([self._count(each) for each in microbatches]).sum())
+        memory = replace(self._memory, accumulates=len(microbatches) > 1)
+        if self._fitted is not None and self._fitted.fit(memory, max(map(tokens_of, microbatches))):
+            self._gradients = self._new_gradients()
+        tokens = self._total(self._count, microbatches)
         weighted = any(LOSS_WEIGHTS in each for each in microbatches)
-        weight = self._reduced(torch.stack([self._weight(each) for each in microbatches]).sum()) if weighted else tokens
+        weight = self._total(self._weight, microbatches) if weighted else tokens
         self.optimizer.zero_grad()
         loss = torch.zeros((), device=self.device)
         for number, each in enumerate(microbatches):
             given = self._on_device(each)
             last = number == len(microbatches) - 1
-            naming = self._naming_the_level(each, accumulates=len(microbatches) > 1)
-            with accumulating(self.wrappers, last=last), naming:
+            with accumulating(self.wrappers, last=last), memory.naming_the_level(each):
                 loss += self._gradients(StepInputs(given, weight), last=last)
         norm = self._clip()
         rate = self.optimizer.param_groups[0]["lr"]
@@ -172,51 +191,43 @@ class TrainStep:
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        return {"loss": self._reduced(loss) / self.world, "tokens": tokens, "grad_norm": norm, "learning_rate": rate}
+        loss = self.divisor.average(loss)
+        return {"loss": loss, "tokens": tokens, "grad_norm": norm, "learning_rate": rate}
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
         """The loss of batches as a step counts it: over all their targets, in all batches and on all ranks.
 
-        The model computes in evaluation mode, and nothing of it changes. Under DDP and FSDP every rank passes as many
-        batches as the others.
+        The model computes in evaluation mode, and nothing of it changes. Where its forward waits for other ranks, under
+        FSDP and under DDP with buffers, a rank that has fewer batches than others runs its last one again, which is not
+        counted.
+
+        Raises:
+            LayoutError: ranks wait for each other, and one has no batch; on all of them.
         """
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # of losses and of weights, number of targets
         path = self._gradients.path
-        training = self.model.training
-        self.model.eval()
-        try:
-            for batch in batches:
+        with in_mode(self.model, training=False):
+            for batch, counts in self._counts.together(batches) if self._waits else zip(batches, repeat(True)):
                 given = self._on_device(self._part(batch))
                 path = path or self._choose(given, forward=False)
-                with self._precision(), tiled(tiled_modules(self.model, tokens_of(given))):
+                parts = tiled_modules(self.model, tokens_of(given), self._gradients.fits_whole)
+                with self._precision(), tiled(parts):
                     loss = self._loss_sum(given, path.why_logits)
-                sums += torch.stack([loss.double(), self._weight(given).double(), self._count(given).double()])
-        finally:
-            self.model.train(training)
-        loss, weight, tokens = self._reduced(sums)
-        return {"loss": loss / torch.where(weight > 0, weight, 1), "tokens": tokens.long()}
+                if counts:
+                    sums += torch.stack([loss.double(), self._weight(given).double(), self._count(given).double()])
+        loss, weight, tokens = self.divisor.total(sums)
+        return {"loss": quotient(loss, weight), "tokens": tokens.long()}
 
     def _part(self, batch: Batch) -> Batch:
         """Returns what this rank runs of a batch."""
         part = cut_over_ranks(self.model, batch)
-        if context_of(self.model) is not None and part.get(SHARE) is None:
+        if context_of(self.model) is not None and part.get(BatchKey.SHARE) is None:
             raise UnsupportedError(
                 "the batch does not say where its documents begin, so it is not cut over ranks, and each of them would "
                 "count all of its targets: collate it by PackedCollator(model), a single document too"
             )
         return part
-
-    def _fit_memory(self, tokens: int, *, accumulates: bool) -> None:
-        """Choose the level for microbatches of so many tokens, if they are the longest so far."""
-        if self._fitted is not None and self._fitted.fit(
-            self.model, tokens, self.optimizer, self._autocast, accumulates=accumulates
-        ):
-            self._gradients = self._new_gradients()
-
-    def _naming_the_level(self, batch: Batch, *, accumulates: bool) -> AbstractContextManager[None]:
-        tokens = partial(tokens_of, batch)
-        return naming_the_level(self.model, tokens, self.optimizer, self._autocast, accumulates=accumulates)
 
     def _count(self, batch: Batch) -> Tensor:
         """Counts the targets of a batch."""
@@ -241,10 +252,30 @@ class TrainStep:
         """Forward and backward of a microbatch; its part of the loss, times the number of ranks."""
         with self._precision():
             loss_sum = self._loss_sum(inputs.batch, why_logits)
-        # Ranks average their gradients.
-        loss = loss_sum * self.world / torch.where(inputs.targets > 0, inputs.targets, 1)
+        loss = self.divisor.mean(loss_sum, inputs.targets)
         loss.backward()
         return loss.detach()
+
+    @property
+    def _waits(self) -> bool:
+        """Returns whether ranks wait for each other in the forward of an evaluation."""
+        ddp = (each for each in self.wrappers if isinstance(each, DistributedDataParallel))
+        return self._gathers or (self.divisor.ranks > 1 and any(each.will_sync_module_buffers() for each in ddp))
+
+    def _emptied(self, batch: Batch) -> Batch:
+        """Returns a microbatch without its targets.
+
+        Raises:
+            LayoutError: every label is a target, as in a regression; on the other ranks as well.
+        """
+        names = [name for name in ("labels", "shift_labels") if batch.get(name) is not None]
+        empty = {**batch, **{name: torch.full_like(batch[name], IGNORE_INDEX) for name in names}}
+        if bool(self._targets(empty).any()):
+            raise LayoutError(
+                "ranks have different numbers of microbatches, and each forward of a sharded model waits for all of "
+                "them; a microbatch of numbers to predict has no empty form: pass as many on every rank"
+            )
+        return empty
 
     def _on_device(self, batch: Batch) -> dict[str, Any]:
         return {name: to_device(x, self.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
@@ -257,7 +288,7 @@ class TrainStep:
         count = self._targets(batch).sum()
         more = {"num_items_in_batch": count.clamp(min=1)} if self._takes_count else {}
         loss = self.model(**{**batch, "use_cache": False, **more})[0]
-        return torch.where(count > 0, loss, 0.0) * count  # a mean over no target is NaN
+        return part_of_mean(loss, count)
 
     def _choose(self, batch: Batch, forward: bool) -> LossPath:
         with self._precision():
@@ -289,10 +320,9 @@ class TrainStep:
                 nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
 
-    def _reduced(self, x: Tensor) -> Tensor:
-        if self.world > 1:
-            dist.all_reduce(x, group=self.group)
-        return x
+    def _total(self, number: Callable[[Batch], Tensor], microbatches: Sequence[Batch]) -> Tensor:
+        """Adds up a number of each microbatch over all of them and over the ranks."""
+        return self.divisor.total(torch.stack([number(each) for each in microbatches]).sum())
 
 
 def wrappers_of(model: nn.Module) -> list[nn.Module]:
@@ -338,14 +368,14 @@ def make_train_step(
         model: a patched transformers model, or a wrapper of one (DDP, FSDP, PEFT); in training mode.
         optimizer: any that steps from gradients alone, over the model's parameters.
         scheduler: what ``step()`` is called on after every optimizer step, a ``torch.optim.lr_scheduler`` for example.
-        max_grad_norm: gradients are clipped to this norm; None leaves them as they are.
-        autocast: the dtype that forward passes run in, under ``torch.autocast``; None for the dtype of the weights.
+        max_grad_norm: gradients are clipped to this norm, above 0; None leaves them as they are.
+        autocast: ``torch.bfloat16`` runs forward passes under ``torch.autocast``; None in the dtype of the weights.
         compile: layers one by one. True raises ``UnsupportedError`` at the first step where it is not possible.
         capture: forward and backward as a CUDA graph. As with ``compile``. What a graph cannot see must not change
             after the first steps: hooks, dropout rates and whatever else is no parameter and not in the batch.
         group: the ranks that hold different tokens; the default group if None. Every rank passes at least one
-            microbatch; under FSDP as many as the others. The ranks of a context-parallel mesh are among them, and pass
-            the same microbatches.
+            microbatch; under FSDP a rank that has fewer than others runs its last one again, without targets. The ranks
+            of a context-parallel mesh are among them, and pass the same microbatches.
         memory: what each layer keeps between forward and backward: everything (``"none"``); the results of attention,
             scans and narrow products (``"selective"``); its input and the result of attention (``"attention"``); its
             input (``"full"``, as gradient checkpointing does); its input, on the host (``"offload"``). The rest is
@@ -353,13 +383,13 @@ def make_train_step(
             leaves the model as it is set, for example by ``gradient_checkpointing_enable``.
 
     Raises:
-        PackingError: ``memory`` is no level.
+        PackingError: ``memory`` is no level; ``max_grad_norm`` is not above 0, or ``autocast`` another dtype.
         UnsupportedModelError: ``model`` holds no transformers model or one that is not patched, or DataParallel stands
             around it.
         UnsupportedError: there are several ranks, and nothing reduces the model's gradients over them; ``model`` is a
-            DeepSpeedEngine or wholly frozen; ``memory`` is ``"auto"``, and documents are cut over ranks; the optimizer
-            is another model's or the scheduler another optimizer's; or a ``step()`` of theirs needs an argument, as
-            those of LBFGS and ReduceLROnPlateau do.
+            DeepSpeedEngine, wholly frozen or trained in float16; ``memory`` is ``"auto"``, and documents are cut over
+            ranks; the optimizer is another model's or the scheduler another optimizer's; or a ``step()`` of theirs
+            needs an argument, as those of LBFGS and ReduceLROnPlateau do.
 
     >>> import torch_backend  # doctest: +SKIP
     >>> step = torch_backend.make_train_step(model, torch.optim.AdamW(model.parameters()), max_grad_norm=1.0)
@@ -383,6 +413,7 @@ def make_train_step(
             "crosspack.patch(model) before make_train_step"
         )
     check_optimizer(model, optimizer, scheduler)
+    check_numbers(model, max_grad_norm, autocast)
     if memory == "auto":
         check_level(model, memory)
     elif memory is not None:

@@ -13,17 +13,23 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset
 
 from packing_core import PackedBatch
 from packing_core.batches.columns import READ
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import LENGTHS
 from packing_core.errors import PackingError, UnsupportedError, first_line
 from packing_core.extras import require
 from packing_core.planning.cost import Cost
+from packing_core.storage.digests import sampled
+from packing_core.streaming.sources import share_of
 from torch_backend.collate import FULL, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import NAMES
+from torch_backend.collate.loading import ReadyBatch
 from torch_backend.collate.vision import VisionRows
+from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.trainers.epoch_rows import EpochRows, RowBatches, RowStream
 from torch_backend.trainers.replaced import ReplacingCollator, name_of
 from torch_backend.trainers.resuming import refuse_other_rows
@@ -31,6 +37,7 @@ from torch_backend.trainers.row_options import RowOptions
 from torch_backend.trainers.vision import VisionEpochRows
 
 logger = logging.getLogger(__name__)
+STEPS_LOST = 2  # an epoch of so many times fewer steps trains otherwise than its user planned
 
 
 def pack_training_data(
@@ -51,6 +58,13 @@ def pack_training_data(
         options.refuse_order("the documents of each batch are packed by themselves")
         return _with_capacity(collator, options), None
     first = next(iter(data), None)
+    _refuse_shares(data, first)
+    if isinstance(first, ReadyBatch):
+        raise PackingError(
+            f"{type(data).__name__} gives packed batches, and enable_packing packs documents: pass the documents as "
+            "train_dataset (a datasets.Dataset, a list or an IterableDataset of examples), or the PackedDataset of a "
+            "PackedRows, and capacity to enable_packing; a loop of your own with make_train_step takes packed batches"
+        )
     if isinstance(first, PackedBatch | VisionRows):
         first = first if isinstance(first, PackedBatch) else first.batch
         if capacity is not None:
@@ -76,6 +90,35 @@ def pack_training_data(
     return collator, _rows(trainer, collator, capacity, options)
 
 
+def _refuse_shares(data: Any, first: Any) -> None:
+    """Raises on every rank if the ranks hold shares of a data set: their rows are dealt to the ranks, most to none.
+
+    Data that do not say so are compared: their number, and examples of those that are the same whenever they are read.
+    """
+    seen: list[Any] = [None if _is_stream(data) else len(data)]
+    if hasattr(data, "select_columns") and not _is_stream(data):
+        if data.format["type"] != "custom":
+            seen += [repr(data.with_format(None)[number]) for number in sampled(len(data))]
+    elif isinstance(data, list | tuple) or _is_stream(data):
+        seen.append(repr(first))
+    ranks = _of_ranks((share_of(data), seen))
+    shares = [share for share, _ in ranks]
+    if len(ranks) > 1 and (any(shares) or any(rank != ranks[0] for rank in ranks)):
+        raise PackingError(
+            f"the ranks hold shares of the training data already{f' ({shares})' if any(shares) else ''}, or different "
+            "ones, and their rows would be dealt to the ranks again, which loses the rest: pass the same data on every "
+            "rank, without split_dataset_by_node, shard(...) or part(...)"
+        )
+
+
+def _of_ranks(value: Any) -> list[Any]:
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
 def use_rows(trainer: Any, rows: EpochRows | RowStream | None) -> None:
     """Let a trainer make its training dataloader of rows, or make its own again (None), of packed batches alone.
 
@@ -85,24 +128,13 @@ def use_rows(trainer: Any, rows: EpochRows | RowStream | None) -> None:
     if rows is not None:
         trainer.get_train_dataloader = partial(_dataloader, trainer, rows)
         return
-    method = vars(trainer).get("get_train_dataloader")
-    if _is_ours(method):
-        del trainer.get_train_dataloader
     trainer.get_train_dataloader = partial(_checked_dataloader, trainer, trainer.get_train_dataloader)
 
 
 def rows_of(trainer: Any) -> EpochRows | RowStream | None:
     """Returns the rows that :func:`use_rows` gave to a trainer."""
     method = vars(trainer).get("get_train_dataloader")
-    return method.args[1] if _makes_rows(method) else None
-
-
-def _makes_rows(method: Any) -> bool:
-    return isinstance(method, partial) and method.func is _dataloader
-
-
-def _is_ours(method: Any) -> bool:
-    return _makes_rows(method) or (isinstance(method, partial) and method.func is _checked_dataloader)
+    return method.args[1] if isinstance(method, partial) and method.func is _dataloader else None
 
 
 class PackedOnly:
@@ -128,7 +160,7 @@ class PackedOnly:
             batch = self.collator(features)
         except Exception as error:  # such as that of a collator of documents that was given rows
             raise PackingError(f"{self.otherwise} (it raised {first_line(error)})") from error
-        if not (isinstance(batch, Mapping) and "packed_lengths" in batch):
+        if not (isinstance(batch, Mapping) and BatchKey.LENGTHS in batch):
             raise PackingError(self.otherwise)
         return batch
 
@@ -146,6 +178,8 @@ def _checked_dataloader(trainer: Any, method: Any) -> Any:
     prepared = method()
     loader = getattr(prepared, "base_dataloader", prepared)  # accelerate's hands calls on to the one inside
     if isinstance(loader, DataLoader):
+        if not isinstance(loader.dataset, IterableDataset):
+            _refuse_no_batch(prepared, trainer, "the training data")
         own = loader.collate_fn
         loader.collate_fn = PackedOnly(
             own,
@@ -179,7 +213,19 @@ def _dataloader(trainer: Any, rows: EpochRows | RowStream) -> DataLoader[PackedB
         rows.group = size * getattr(prepared.dataset, "num_processes", 0) or 1
     else:
         rows.ranks = getattr(prepared.batch_sampler, "num_processes", 1)
+        _refuse_no_batch(prepared, trainer, str(rows))
     return prepared
+
+
+def _refuse_no_batch(loader: Any, trainer: Any, data: str) -> None:
+    """Raises PackingError for a loader whose rows fill no batch and are dropped, so that nothing would be trained."""
+    args = trainer.args
+    if args.dataloader_drop_last and len(loader) == 0:
+        raise PackingError(
+            f"{data} fill no batch of {trainer._train_batch_size} rows on each of {args.world_size} ranks, and "
+            "dataloader_drop_last=True would leave all of them out: pass a smaller capacity or "
+            "per_device_train_batch_size, or leave dataloader_drop_last out"
+        )
 
 
 def _rows(trainer: Any, collator: PackedCollator, capacity: int, options: RowOptions) -> EpochRows | RowStream:
@@ -203,7 +249,7 @@ def _rows(trainer: Any, collator: PackedCollator, capacity: int, options: RowOpt
         options.refuse_order('train_sampling_strategy="sequential" keeps the documents in theirs')
     if collator.vision is not None:
         of_epoch: Any = {"options": options, "seed": seed, "cost": _cost(trainer.model), "in_order": in_order}
-        return _announced(VisionEpochRows(data, collator.vision, capacity, pad_id=pad_id, **of_epoch))
+        return _announced(trainer, VisionEpochRows(data, collator.vision, capacity, pad_id=pad_id, **of_epoch))
     names = data.column_names if hasattr(data, "column_names") else list(dict.fromkeys(n for x in data for n in x))
     names = [name for name in names if (read is None or name in read if replaced is None else replaced.reads(name))]
     per_document = set() if replaced is None else replaced.numbers & {*names}
@@ -223,13 +269,35 @@ def _rows(trainer: Any, collator: PackedCollator, capacity: int, options: RowOpt
         per_document=sorted(per_document),
         replaced=replaced,
     )
-    return _announced(rows)
+    return _announced(trainer, rows)
 
 
-def _announced(rows: EpochRows) -> EpochRows:
-    """Returns rows, and logs how full they are."""
-    logger.info("enable_packing: %s", rows)
-    if rows.dealt(0).plan.efficiency < FULL:
+def _announced(trainer: Any, rows: EpochRows) -> EpochRows:
+    """Returns rows, and logs how full they are and what becomes of the trainer's steps."""
+    args, plan = trainer.args, rows.dealt(0).plan
+    in_row = plan.n_documents / max(plan.n_rows, 1)
+    size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    before, after = (-(-count // size) for count in (plan.n_documents, plan.n_rows))
+    steps = (
+        f"a step of {size:,} rows has {size * in_row:,.0f} documents and had {size:,}, an epoch has {after:,} steps "
+        f"and had {before:,}"
+    )
+    if before < STEPS_LOST * after:
+        logger.info("enable_packing: %s; %s", rows, steps)
+    else:
+        per_rank = max(1, round(size / in_row / args.world_size))
+        accumulated = -(-per_rank // args.train_batch_size)
+        nearest = (
+            f"per_device_train_batch_size={round(per_rank / accumulated)} and "
+            f"gradient_accumulation_steps={accumulated}, the nearest to the steps before"
+        )
+        if per_rank * args.world_size == size:
+            nearest = "a smaller capacity"
+        logger.warning(
+            "enable_packing: %s; %s. The learning rate stays %g: raise it for the larger steps, or take %s",
+            *(rows, steps, args.learning_rate, nearest),
+        )
+    if plan.efficiency < FULL:
         longest = int(rows.documents.input_ids.lengths.max())
         logger.warning("%s: a smaller capacity leaves less padding; the longest document has %d tokens", rows, longest)
     return rows
@@ -249,8 +317,7 @@ def _why_batches_only(trainer: Any) -> str | None:
     """Explains why documents of a trainer can be packed only inside each of its batches; None if all of them can."""
     stock, data = require("transformers", extra="hf").Trainer, trainer.train_dataset
     for method in ("get_train_dataloader", "_get_train_sampler"):
-        own = vars(trainer).get(method)
-        if getattr(type(trainer), method) is not getattr(stock, method) or not (own is None or _is_ours(own)):
+        if getattr(type(trainer), method) is not getattr(stock, method) or method in vars(trainer):
             return f"{type(trainer).__name__} has a {method} of its own"
     if trainer.accelerator.dataloader_config.split_batches:
         return "split_batches=True splits each batch over the ranks"
@@ -269,7 +336,7 @@ def _is_stream(data: Any) -> bool:
 
 def _longest(trainer: Any) -> tuple[int, str]:
     """The longest sequence that a trainer or its model takes, and which of their options says so."""
-    config = trainer.model.config
+    config = causal_lm(trainer.model).config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     for owner, name in ((trainer.args, "max_length"), (text, "max_position_embeddings")):
         length = getattr(owner, name, None)
@@ -282,7 +349,7 @@ def _longest(trainer: Any) -> tuple[int, str]:
 
 def _cost(model: Any) -> Cost:
     """Returns the cost of a row in a model; that of a Llama if its config does not give its size."""
-    config = model.config
+    config = causal_lm(model).config
     try:
         return Cost.from_config(config.get_text_config() if hasattr(config, "get_text_config") else config)
     except PackingError:

@@ -7,7 +7,8 @@ loop, loss, optimizer and arguments stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -23,20 +24,24 @@ from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trai
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.explaining import SHARERS
 from torch_backend.hf.inputs.trl_trainers import has_tree_rows, kind_of
-from torch_backend.patching import patch
-from torch_backend.steps.memory import AUTO_OVER_RANKS, Level, Memory, check_level, hold_level
+from torch_backend.patching import patch, unpatch
+from torch_backend.steps.dynamic_compile import run_plain_layers
+from torch_backend.steps.memory import AUTO_OVER_RANKS, Level, Memory, check_level, hold_level, release_level
 from torch_backend.steps.memory_fit import FittedLevel
 from torch_backend.trainers import preference, sft
 from torch_backend.trainers.dataloader import use_rows
 from torch_backend.trainers.fast_step import speed_up
 from torch_backend.trainers.inspection import PackingPlan, inspect
 from torch_backend.trainers.neftune import add_noise_by_document
-from torch_backend.trainers.own_loss import require_boundaries, warn_of_last_tokens, warn_of_means
-from torch_backend.trainers.predictions import predict_documents
+from torch_backend.trainers.own_loss import require_boundaries, warn_of_last_tokens, warn_of_means, warn_of_rows
+from torch_backend.trainers.predictions import evaluate_unpacked, generates_in_evaluation, predict_documents
+from torch_backend.trainers.replaced import ReplacingCollator
 from torch_backend.trainers.row_options import RowOptions
-from torch_backend.trainers.tree_rows import serve_tree_rows
+from torch_backend.trainers.tree_rows import TreeRows, serve_tree_rows
 
 Trainer = TypeVar("Trainer")
+_CHANGES = "_crosspack_changes"
+_ABSENT = object()
 
 
 @hinted()
@@ -58,12 +63,13 @@ def enable_packing(
     memory: Memory | None = None,
     share_prefix: bool | Literal["auto"] = "auto",
 ) -> Trainer:
-    """Make a trainer train packed documents without contamination; call it once, between building and ``train()``.
+    """Make a trainer train packed documents without contamination; call it between building and ``train()``.
 
     Its model is patched in place, and so is every model that ``model_init`` makes later. A collator that packs (TRL's
     under ``packing=True`` or ``padding_free=True``, transformers' ``DataCollatorWithFlattening``, axolotl's) is wrapped
     in :func:`torch_backend.with_boundaries`. Any other is replaced, if packing trains the same tokens and can carry
     what the collator adds (:mod:`.replaced`).
+    Another call takes the last one back first: its options hold, and it packs what was set in the meantime.
     Labels at segment starts are -100, so ``num_items_in_batch`` counts only targets that something predicts.
 
     Where the collator is replaced, the whole training set is packed, again in each epoch by the trainer's seed
@@ -71,7 +77,7 @@ def enable_packing(
     so ``len(dataloader)`` and every option that counts steps count rows. All lengths are checked at this call. A stream
     (``IterableDataset``) is packed as its documents come. If a trainer makes its dataloader or sampler itself, or its
     dataset does not tell its lengths, the documents of each batch are packed together, and a warning says so.
-    Evaluation puts the documents of a batch into one row.
+    Evaluation puts the documents of a batch into one row; one that generates (``predict_with_generate``) is not packed.
 
     Under accelerate's ``ParallelismConfig(cp_size=N)`` the documents of each row are cut over N ranks
     (:mod:`torch_backend.trainers.over_ranks`), as by ``patch(model, mesh=...)``, and so are those of TRL's DPO and KTO.
@@ -136,35 +142,105 @@ def enable_packing(
             )
     if share_prefix not in (True, False, "auto"):
         raise PackingError(f'share_prefix is {share_prefix!r}: pass True, False or "auto"')
-    if kind_of(trainer) is not None:
-        preference.enable_unpadding(
-            any_trainer,
-            options=rows,
-            implementation=implementation,
-            verify=verify,
-            fast=fast,
-            share_prefix=share_prefix,
-        )
-    else:
-        if share_prefix is True:
-            raise UnsupportedError(f"{type(trainer).__name__} shares no prefixes: {SHARERS}")
-        plan = inspect(any_trainer, options=rows, fast=fast)
-        if memory == "auto" and plan.mesh is not None:
-            raise UnsupportedError(AUTO_OVER_RANKS)
-        options: Any = {"implementation": implementation, "verify": verify, "mesh": plan.mesh}
-        patch(any_trainer.model, **options)
-        if any_trainer.model_init is not None:  # train() makes another model
-            any_trainer.call_model_init = partial(_patched_model_init, any_trainer.call_model_init, **options)
-        _apply(any_trainer, plan, fast=fast)
-    if memory is not None:
-        _use_memory(any_trainer, memory)
+    with _in_place_of_last_call(any_trainer):
+        if kind_of(trainer) is not None:
+            preference.enable_unpadding(
+                any_trainer,
+                options=rows,
+                implementation=implementation,
+                verify=verify,
+                fast=fast,
+                share_prefix=share_prefix,
+            )
+        else:
+            if share_prefix is True:
+                raise UnsupportedError(f"{type(trainer).__name__} shares no prefixes: {SHARERS}")
+            plan = inspect(any_trainer, options=rows, fast=fast)
+            if memory == "auto" and plan.mesh is not None:
+                raise UnsupportedError(AUTO_OVER_RANKS)
+            options: Any = {"implementation": implementation, "verify": verify, "mesh": plan.mesh}
+            patch(any_trainer.model, **options)
+            if any_trainer.model_init is not None:  # train() makes another model
+                any_trainer.call_model_init = partial(_patched_model_init, any_trainer.call_model_init, **options)
+            _apply(any_trainer, plan, fast=fast)
+        if memory is not None:
+            _use_memory(any_trainer, memory)
     return trainer
+
+
+@hinted()
+def disable_packing(trainer: Trainer) -> Trainer:
+    """Give a trainer back as it was before :func:`enable_packing`; without effect on any other.
+
+    Its methods, arguments, data, collator and callbacks are those of before, and its models are unpatched and run
+    layers that are not compiled. What was set since then keeps its value, and so do weights and the optimizer.
+
+    Args:
+        trainer: of any kind that :func:`enable_packing` takes.
+
+    Returns:
+        ``trainer`` itself.
+    """
+    any_trainer: Any = trainer
+    if isinstance(rows := getattr(trainer, "packed_step", None), TreeRows):
+        rows.withdraw()
+        del any_trainer.packed_step
+    elif hasattr(trainer, _CHANGES):
+        with _in_place_of_last_call(any_trainer):
+            pass
+        delattr(trainer, _CHANGES)
+        for model in filter(None, (any_trainer.model, getattr(trainer, "ref_model", None))):
+            run_plain_layers(model)
+            release_level(model)
+            unpatch(model)
+    return trainer
+
+
+@contextmanager
+def _in_place_of_last_call(trainer: Any) -> Iterator[None]:
+    """Takes back what the last call changed, and notes what changes inside; where that raises, nothing has changed.
+
+    Attributes that were set since the last call keep their values.
+    """
+    accelerator, handler = (getattr(trainer, name, None) for name in ("accelerator", "callback_handler"))
+    parts = trainer, getattr(trainer, "args", None), accelerator, getattr(accelerator, "dataloader_config", None)
+    holders = [part for part in parts if hasattr(part, "__dict__")]
+    callbacks = [] if handler is None else handler.callbacks
+    last = [dict(vars(holder)) for holder in holders], list(callbacks)
+    attributes, added = getattr(trainer, _CHANGES, ((), ()))
+    for holder, name, before, after in attributes:
+        if vars(holder).get(name, _ABSENT) is after:
+            _set(holder, name, before)
+    callbacks[:] = [callback for callback in callbacks if callback not in added]
+    bare = [dict(vars(holder)) for holder in holders], list(callbacks)
+    try:
+        yield
+    except BaseException:
+        for holder, values in zip(holders, last[0], strict=True):
+            for name in vars(holder).keys() | values.keys():
+                _set(holder, name, values.get(name, _ABSENT))
+        callbacks[:] = last[1]
+        raise
+    changed = [
+        (holder, name, before.get(name, _ABSENT), after)
+        for holder, before in zip(holders, bare[0], strict=True)
+        for name, after in vars(holder).items()
+        if before.get(name, _ABSENT) is not after
+    ]
+    setattr(trainer, _CHANGES, (changed, [callback for callback in callbacks if callback not in bare[1]]))
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        vars(holder).pop(name, None)
+    else:
+        vars(holder)[name] = value
 
 
 def _apply(trainer: Any, plan: PackingPlan, *, fast: bool) -> None:
     """Change a trainer, whose model is patched, as planned."""
     trainer.packing_plan = plan
-    trainer._signature_columns += [name for name in READ if name not in trainer._signature_columns]
+    trainer._signature_columns = [*dict.fromkeys((*trainer._signature_columns, *READ))]
     trainer.data_collator = plan.collator
     if labels_documents(trainer.model) or trains_first_token(trainer.model):
         trainer.model_accepts_loss_kwargs = True  # a patched classifier divides its loss by the step's targets
@@ -176,6 +252,7 @@ def _apply(trainer: Any, plan: PackingPlan, *, fast: bool) -> None:
     sft.warn_of_room(trainer)
     warn_of_means(trainer)
     warn_of_last_tokens(trainer)
+    warn_of_rows(trainer)
     require_boundaries(trainer)
     add_noise_by_document(trainer)
     if fast:
@@ -183,6 +260,8 @@ def _apply(trainer: Any, plan: PackingPlan, *, fast: bool) -> None:
     elif sft.defines(trainer, "compute_loss") and isinstance(plan.collator, PackedCollator):
         plan.collator.marks_padding = True  # or TRL would count the tokens of one row alone
     predict_documents(trainer)
+    if generates_in_evaluation(trainer) and isinstance(plan.collator, ReplacingCollator):
+        evaluate_unpacked(trainer, plan.collator.replaced.padded)
 
 
 def _count_targets(trainer: Any, count: Callable[..., Any], batches: list[Any], device: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from packing_core import PackedBatch, PackedDataset, stream
-from packing_core.batches.columns import Documents, documents_of, read_examples, stream_documents
+from packing_core.batches.columns import Documents, arrow_documents, documents_of, read_examples, stream_documents
 from packing_core.batches.dataset import with_empty_row
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, plural
@@ -24,12 +24,13 @@ from packing_core.planning.balance import ShardedPlan
 from packing_core.planning.cost import Cost
 from packing_core.planning.epochs import plan_epoch
 from packing_core.planning.packplan import PackPlan
+from packing_core.storage.digests import digest
 from torch_backend.collate.document_labels import LABELS, NAMES, as_labels
-from torch_backend.trainers.hf_dataset import arrow_documents
 from torch_backend.trainers.replaced import Replaced
 from torch_backend.trainers.row_options import RowOptions
 
 READ_AT_ONCE = 256  # examples of a stream
+COMPARED = 16  # documents by which a run that goes on knows its stream again
 TRIED = 64  # rows of a stream of which one has to train something
 
 
@@ -287,6 +288,11 @@ class RowStream(IterableDataset[PackedBatch]):
     def identity(self) -> str:
         """Identifies the settings that decide the rows, beside the documents themselves."""
         return repr((self.capacity, self.seed, sorted(self.options.items())))
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies the source by its first documents: other data, or the same in another order, differ there."""
+        return digest((i, 0, document["input_ids"]) for i, document in enumerate(islice(self._open(0), COMPARED)))
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch; accelerate calls it before each one."""

@@ -11,6 +11,7 @@ losses and its evaluation stay its own (:mod:`.sft`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.patch import context_of, install, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
+from torch_backend.ops.divisor import quotient
 from torch_backend.steps.eligibility import fast_loss_refused, why_not_compiled
 from torch_backend.steps.fast_backward import (
     GRAPH,
@@ -38,7 +40,7 @@ from torch_backend.steps.fast_backward import (
     run_layers,
 )
 from torch_backend.steps.fixed_shapes import FixedShapes
-from torch_backend.steps.memory_fit import FittedLevel, describe, naming_the_level, tokens_of
+from torch_backend.steps.memory_fit import FittedLevel, StepMemory, tokens_of
 from torch_backend.trainers import sft
 from torch_backend.trainers.dataloader import rows_of
 from torch_backend.trainers.epoch_rows import EpochRows
@@ -111,14 +113,15 @@ class PackedStep:
             parts[LAYERS] += ", one by one, in place of the model as a whole (torch_compile=True)"
         if self.metrics is not None and self.refused is None:
             parts["metrics"] = sft.LEFT_OUT if self.over_ranks is None else sft.LEFT_OUT_OVER_RANKS
-        if (memory := describe(self.model, self.trainer.optimizer, self.autocast)) is not None:
+        if (memory := self.memory.describe()) is not None:
             parts["memory"] = memory
         return parts
 
     @property
-    def autocast(self) -> torch.dtype | None:
-        """Returns the dtype of activations, where the trainer casts them."""
-        return torch.bfloat16 if self.trainer.args.bf16 else torch.float16 if self.trainer.args.fp16 else None
+    def memory(self) -> StepMemory:
+        args = self.trainer.args
+        cast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        return StepMemory(self.model, self.trainer.optimizer, cast, args.gradient_accumulation_steps > 1)
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         """As ``Trainer.training_step``."""
@@ -127,10 +130,9 @@ class PackedStep:
             self.trainer.optimizer.train()
         size = self.trainer._train_batch_size  # auto_find_batch_size reduces it
         fresh = self.gradients is None or self.gradients.model is not model or size != self.size
-        rule = {"accumulates": self.trainer.args.gradient_accumulation_steps > 1}
         if fresh:
             self.fitted.tokens = 0
-        fresh |= self.fitted.fit(self.model, tokens_of(inputs), self.trainer.optimizer, self.autocast, **rule)
+        fresh |= self.fitted.fit(self.memory, tokens_of(inputs))
         if fresh:
             self.size, self.gradients = size, self._gradients(model)
         if self.metrics is not None:
@@ -139,8 +141,7 @@ class PackedStep:
             inputs = self.over_ranks.cut(inputs, model)
         last = self.trainer.accelerator.sync_gradients
         assert self.gradients is not None
-        tokens = partial(tokens_of, inputs)
-        with naming_the_level(self.model, tokens, self.trainer.optimizer, self.autocast, **rule):
+        with self.memory.naming_the_level(inputs):
             loss: Tensor = self.gradients(StepInputs(inputs, num_items_in_batch), last=last)
         return self.losses(loss if self.over_ranks is None else self.over_ranks.mean(loss))
 
@@ -193,6 +194,7 @@ class PackedStep:
             no_layers=layers,
             no_graph=graph,
             fixed=self.fixed or _fixed_shapes(trainer),
+            fits_whole=replace(self.memory, model=model).fits_whole,
         )
 
     def _prepare_model(self, prepare: Any, model: nn.Module, *args: Any, **options: Any) -> Any:
@@ -238,7 +240,7 @@ def _without_logits(model: nn.Module) -> Any:
         if LOSS_WEIGHTS in inputs:
             raise UnsupportedError(WEIGHTS_REFUSED)
         total, weight = causal_lm_loss(model, inputs)
-        return {"loss": total / (weight.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)}
+        return {"loss": quotient(total, weight) if num_items_in_batch is None else total / num_items_in_batch}
 
     return call
 
@@ -291,6 +293,5 @@ def _fixed_shapes(trainer: Any) -> FixedShapes:
 
 
 def speed_up(trainer: Any) -> None:
-    """Give a trainer the fast training step, once; ``trainer.packed_step`` keeps it."""
-    if not hasattr(trainer, "packed_step"):
-        trainer.packed_step = PackedStep(trainer)
+    """Give a trainer the fast training step; ``trainer.packed_step`` keeps it."""
+    trainer.packed_step = PackedStep(trainer)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from packing_core import PackedBatch, PackedDataset, PackPlan, plan
-from packing_core.batches.columns import READ, Documents, read_columns
+from packing_core.batches.columns import documents_in
 from packing_core.batches.marks import LENGTHS
 from packing_core.errors import LayoutError
 from packing_core.extras import require
@@ -115,19 +115,14 @@ def _described(rows: Any) -> Any:
     return rows
 
 
-def arrow_documents(dataset: Any, names: list[str]) -> Documents:
-    """The documents of a ``datasets.Dataset`` by its columns ``names``; tokens stay in its Arrow buffers."""
-    arrow = dataset.select_columns(names).with_format("arrow")[:]
-    return read_columns({name: arrow[name] for name in names})
-
-
 def _rows(dataset: Any, options: dict[str, Any], targets: Callable[[PackedBatch], Any] | None) -> Iterator[Any]:
     """Arrow record batches of packed rows, all of one schema.
 
     The rows of a batch are made as a single row that is as long as all of them, which has no padding to take out.
     """
     datasets, pa = require("datasets", extra="hf"), require("pyarrow", extra="hf")
-    documents = arrow_documents(dataset, [name for name in dataset.column_names if name in _READ])
+    documents = documents_in(dataset)
+    assert documents is not None, "it is a datasets.Dataset"
     said = (documents.labels, documents.loss_mask, documents.prompt_lengths)
     if targets is None and any(x is not None for x in said):
         raise LayoutError(
@@ -180,9 +175,6 @@ def _targets(block: PackedBatch, *, model_known: bool, every_token: bool) -> Any
         way_out = "crosspack.pack_dataset(dataset, capacity, model=model)"
         check_first_labels(block.input_ids, every_label(block), block.boundaries, way_out=way_out)
     return block.targets
-
-
-_READ = frozenset(("input_ids", "labels", *READ))
 
 
 def _write(batches: Iterator[Any], path: Path) -> None:

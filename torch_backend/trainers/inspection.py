@@ -15,11 +15,12 @@ import numpy as np
 
 from packing_core import PackedBatch
 from packing_core.batches.columns import READ
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import MARKS, is_numbered
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError, first_line
 from torch_backend.auditing.trainer import refuse_cut_documents
-from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
+from torch_backend.collate import Batch, BoundaryCollator, PackedCollator, call_on_copies
 from torch_backend.collate.document_labels import LABELS, NAMES
 from torch_backend.collate.vision import VisionRows
 from torch_backend.hf.anatomy.heads import head_of, predicts_masked
@@ -30,6 +31,7 @@ from torch_backend.trainers.dataloader import pack_training_data
 from torch_backend.trainers.epoch_rows import EpochRows, RowStream
 from torch_backend.trainers.over_ranks import context_mesh
 from torch_backend.trainers.own_loss import has_own_loss
+from torch_backend.trainers.predictions import generates_in_evaluation
 from torch_backend.trainers.replaced import Replaced, ReplacingCollator, name_of
 from torch_backend.trainers.row_options import RowOptions
 from torch_backend.trainers.vision import collator_of_images
@@ -84,18 +86,25 @@ def inspect(trainer: Any, *, options: RowOptions, fast: bool) -> PackingPlan:
     trainer._set_signature_columns_if_needed()
     before = name_of(trainer.data_collator)
     collator = _packing_collator(trainer, options)
+    if generates_in_evaluation(trainer) and not isinstance(collator, ReplacingCollator):
+        raise UnsupportedError(
+            f"predict_with_generate=True continues each example of an evaluation batch, and {before} makes rows of "
+            "several documents: pass a data_collator that pads, or leave it out and call model.generate"
+        )
     _refuse_untrained(trainer, collator)
     if not isinstance(collator, PackedCollator):
         return PackingPlan(collator, None, before, mesh)
     if collator.labels_documents and options.cuts:
         raise PackingError(
-            f'overflow="{options.overflow}" cuts documents, and the model classifies whole ones: pass "truncate" or '
-            '"drop"'
+            f'overflow="{options.overflow}" cuts documents, and the model classifies whole ones: pass '
+            'overflow="truncate" or "drop"',
+            option="overflow",
         )
     if options.overflow in ("overlap", "restart") and (collator.labels_every_token or collator.masking is not None):
         raise PackingError(
             f'overflow="{options.overflow}" shows tokens twice, and the model would train their labels twice: pass '
-            '"split", "truncate" or "drop"'
+            'overflow="split", "truncate" or "drop"',
+            option="overflow",
         )
     return PackingPlan(*pack_training_data(trainer, collator, options), before, mesh)
 
@@ -236,6 +245,9 @@ def _sample(trainer: Any) -> list[tuple[str, Any]]:
         elif data is not None:
             found += [(f"{kind} example {number}", x) for number, x in enumerate(islice(iter(data), COMPARED))]
     refuse_lost_lengths((example for _, example in found), "sampled example")
+    for where, example in found:
+        if isinstance(example, Mapping) and np.size(example.get("input_ids", 0)) == 0:
+            raise PackingError(f"{where} is empty: leave empty documents out, dataset.filter(lambda x: x['input_ids'])")
     return found
 
 
@@ -253,13 +265,13 @@ def _packs(trainer: Any, where: str, first: Any) -> bool:
     example, collator = _seen(trainer, first, READ), trainer.data_collator
     has = example if isinstance(example, Mapping) else {}
     try:
-        batch = dict(collator([example, example]))
+        batch = dict(call_on_copies(collator, [example, example]))
     except Exception as error:
         if "input_ids" in has:
             raise
-        raise _not_tokenised(where, first, f" ({name_of(collator)} raised {first_line(error)})") from error
+        raise _no_tokens(trainer, where, first, f"{name_of(collator)} raised {first_line(error)}") from error
     if "input_ids" not in batch:
-        raise _not_tokenised(where, first)
+        raise _no_tokens(trainer, where, first, f"{name_of(collator)} returned {', '.join(batch) or 'nothing'}")
     if len(batch["input_ids"]) < 2:
         return True
     marks = {name for name in MARKS if batch.get(name) is not None and name not in has}
@@ -270,18 +282,30 @@ def _packs(trainer: Any, where: str, first: Any) -> bool:
     return "position_ids" in marks and _count_documents(BoundaryCollator(dict)(batch)) > len(batch["input_ids"])
 
 
-def _not_tokenised(where: str, example: Any, detail: str = "") -> LayoutError:
+def _no_tokens(trainer: Any, where: str, example: Any, happened: str) -> LayoutError:
+    """The error of a batch without input_ids: the data lack them, the trainer removes them, or the collator does."""
     columns = ", ".join(example) if isinstance(example, Mapping) else f"a {type(example).__name__}"
     kind, _, _ = where.partition(" example ")
+    text = isinstance(example, Mapping) and isinstance(example.get("input_ids"), str)
+    if text or not (isinstance(example, Mapping) and "input_ids" in example):
+        columns = "text under that name" if text else columns
+        return LayoutError(
+            f"the {kind} data have no input_ids, only {columns}: tokenise them first, so that every example has "
+            f"input_ids, a list of token ids ({happened})"
+        )
+    if "input_ids" not in _seen(trainer, example):
+        return LayoutError(
+            f"the trainer removes input_ids from the {kind} data, because forward of {type(trainer.model).__name__} "
+            "has no argument of that name: add it, or pass remove_unused_columns=False"
+        )
     return LayoutError(
-        f"the {kind} data have no input_ids, only {columns}: tokenise them first, so that every example has input_ids, "
-        f"a list of token ids{detail}"
+        f"the collator makes no input_ids of {where}, which has {columns} ({happened}): let it return token ids [B, S]"
     )
 
 
 def _count_documents(batch: Batch) -> int:
     """Segments of a batch with boundaries that are not padding."""
-    starts = np.cumsum((0, *batch["packed_lengths"][:-1]))
+    starts = np.cumsum((0, *batch[BatchKey.LENGTHS][:-1]))
     mask = batch.get("attention_mask")
     return len(starts) if mask is None else int((np.asarray(mask).reshape(-1)[starts] != 0).sum())
 

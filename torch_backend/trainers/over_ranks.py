@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,6 +25,7 @@ from torch_backend.hf.inputs.trl_trainers import generates, kind_of
 from torch_backend.hf.patch import context_of, cut_over_ranks, refuse_context_of
 from torch_backend.hf.router import SWITCH, asks_for_router_loss
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss, loss_and_router_loss
+from torch_backend.ops.divisor import Divisor
 from torch_backend.trainers import sft
 from torch_backend.trainers.own_loss import why_not_known
 
@@ -127,6 +127,7 @@ class OverRanks:
 
     def __init__(self, trainer: Any, context: ContextGroup, metrics: sft.StepMetrics | None = None) -> None:
         self.trainer, self.context, self.metrics = trainer, context, metrics
+        self.divisor = Divisor(context.group)
         self.coefficient = None if metrics is None else sft.router_coefficient(trainer)
         self.smoothing = 0.0 if trainer.label_smoother is None else float(trainer.label_smoother.epsilon)
         trainer.label_smoother = None  # which reads the logits of whole rows
@@ -155,26 +156,18 @@ class OverRanks:
         """
 
         def call(num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:
-            group, ranks = self.context.group, self.context.ranks
             total, weight, addend = self._loss(model, inputs)
             if num_items_in_batch is None:
-                dist.all_reduce(weight, group=group)
-                loss = total * ranks / weight.clamp(min=1) + addend
+                loss = self.divisor.mean(total, self.divisor.total(weight)) + addend
             else:
                 loss = total / num_items_in_batch + addend / self._times_added()
-            if not model.training:
-                loss = loss.detach().clone()
-                dist.all_reduce(loss, group=group)
-                loss /= ranks
-            return {"loss": loss}
+            return {"loss": loss if model.training else self.divisor.average(loss)}
 
         return call
 
     def mean(self, loss: Tensor) -> Tensor:
         """Returns the mean of the losses of a group's ranks: what a training step logs, on each of them alike."""
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=self.context.group)
-        return total / self.context.ranks
+        return self.divisor.average(loss)
 
     def _times_added(self) -> int:
         """Counts how often a step adds a router's loss that counts once, after the trainer multiplies by its ranks."""

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packing_core.batches.keys import BatchKey
+from packing_core.budget import FLOAT32, NARROW
 from packing_core.errors import LayoutError, PackingError
 from packing_core.extras import require
-from torch_backend.hf.anatomy.heads import head_of
-from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.auditing.trainer import as_before
+from torch_backend.hf.anatomy.heads import head_of, takes_next_token_loss
+from torch_backend.hf.anatomy.structure import causal_lm, in_mode
 from torch_backend.hf.entry import counted_calls
 from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.guard import Guard
@@ -23,10 +26,11 @@ from torch_backend.hf.patch import context_of, state_of
 from torch_backend.hf.router import asks_for_router_loss
 from torch_backend.segments import to_device
 from torch_backend.trainers import sft
+from torch_backend.trainers.replaced import ReplacingCollator
 
 require("transformers", extra="hf")
 
-from transformers import Trainer  # noqa: E402
+from transformers import Trainer, TrainerCallback  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +116,7 @@ def warn_of_last_tokens(trainer: Any) -> None:
 
 
 def _watch_last_tokens(name: str, root: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    logits, lengths, state = getattr(output, "logits", None), kwargs.get("packed_lengths"), state_of(root)
+    logits, lengths, state = getattr(output, "logits", None), kwargs.get(BatchKey.LENGTHS), state_of(root)
     if not (root.training and isinstance(logits, Tensor) and logits.requires_grad and lengths and state is not None):
         return
     if logits.shape[:2].numel() == sum(lengths) and state.guard.begins("last tokens", _LOOKED_AT):
@@ -133,6 +137,75 @@ def _check_last_tokens(name: str, lengths: tuple[int, ...], guard: Guard, gradie
         return (gradient.flatten(0, 1).index_select(0, ends) != 0).any(1)
 
     guard.check("last tokens", find, error, wait=False, warns=True)
+
+
+def warn_of_rows(trainer: Any) -> None:
+    """Let training log, at its first step, that a loss of somebody's own is another one where documents are packed.
+
+    That is a loss per example or over the size of the batch, which takes a row for one example.
+    """
+    root = causal_lm(trainer.model)
+    trainer.remove_callback(_ComparedLoss)
+    if head_of(root) != "next token" or context_of(root) is not None:
+        return
+    if has_own_loss(trainer):
+        name = f"{type(trainer).__name__}.compute_loss"
+    elif trainer.compute_loss_func is not None:
+        name = "compute_loss_func"
+    elif not takes_next_token_loss(root) or not type(root).__module__.startswith("transformers."):
+        name = f"the loss of {type(root).__name__}"
+    else:
+        return
+    if isinstance(trainer.data_collator, ReplacingCollator) and len(trainer.data_collator.replaced.shortest) > 1:
+        trainer.add_callback(_ComparedLoss(trainer, name))
+
+
+class _ComparedLoss(TrainerCallback):
+    """Compares a loss on a few documents in a batch of the replaced collator and on the same documents packed.
+
+    Args:
+        trainer: nothing of it is changed.
+        name: of its loss, in the message.
+    """
+
+    def __init__(self, trainer: Any, name: str) -> None:
+        self.trainer = trainer
+        self.name = name
+        self.compared = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.compared or not isinstance(self.trainer.data_collator, ReplacingCollator):
+            return
+        self.compared = True
+        try:
+            packed, padded = self._losses()
+        except Exception as error:  # such as that of a loss that reads the boundaries of packed batches
+            logger.info("%s was not compared with itself on a padded batch: %s", self.name, error)
+            return
+        dtypes = {p.dtype for p in self.trainer.model.parameters()}
+        exact = dtypes <= {torch.float32, torch.float64} and self.trainer.accelerator.mixed_precision == "no"
+        if abs(packed - padded) > (FLOAT32 if exact else NARROW) * max(abs(packed), abs(padded)):
+            collator = self.trainer.data_collator.replaced
+            logger.warning(
+                "%s is %.6g on %d documents that are packed and %.6g on a batch that %s pads: it takes a row for one "
+                "example, as a mean of the means of examples, a sum over the size of the batch or a value of the last "
+                "token does. Sum over the tokens of labels and divide by %s, or take values for each document "
+                "(packed_lengths), to train the same packed",
+                *(self.name, packed, len(collator.shortest), padded, collator.name, COUNT),
+            )
+
+    def _losses(self) -> tuple[float, float]:
+        """Returns the loss of packed and of padded documents, in evaluation, with one number of targets."""
+        trainer, collator = self.trainer, self.trainer.data_collator
+        examples = collator.replaced.shortest
+        batches = [trainer._prepare_inputs(dict(made(examples))) for made in (collator, collator.replaced.padded)]
+        model, eager = trainer.model_wrapped, torch.compiler.set_stance("force_eager")
+        with as_before(trainer), in_mode(model, training=False), torch.random.fork_rng(), torch.no_grad(), eager:
+            count = trainer._get_num_items_in_batch(batches[:1], trainer.args.device)
+            with trainer.compute_loss_context_manager():
+                losses = [trainer.compute_loss(model, dict(x), num_items_in_batch=count) for x in batches]
+        packed, padded = (float(loss) for loss in losses)
+        return packed, padded
 
 
 def warn_of_means(trainer: Any) -> None:

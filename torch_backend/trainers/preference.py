@@ -25,6 +25,7 @@ from torch_backend.hf.inputs.prefixes import Sharing
 from torch_backend.hf.inputs.trl_trainers import generates, kind_of, rows_of_example
 from torch_backend.hf.inputs.unpadding import IDS, LENGTHS, LengthsCollator, unpad_calls
 from torch_backend.hf.patch import refuse_context_of, state_of
+from torch_backend.ops.divisor import Divisor
 from torch_backend.patching import patch, unpatch
 from torch_backend.steps.dynamic_compile import CompiledCalls
 from torch_backend.steps.explaining import named_level
@@ -76,20 +77,18 @@ def enable_unpadding(
         raise
     for model in models:
         unpad_calls(model, share_prefix=share_prefix)
-    if not hasattr(trainer, "packed_step"):
-        trainer.packed_step = PreferenceStep(models, _why_not_layers(trainer) if fast else "fast=False")
+    trainer.packed_step = PreferenceStep(models, _why_not_layers(trainer) if fast else "fast=False")
     if generates(trainer):
         return
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     trainer.accelerator.dataloader_config.dispatch_batches = False
-    if not isinstance(trainer.data_collator, LengthsCollator):
-        trainer.data_collator = LengthsCollator(trainer.data_collator, ids=share_prefix is not False)
-        _MeanOverStep(trainer)
-        if kind_of(trainer) == "KTOTrainer":
-            _tell_lengths_of_kl(trainer)
-        _renew_reference(trainer)
-        if mesh is not None:
-            ScoresOverRanks(trainer, mesh.size())
+    trainer.data_collator = LengthsCollator(trainer.data_collator, ids=share_prefix is not False)
+    _MeanOverStep(trainer)
+    if kind_of(trainer) == "KTOTrainer":
+        _tell_lengths_of_kl(trainer)
+    _renew_reference(trainer)
+    if mesh is not None:
+        ScoresOverRanks(trainer, mesh.size())
 
 
 def _refuse(trainer: Any) -> None:
@@ -178,11 +177,8 @@ class _MeanOverStep:
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.get_batch_samples``."""
         batches, items = self.stock_samples(*args, **kwargs)
-        accelerator = self.trainer.accelerator
-        counts = torch.tensor([sum(map(self._examples, batches)), len(batches)], device=accelerator.device)
-        if accelerator.num_processes > 1:
-            counts = accelerator.reduce(counts)
-        examples, micro_batches = counts.tolist()
+        counts = torch.tensor([sum(map(self._examples, batches)), len(batches)], device=self.trainer.accelerator.device)
+        examples, micro_batches = Divisor().total(counts).tolist()
         self.mean = examples / micro_batches if micro_batches else None
         return batches, items
 

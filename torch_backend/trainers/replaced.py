@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from packing_core import PackedBatch
 from packing_core.batches.columns import READ
-from packing_core.batches.marks import MARKS, first_true
+from packing_core.batches.marks import MARKS, first_true, refuse_trained_padding
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError
-from torch_backend.collate import Batch, PackedCollator
+from torch_backend.collate import Batch, PackedCollator, call_on_copies
 from torch_backend.collate.document_labels import LABELS, NAMES
 
 Array = NDArray[Any]
@@ -44,6 +44,7 @@ class Replaced:
         added: other keys of its batches, with their dtypes.
         numbers: those of both that have one value per document; the others have one per token.
         gives_mask: whether its batches have an ``attention_mask``.
+        shortest: a few of the shortest examples that were compared, of unequal lengths.
     """
 
     def __init__(self, collator: Any, model: Any, given: Sequence[str] | None, read: Sequence[str] = READ) -> None:
@@ -56,6 +57,7 @@ class Replaced:
         self.added: dict[str, np.dtype[Any]] = {}
         self.numbers: set[str] = set()
         self.gives_mask = False
+        self.shortest: list[Mapping[str, Any]] = []
         self._rows_of_documents = False  # examples are rows that hold several documents
         self._together = False  # the collator gives an example the same in a batch of several
 
@@ -79,6 +81,8 @@ class Replaced:
                 else:
                     self.added[name] = found[name].dtype
         self.columns -= self.added.keys()
+        lengths = {len(found["input_ids"]): example for (_, example), found in zip(examples, theirs, strict=True)}
+        self.shortest = [lengths[length] for length in sorted(lengths)[:4] if length > 1]
         for (where, example), found in zip(examples, theirs, strict=True):
             batch = self.packs.pack([self.example(example)])
             self._rows_of_documents |= len(batch.sources) > 1
@@ -120,9 +124,14 @@ class Replaced:
         numbers = np.unique(batch.sources).tolist()
         fetch = getattr(source, "__getitems__", None)
         examples = fetch(numbers) if fetch and numbers else [source[number] for number in numbers]
-        found = self._in_one_batch(examples) if self._together and numbers else None
-        found = found or [self._alone(example, where(i)) for i, example in zip(numbers, examples, strict=True)]
+        places = [where(i) for i in numbers]
+        found = self._in_one_batch(examples, places) if self._together and numbers else None
+        found = found or [self._alone(example, place) for example, place in zip(examples, places, strict=True)]
         return self._carry(batch, dict(zip(numbers, found, strict=True)), where, whole=whole)
+
+    def padded(self, examples: Sequence[Any]) -> Any:
+        """Returns the collator's own batch of examples, as the trainer would have had it."""
+        return call_on_copies(self.collator, [self._seen(example) for example in examples])
 
     def additions(self, example: Mapping[str, Any], where: str) -> dict[str, Array]:
         """Returns the collator's additions to one example, [tokens] each, once its tokens and labels are compared."""
@@ -254,19 +263,19 @@ class Replaced:
         return {name: value for name, value in example.items() if name in self.given}
 
     def _alone(self, example: Any, where: str) -> Batch:
-        return self._split(self.collator([self._seen(example)]), [where])[0]
+        return self._split(self.padded([example]), [where])[0]
 
-    def _in_one_batch(self, examples: Sequence[Any]) -> list[Batch] | None:
+    def _in_one_batch(self, examples: Sequence[Any], places: Sequence[str]) -> list[Batch] | None:
         """Collates examples in one batch; None if the collator takes examples of one length alone."""
         try:
-            batch = self.collator([self._seen(x) for x in examples])
+            batch = self.padded(examples)
         except Exception:  # each is then collated alone, where an error is the collator's own and is raised
             return None
-        return self._split(batch, ["a batch"] * len(examples)) if "attention_mask" in batch else None
+        return self._split(batch, places) if "attention_mask" in batch else None
 
     def _same_together(self, examples: Sequence[Any], alone: Sequence[Batch]) -> bool:
         """Returns whether the collator gives the same values for examples in one batch as for each alone."""
-        found = self._in_one_batch(examples)
+        found = self._in_one_batch(examples, ["a batch"] * len(examples))
         return found is not None and all(
             one.keys() == two.keys() and all(np.array_equal(one[key], two[key]) for key in one)
             for one, two in zip(found, alone, strict=True)
@@ -290,6 +299,9 @@ class Replaced:
                 "leave it out"
             )
         real = np.ones(ids.shape, np.bool_) if mask is None else mask != 0
+        if LABELS in arrays and not of_documents:
+            for labels, kept, place in zip(arrays[LABELS], real, where, strict=True):
+                refuse_trained_padding(labels, ~kept, f"{self.name}: token {{}} of {place}".format)
         per_token = {key for key, x in arrays.items() if x.shape == ids.shape and not (of_documents and key == LABELS)}
         return [
             {key: x[i][real[i]] if key in per_token else x[i] for key, x in arrays.items()} for i in range(len(ids))

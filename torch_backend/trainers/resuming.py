@@ -2,7 +2,8 @@
 
 Transformers finds its place by counting steps. Which documents a step holds follows from the data, the capacity, the
 seed, the rows of a step and, because rows are dealt to ranks at equal cost, the number of ranks. Each checkpoint notes
-all of this in the trainer's state, and a run that goes on from it compares.
+all of this in the trainer's state, of the data a digest of documents from all over, of a stream one of its first
+documents, and a run that goes on compares. ``ignore_data_skip=True`` begins the data anew and compares nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class SameRows(TrainerCallback):
         saved = state.stateful_callbacks.get(_NOTE, {}).get("attributes", {})
         if "rows" not in saved and saved.get("ranks", here["ranks"]) != here["ranks"]:
             saved = {"rows": None, **saved}  # an older note
-        if state.global_step and not saved and not getattr(args, "ignore_data_skip", False):
+        skips_data = not getattr(args, "ignore_data_skip", False)
+        if state.global_step and not saved and skips_data:
             logger.warning(
                 "the checkpoint does not name its rows, as that of a run without packing: its %s are taken for steps "
                 "of these rows, so some documents of the epoch may be trained twice and others not at all. "
@@ -52,14 +54,15 @@ class SameRows(TrainerCallback):
         before = {**here, **saved}
         inside = state.global_step % before["steps"] if before["steps"] else state.global_step
         same_steps = before["steps"] == here["steps"]
-        same_rows = all(before[name] == here[name] for name in ("rows", "rows_per_step"))
-        if state.global_step and not same_rows and (inside or not same_steps):
+        same_rows = all(before[name] == here[name] for name in ("rows", "rows_per_step", "documents"))
+        if state.global_step and skips_data and not same_rows and (inside or not same_steps):
             raise UnsupportedError(_refusal(before, here, inside, between=same_steps and here["steps"] > 0))
         state.stateful_callbacks[_NOTE] = {"args": {}, "attributes": here}
 
     def _note(self, args: Any, loader: Any) -> dict[str, Any]:
         """Returns the settings that decide the rows of each step; an epoch of a stream has 0 ``steps``, for unknown."""
         epochs = isinstance(self.rows, EpochRows)
+        documents: Any = getattr(self.rows, "documents", None) if epochs else self.rows
         accumulated, ranks = args.gradient_accumulation_steps, getattr(self.rows, "ranks", args.world_size)
         return {
             "ranks": ranks,
@@ -67,6 +70,7 @@ class SameRows(TrainerCallback):
             "rows_per_step": args.train_batch_size * accumulated * ranks,
             "steps": max(-(-len(loader) // accumulated), 1) if epochs else 0,
             "rows": self.rows.identity,
+            "documents": None if documents is None else documents.digest,
         }
 
 
@@ -80,6 +84,9 @@ def _refusal(before: dict[str, Any], here: dict[str, Any], inside: int, *, betwe
     elif before["rows_per_step"] != here["rows_per_step"]:
         was = f"steps hold {plural(before['rows_per_step'], 'row')}"
         now, way = f"steps of {here['rows_per_step']:,}", "with the batch size and accumulation that it had"
+    elif before["documents"] != here["documents"]:
+        was = "rows hold other documents, or in another order"
+        now, way = "those of this run", "with the data that it had, in the same order"
     else:
         was = "rows are of other data or options"
         now, way = "those of this run", "with the data, seed and options that it had"

@@ -71,7 +71,7 @@ class RowOptions:
             PackingError: an order or ``equal_cost`` is given, which has no effect because of ``why``.
         """
         if self.equal_cost:
-            raise PackingError(f"equal_cost=True has no effect, because {why}: leave it out")
+            raise PackingError(f"equal_cost=True has no effect, because {why}: leave it out", option="equal_cost")
         if (self.order, self.keys, self.weights) != ("random", None, None):
             raise PackingError(
                 f'order="{self.order}" has no effect, because {why}: put the documents in that order before, and leave '

@@ -8,21 +8,22 @@ So its rows run where TRL's kernel does not, on a CPU and on any GPU. Packing of
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
+from torch_backend.hf.anatomy.random_draws import find_draw
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import packed_attention
 from torch_backend.hf.explaining import Explanation, explain_attention
 from torch_backend.hf.forward import Choice, PackedForward
-from torch_backend.hf.inputs.forests import find_dropout, why_no_attention, why_no_forest
+from torch_backend.hf.inputs.forests import why_no_attention, why_no_forest
 from torch_backend.segments import PackedMetadata
 
 TREE_ATTENTION = "tree_fa3"  # the name under which TRL registers its function and builds its models
@@ -41,6 +42,12 @@ class TreeRows:
         self.implementation = implementation
         self.choices: dict[int, Choice] = {}
         self.rows: Any = WeakTensorKeyDictionary()  # the keys of a row -> its PackedForward
+        self.before = ALL_ATTENTION_FUNCTIONS[TREE_ATTENTION]
+        AttentionInterface.register(TREE_ATTENTION, self.attention)
+
+    def withdraw(self) -> None:
+        """Put the function back that was registered before."""
+        AttentionInterface.register(TREE_ATTENTION, self.before)
 
     def attention(
         self,
@@ -110,10 +117,11 @@ def serve_tree_rows(trainer: Any, implementation: Any, idle: str | None) -> None
     reason = why_no_forest(anatomy) or why_no_attention(next(root.parameters()).device, implementation)
     if anatomy.mixers:
         reason = "TRL hands its trees to attention layers alone, and it has recurrent ones"
-    if reason is None and (dropout := find_dropout(root, ever=True)) is not None:
-        reason = f"{dropout} may be on in training, and samples that share a prefix would share its mask"
+    if reason is None and (draw := find_draw(root, ever=True)) is not None:
+        reason = f"{draw} may be on in training, and samples that share a prefix would share what it draws"
     if reason is not None:
         raise UnsupportedModelError(f"{type(root).__name__} cannot run the tree rows of {name}: {reason}")
     names = implementation if isinstance(implementation, str) else tuple(implementation)
-    trainer.packed_step = rows = TreeRows(anatomy, names)
-    AttentionInterface.register(TREE_ATTENTION, partial(TreeRows.attention, rows))
+    if hasattr(trainer, "packed_step"):
+        trainer.packed_step.withdraw()
+    trainer.packed_step = TreeRows(anatomy, names)

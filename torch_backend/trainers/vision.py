@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from packing_core.batches.columns import Documents
-from torch_backend.collate import PackedCollator
+from torch_backend.collate import PackedCollator, call_on_copies
 from torch_backend.collate.vision import VisionDocument, VisionReader, VisionRows, rows_of
 from torch_backend.collate.vision_dataset import read_again, read_all
 from torch_backend.hf.anatomy.structure import causal_lm
@@ -33,9 +33,8 @@ class OneByOne:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """The collator's batch."""
         kept = self.columns
-        batch: Mapping[str, Any] = self.collator(
-            [x if kept is None else {name: value for name, value in x.items() if name in kept} for x in examples]
-        )
+        seen = [x if kept is None else {name: value for name, value in x.items() if name in kept} for x in examples]
+        batch: Mapping[str, Any] = call_on_copies(self.collator, seen)
         return batch
 
 

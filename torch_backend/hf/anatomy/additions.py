@@ -1,14 +1,17 @@
-"""Finds what somebody added to a model: modules, hooks and forwards that no model of its config has.
+"""Finds what of a model its config does not make: other classes, hooks, forwards and kinds of parameters.
 
-A tiny model of the same config is made without them, so what is proved on it says nothing of them.
+A tiny model of the same config is made without them, so what is proved on it says nothing of them. Nothing is known by
+its package: what stands at the same place of the tiny model is the config's own, and all else is an addition.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -16,7 +19,11 @@ from torch import nn
 from torch_backend.hf.edits.late_hooks import WatchedHook
 from torch_backend.hf.edits.override import added_forward, original_class
 
-# Packages whose classes and hooks are a model's own, or act on each token alone. Code that comes with a checkpoint
+# Packages whose modules, hooks and functions say where weights lie, what is compiled and what runs again, and compute
+# nothing themselves.
+_PLACING = ("torch.distributed", "torch._dynamo", "torch.utils.checkpoint", "accelerate", "deepspeed", "torch_backend")
+_WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")
+# Packages whose classes and hooks may join a patched model later. Code that comes with a checkpoint
 # (trust_remote_code) is in transformers_modules.
 _KNOWN = (
     *("torch", "transformers", "transformers_modules", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel"),
@@ -37,23 +44,54 @@ _READ_SEVERAL = (
     nn.modules.pooling._AdaptiveAvgPoolNd,
     nn.modules.pooling._AdaptiveMaxPoolNd,
 )
+Part = tuple[str, str, Any]
+_CLASS = "class"
 
 
-def additions(model: nn.Module) -> dict[str, nn.Module]:
-    """Finds what was added to a model: each by name, with the module that it is or stands on."""
+def parts_of(model: nn.Module) -> frozenset[Part]:
+    """Returns what a model consists of: kinds of parts, each with its place, in which all layers are one."""
+    return frozenset(part for part, _, _ in _parts(model))
+
+
+def additions(model: nn.Module, own: frozenset[Part]) -> dict[str, nn.Module]:
+    """Finds what a model has beside its ``own`` parts: each by name, with the module that it is or stands on.
+
+    What shards, moves or compiles modules is left out, and so are modules of the model's own kinds in added ones.
+    """
     found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        place, kind = name or "the model", _kind(module)
-        if not _is_known(kind.__module__):
-            found[f"{place} ({kind.__name__})"] = module
-        elif _has_added_forward(module):
-            found[f"forward of {place}"] = module
-        elif any(not is_known_hook(hook) for hook in _hooks(module)):
-            found[f"a hook on {place}"] = module
-        if not kind.__module__.startswith("transformers"):
-            inside = ((f"{name}.{child}".lstrip("."), m) for child, m in module.named_children())
-            found |= {f"{at} ({type(m).__name__})": m for at, m in inside if isinstance(m, _READ_SEVERAL)}
+    kinds = {kind for sort, _, kind in own if sort == _CLASS}
+    inside: set[nn.Module] = set()
+    for part, name, module in _parts(model):
+        if part not in own and not (part[0] == _CLASS and part[2] in kinds and module in inside):
+            found[name] = module
+            if part[0] == _CLASS:
+                inside.update(module.modules())
     return found
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[Part, str, nn.Module]]:
+    for path, module in model.named_modules():
+        name = _WRAPPERS.sub("", path).rstrip(".")
+        at, place, kind = re.sub(r"\b\d+\b", "#", name), name or "the model", _kind(module)
+        if not _places(kind):
+            yield (_CLASS, at, kind), f"{place} ({kind.__name__})", module
+        functions = {key: x for key, x in vars(module).items() if isinstance(x, FunctionType | MethodType | partial)}
+        functions |= {"forward": added_forward(module)}
+        for key, function in functions.items():
+            if (
+                function is not None
+                and key != "_old_forward"
+                and not key.startswith("_crosspack")
+                and not _places(function)
+            ):
+                yield (key, at, _name_of(function)), f"{key} of {place}", module
+        for hook in _hooks(module):
+            # Those of transformers collect outputs, or let embeddings require gradients; trainers set them at any time.
+            if not _places(hook) and not _module_of(hook).startswith("transformers."):
+                yield ("hook", at, _name_of(hook)), f"a hook on {place}", module
+        for parameter in module._parameters.values():
+            if parameter is not None and type(parameter) is not nn.Parameter and not _places(type(parameter)):
+                yield ("parameter", at, type(parameter)), f"{place} ({type(parameter).__name__})", module
 
 
 def kinds_added(model: nn.Module) -> Counter[str]:
@@ -141,7 +179,7 @@ def _is_known(module: str) -> bool:
 
 def is_known_hook(hook: Callable[..., Any]) -> bool:
     """Returns whether a hook is of a package whose hooks act on each token alone."""
-    return _is_known(_module_of(hook.hook if isinstance(hook, WatchedHook) else hook))
+    return _is_known(_module_of(hook))
 
 
 def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
@@ -149,10 +187,25 @@ def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
     yield from module._forward_hooks.values()
 
 
+def _places(value: Any) -> bool:
+    """Returns whether a class, a hook or a forward is of a package that moves weights and computes nothing."""
+    return f"{_module_of(value)}.".startswith(tuple(f"{package}." for package in _PLACING))
+
+
+def _name_of(function: Any) -> str:
+    function = _written(function)
+    return f"{_module_of(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
 def _module_of(function: Any) -> str:
-    """The module in which a function, a method or a callable object was written."""
-    while isinstance(function, partial):
-        function = function.func
-    function = getattr(function, "__func__", function)
+    """The module in which a class, a function, a method or a callable object was written."""
+    function = _written(function)
     name = getattr(function, "__module__", None) or type(function).__module__
     return str(name)
+
+
+def _written(function: Any) -> Any:
+    """Returns a function without what binds it or watches it."""
+    while isinstance(function, partial | WatchedHook):
+        function = function.func if isinstance(function, partial) else function.hook
+    return getattr(function, "__func__", function)

@@ -104,7 +104,8 @@ def check_lengths(packed: PackedMetadata, position_ids: Tensor, positions: range
         raise CapacityError(
             f"a document has {last + 1 - positions.start:,} tokens and {model} learned positions for "
             f"{len(positions):,}: cut documents when they are tokenised, or pack with capacity={len(positions)} and "
-            'overflow="split", "truncate" or "drop"'
+            'overflow="split", "truncate" or "drop"',
+            option="overflow capacity",
         )
 
 

@@ -7,18 +7,23 @@ it computes: it must agree with one of the activations that the kernels know.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from packing_core.reference import ExpertActivation
+from torch_backend.hf.anatomy.unchanged import has_hooks
+from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.edits.rebinding import names
 from torch_backend.ops.experts.plain import activated
 from torch_backend.ops.experts.products import Between
 
 _MARKS = ("has_gate", "has_bias", "is_transposed")  # what the decorator leaves on a module
+_SETTING = float | int | str | None | FunctionType | nn.Module
 _ALPHAS, _LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -31,6 +36,7 @@ class ExpertsLayout:
         activation: between the two products.
         up: the parameter of the first product, ``gate_up_proj`` or ``up_proj``.
         transposed: weights are [E, in, out]. interleaved: gates and values alternate. biased: both products have one.
+        settings: what the module's code reads of it besides weights, by name.
     """
 
     activation: ExpertActivation
@@ -38,6 +44,12 @@ class ExpertsLayout:
     transposed: bool
     interleaved: bool
     biased: bool
+    settings: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
+
+    def is_current(self, module: Any) -> bool:
+        """Returns whether a module still has the settings with which it was read, and no hook on its activation."""
+        act = module._modules.get("act_fn")
+        return (act is None or not has_hooks(act)) and all(_setting(module, n) == value for n, value in self.settings)
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -63,7 +75,14 @@ def layout_of(module: Any) -> ExpertsLayout | str:
     activation = _activation_of(module, interleaved)
     if activation is None:
         return "what stands between its products is no activation that the kernels know"
-    return ExpertsLayout(activation, up, bool(module.is_transposed), interleaved, bool(module.has_bias))
+    read = names(original_class(module).forward) | names(getattr(module, "_apply_gate", int)) | {*_MARKS, "_apply_gate"}
+    settings = tuple((n, x) for n in sorted(read - {"training"}) if isinstance(x := _setting(module, n), _SETTING))
+    return ExpertsLayout(activation, up, bool(module.is_transposed), interleaved, bool(module.has_bias), settings)
+
+
+def _setting(module: Any, name: str) -> Any:
+    """An attribute or a part of an instance; of its class there is none."""
+    return module.__dict__.get(name, module._modules.get(name))
 
 
 def weights_of(module: Any, layout: ExpertsLayout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

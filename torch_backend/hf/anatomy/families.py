@@ -1,4 +1,4 @@
-"""Table of exceptions by transformers' names: families, layer classes, functions, and the symbols used.
+"""Table of exceptions by transformers' names: families, layer classes and functions.
 
 A family that needs an exception is one line here. ``attention`` is the rule: the segments reach every attention layer,
 and layers that carry state along the row are handled by :mod:`torch_backend.hf.edits.mixers`. ``documents`` is the
@@ -85,7 +85,9 @@ def refusal(family: str, config: Any, *, next_token: bool = True) -> str | None:
         option, why = REFUSED_WITH.get(family, ("", ""))
         if option and getattr(config, option, False):
             reason = why
-        elif getattr(config, "is_encoder_decoder", False) or (_has_switch(family, config) and next_token):
+        elif getattr(config, "is_encoder_decoder", False):
+            reason = "it is an encoder-decoder"
+        elif _has_switch(family, config) and next_token:
             reason = "it is an encoder, or the decoder of an encoder-decoder"
         elif _has_switch(family, config) and config.is_decoder:
             reason = "it is the decoder of an encoder-decoder"
@@ -136,7 +138,7 @@ _PIXELS = frozenset(("pixel_values",))
 _SIZES = _PIXELS | {"image_sizes"}
 _FRAMES = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")  # Gemma 4's videos
 _PIXEL_MASK = _PIXELS | {"pixel_attention_mask"}
-# Tensor arguments with which a family is exact when packed; tests/torch_backend/test_multimodal.py proves every one.
+# Tensor arguments with which a family is exact when packed; tests/torch_backend/hf/test_multimodal.py proves every one.
 # Others are refused: nothing else tells whether tokens attend in both directions or positions depend on the row.
 EXACT_KEYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(M_ROPE, _GRIDS),
@@ -275,50 +277,3 @@ TINY_SIZES: dict[str, dict[str, Any]] = {
     "xlstm": {"hidden_size": 256, "embedding_dim": 256, "mode": "train_with_padding", "return_last_states": False},
     "zamba2": {"adapter_rank": 8},
 }
-
-# -- what the package touches ---------------------------------------------------------------------------------------
-
-# Every name of transformers that this package touches, as "module:name" or "module:class.attribute"; a test finds them
-# all in the installed version, and finds no other import of transformers here.
-TOUCHED = (
-    "transformers:AttentionInterface",
-    "transformers:AttentionMaskInterface",
-    "transformers:AutoConfig",
-    "transformers:AutoModelForCausalLM",
-    "transformers:AutoTokenizer",
-    "transformers:CONFIG_MAPPING",
-    "transformers:EarlyStoppingCallback",
-    "transformers:LlamaConfig",
-    "transformers:LlamaForCausalLM",
-    "transformers:MistralConfig",
-    "transformers:MistralForCausalLM",
-    "transformers:PreTrainedModel",
-    "transformers:PrinterCallback",
-    "transformers:PreTrainedTokenizerFast",
-    "transformers:PretrainedConfig",
-    "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
-    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
-    "transformers.loss.loss_utils:ForCausalLMLoss",
-    "transformers:Trainer",
-    "transformers:TrainerCallback",
-    "transformers:TrainingArguments",
-    "transformers.integrations:unset_hf_deepspeed_config",
-    "transformers.trainer_utils:get_last_checkpoint",
-    "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS",
-    "transformers.modeling_layers:GradientCheckpointingLayer",
-    "transformers.models.auto:modeling_auto",
-    "transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "transformers.models.auto.modeling_auto:MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    # attributes: where a config keeps the name of its attention, and what the trainers' glue reads
-    "transformers:PretrainedConfig._attn_implementation",
-    "transformers.models.llama.modeling_llama:eager_attention_forward",
-    "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
-    "transformers.models.mamba.modeling_mamba:causal_conv1d_fn",
-    "transformers:Trainer._prepare_inputs",
-    "transformers:Trainer._set_signature_columns_if_needed",
-    "transformers:Trainer.compute_loss",
-    "transformers:Trainer.compute_loss_context_manager",
-    "transformers:Trainer._get_num_items_in_batch",
-    "transformers:Trainer.get_batch_samples",
-    "transformers:Trainer.get_train_dataloader",
-)

@@ -94,6 +94,11 @@ def anatomy_of(root: Any) -> Anatomy:
     head = head_of(root)
     served = (attention or mixers) and takes_positions(decoder)
     route, why = route_of(*configs, head=head, uses_interface=bool(served))
+    if route == "documents" and decoder is root and head == "next token":
+        raise UnsupportedModelError(
+            f"{type(root).__name__} embeds tokens and makes logits and loss in one forward, which would run on batches "
+            "of documents and lose the loss: put its layers into a PreTrainedModel of their own inside it"
+        )
     if (reason := why_not_adapters(root, decoder)) is not None:
         raise UnsupportedModelError(f"{type(root).__name__} cannot be trained packed, because {reason}")
     # the layers of a prefix-LM say that they are not causal, and leave it to the mask above them

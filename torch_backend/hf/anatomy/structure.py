@@ -6,6 +6,7 @@ Also finds what shards or compiles them. Nothing here knows of packing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -15,25 +16,62 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.attention import PreTrainedModel
 
+STATE = "_crosspack"  # the attribute under which a patched model keeps its state
 DATA_PARALLEL = "DataParallel splits a batch in the middle of its documents: use DistributedDataParallel (torchrun)"
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """The outermost transformers model inside ``model``.
+    """The outermost transformers model inside ``model``; the first of several that are all patched.
 
     Raises:
-        UnsupportedModelError: there is none, or DataParallel stands around it.
+        UnsupportedModelError: there is none, DataParallel stands around it, or one of several is not patched.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a transformers model, got {_named(model)}")
-    for module in model.modules():
-        if isinstance(module, nn.DataParallel):
-            raise UnsupportedModelError(DATA_PARALLEL)
-        if isinstance(module, PreTrainedModel):
-            return module
+    models = dict(_outermost(model, "", set()))
+    for name, module in models.items() if len(models) > 1 else ():
+        if STATE not in module.__dict__:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} holds {len(models)} transformers models, and {name} is not patched: packed "
+                f"batches would run on it as one document. Call crosspack.patch(module.{name}), and so for each of "
+                f"{', '.join(models)}"
+            )
+    for module in models.values():
+        return module
     raise UnsupportedModelError(
         f"there is no transformers model in {type(model).__name__}: pass one, or a module that holds one"
     )
+
+
+def _outermost(module: nn.Module, name: str, visited: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yields the transformers models in a module that lie in no other one, by name."""
+    if id(module) in visited:
+        return
+    visited.add(id(module))
+    if isinstance(module, nn.DataParallel):
+        raise UnsupportedModelError(DATA_PARALLEL)
+    if isinstance(module, PreTrainedModel):
+        yield name, module
+        return
+    for child, inner in module.named_children():
+        yield from _outermost(inner, f"{name}.{child}" if name else child, visited)
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Inside, a model is in training or evaluation mode; afterwards each of its modules has its own mode again.
+
+    ``model.train()`` alone would put frozen modules into training mode, and their dropout and batch statistics with
+    them. It is called all the same, for modules that do more in it than to set their mode.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        model.train(modes[model])
+        for module, before in modes.items():
+            module.training = before
 
 
 def _named(other: Any) -> str:
@@ -49,8 +87,18 @@ def _named(other: Any) -> str:
 
 
 def decoder_of(root: Any) -> Any:
-    """The model inside the causal language model that embeds the tokens and makes the masks."""
-    embedding = root.get_input_embeddings()
+    """The model inside the causal language model that embeds the tokens and makes the masks.
+
+    Raises:
+        UnsupportedModelError: the model does not say what embeds its tokens.
+    """
+    try:
+        embedding = root.get_input_embeddings()
+    except (NotImplementedError, AttributeError) as error:  # as transformers says it of classes of one's own
+        raise UnsupportedModelError(
+            f"{type(root).__name__} does not say which module embeds its tokens: let its get_input_embeddings() return "
+            "it, or patch the model of transformers inside it"
+        ) from error
     inner = [m for m in root.modules() if isinstance(m, PreTrainedModel) and m is not root]
     for found in (root.get_decoder(), root.base_model, *inner):
         # a vision or audio model inside a decoder is not its decoder

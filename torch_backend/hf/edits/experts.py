@@ -15,15 +15,17 @@ import torch
 from torch import nn
 
 from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, is_spread, layout_of, makes_weights
+from torch_backend.hf.anatomy.unchanged import has_foreign_hooks
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.mixers import passes_a_mask, segments_for_mask
-from torch_backend.hf.edits.override import has_own_forward, override
+from torch_backend.hf.edits.override import has_own_forward, is_reached, original_class, override
 from torch_backend.hf.experts import LAYOUT, packed_around, run_experts, run_within
 from torch_backend.hf.forward import forward_among
 from torch_backend.ops.experts import Adapter
 from torch_backend.ops.operators import runs_triton
 
 _WRAPPER = "ParamWrapper"  # of PEFT, by name: it may not be installed
+_DECORATOR = "transformers.integrations.moe"  # whose use_experts_implementation makes forwards of experts
 
 
 def reasons_against(decoder: nn.Module) -> dict[str, str]:
@@ -109,6 +111,9 @@ def _why_not(module: nn.Module, inside: set[int]) -> str | None:
         return "expert parallelism spreads them over ranks"
     if has_own_forward(module):
         return "somebody set a forward on this instance"
+    kind = original_class(module)
+    if getattr(kind.forward, "__globals__", {}).get("__name__") != _DECORATOR:
+        return f"{kind.__name__} has another forward than the one that transformers hands to implementations"
     layout = layout_of(module)
     return layout if isinstance(layout, str) else None
 
@@ -122,9 +127,10 @@ def _masked_layer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any
 
 
 def _experts_forward(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if packed_around() is None or kwargs or len(args) != 3:
+    layout = module.__dict__[LAYOUT]
+    if packed_around() is None or kwargs or len(args) != 3 or not layout.is_current(module):
         return call(*args, **kwargs)
-    return run_experts(module, module.__dict__[LAYOUT], *args, {})
+    return run_experts(module, layout, *args, {})
 
 
 def _adapter_forward(wrapper: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +140,7 @@ def _adapter_forward(wrapper: Any, call: Callable[..., Any], *args: Any, **kwarg
         return call(*args, **kwargs)
     module, adapters = wrapper, dict[str, Adapter]()
     while type(module).__name__ == _WRAPPER:
-        if module.merged or module.disable_adapters:
+        if module.merged or module.disable_adapters or (module is not wrapper and _is_changed(module)):
             return call(*args, **kwargs)
         active = [name for name in module.active_adapters if name in module.lora_A]
         if len(active) > 1 or module.parameter_name in adapters:
@@ -143,9 +149,14 @@ def _adapter_forward(wrapper: Any, call: Callable[..., Any], *args: Any, **kwarg
             adapters[module.parameter_name] = _adapter_of(module, active[0])
         module = module.base_layer
     layout = module.__dict__[LAYOUT]
-    if adapters.keys() - {layout.up, "down_proj"}:  # of a bias
-        return call(*args, **kwargs)
+    if adapters.keys() - {layout.up, "down_proj"} or _is_changed(module) or not layout.is_current(module):
+        return call(*args, **kwargs)  # PEFT's own, which calls what is inside; of a bias too
     return run_experts(module, layout, *args, adapters)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Returns whether calls of a module inside do more than its override, by hooks or a forward that was set on it."""
+    return has_foreign_hooks(module) or not is_reached(module) or has_own_forward(module)
 
 
 def _adapter_of(wrapper: Any, name: str) -> Adapter:

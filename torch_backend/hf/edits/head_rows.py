@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, UnsupportedModelError
@@ -23,6 +22,7 @@ from torch_backend.hf.attention import PreTrainedModel
 from torch_backend.hf.edits.kinds import Edit, Hook
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.inputs.arguments import forward_names
+from torch_backend.ops.divisor import part_of_mean
 
 NO_LOGITS = ("labels", "output_attentions", "output_hidden_states", "return_dict")  # what stays where it is
 
@@ -124,9 +124,9 @@ class HeadRows:
             return output
         share = forward.share
         if isinstance(output, tuple):
-            return _scaled(output[0], share), *output[1:]
+            return part_of_mean(output[0], share), *output[1:]
         if output.loss is not None:
-            output.loss = _scaled(output.loss, share)
+            output.loss = part_of_mean(output.loss, share)
         return output
 
     def _restore(self, current: Any, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -165,8 +165,3 @@ class HeadRows:
         if self.per_document and self.pooler is not None and not isinstance(output, tuple):
             output["pooler_output"] = self.pooler(forward.documents.first(output.last_hidden_state))
         return output
-
-
-def _scaled(loss: Tensor, share: Tensor) -> Tensor:
-    """A mean over targets as a part of the step's mean; 0 if there was no target, whose mean is NaN."""
-    return torch.where(share > 0, loss, torch.zeros_like(loss)) * share.to(loss.device)

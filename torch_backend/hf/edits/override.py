@@ -43,12 +43,12 @@ def override(layer: nn.Module, forward: Forward, prepare: Prepare = _nothing, ta
     original = original_class(layer)
     subclass = _subclass(original, forward, prepare, takes)  # type: ignore[arg-type] # a class is hashable
     name = "_old_forward" if "_old_forward" in layer.__dict__ else "forward"
-    own = layer.__dict__.get(name)
-    if own is not None:
-        if not _is_method_of(own, type(layer)):
+    own, before = layer.__dict__.get(name), type(layer)
+    layer.__class__ = subclass
+    if not is_reached(layer):  # else it was wrapped while it was overridden before, as accelerate does for autocast
+        if not _is_method_of(own, before):
             layer.__dict__[OUTER] = own
         layer.__dict__[name] = MethodType(subclass.forward, layer)
-    layer.__class__ = subclass
     layer.__dict__[_ACTIVE] = True
     layer.__dict__[_ATTRIBUTES] = attributes = dict(prepare(original))
     layer.__dict__.update(attributes)

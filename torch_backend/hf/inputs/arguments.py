@@ -15,16 +15,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, exact_in_encoders
-from torch_backend.hf.inputs.boundaries import METADATA_KEYS, PAGED_CACHE, check_no_restart
+from torch_backend.hf.inputs.boundaries import PAGED_CACHE, check_no_restart
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.segments import PackedMetadata, to_device
 
 # Arguments that have a rule of their own, and those that say nothing about single documents; of every family.
-_RULED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", *METADATA_KEYS)
+_RULED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", *BatchKey.ALL)
 HARMLESS = frozenset((*_RULED, "num_items_in_batch", "logits_to_keep", "cache_position"))
+_FEATURES = ("get_image_features", "get_video_features", "get_audio_features")  # forwards hand their **kwargs to these
 CACHES = (PAGED_CACHE, "past_key_values", "cache_params", "layer_past", "mems", "state")
 
 Labels = Literal["next", "token", "document"]
@@ -36,6 +38,16 @@ def forward_names(module: nn.Module) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def names_read(root: nn.Module) -> frozenset[str]:
+    """Returns the keywords that a forward in the model names, or that transformers' code is known to read."""
+    names = {*HARMLESS, *CACHES, *frozenset().union(*EXACT_KEYS.values())}
+    for kind in {type(module) for module in root.modules()}:
+        for method in ("forward", *_FEATURES):
+            if (function := getattr(kind, method, None)) is not None:
+                names.update(inspect.signature(function).parameters)
+    return frozenset(names)
 
 
 def as_keywords(
@@ -77,7 +89,7 @@ def check_arguments(model: nn.Module, kwargs: Mapping[str, Any], guard: Guard, *
     config: Any = model.config
     family, name = config.model_type, type(model).__name__
     exact = EXACT_KEYS.get(family, frozenset()) | exact_in_encoders(config)
-    given = [key for key, value in kwargs.items() if not _is_plain(value)]
+    given = [key for key, value in kwargs.items() if not is_flag(value)]
     for key in given:
         if key in CACHES:
             raise UnsupportedModelError(
@@ -299,7 +311,7 @@ def refuse_without_carrier(module: Any, kwargs: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedModelError
     """
-    parts = [key for key in METADATA_KEYS if kwargs.get(key) is not None]
+    parts = [key for key in BatchKey.ALL if kwargs.get(key) is not None]
     if parts and kwargs.get(PAGED_CACHE) is None and getattr(module, "is_causal", True):
         raise UnsupportedModelError(
             f"{type(module).__name__} was given {parts[0]}, but its model is not patched and would let documents see "
@@ -308,10 +320,8 @@ def refuse_without_carrier(module: Any, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _is_plain(value: Any) -> bool:
-    """Returns whether a value cannot hold tensors."""
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(item) for item in value)
+def is_flag(value: Any) -> bool:
+    """Returns whether a value is None or a single number or word, which cannot say where documents lie."""
     return value is None or isinstance(value, (bool, int, float, str))
 
 

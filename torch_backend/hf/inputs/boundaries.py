@@ -20,27 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packing_core.batches.keys import BatchKey
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from packing_core.storage.forest import check_parents
 from torch_backend.hf.inputs.guard import Guard, has_values, on_host
 from torch_backend.pieces import padding_lengths
 from torch_backend.segments import PackedMetadata, to_device
 
-# What a packed batch holds beside input_ids, labels and position_ids.
-METADATA_KEYS = (
-    "packed_lengths",
-    "packed_documents",
-    "packed_parents",
-    "packed_parent_index",
-    "packed_depth",
-    "packed_images",
-    "packed_targets",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-)
 LOOKED_AT = 8  # batches of a model that are looked at where each batch would cost time
 PAGED_CACHE = "cache"  # of transformers' continuous batching
 WAY_OUT = (
@@ -53,7 +39,7 @@ SPLIT_ROWS = "cannot be combined with packing, which needs whole documents: use 
 
 def is_packed(batch: Mapping[str, Any]) -> bool:
     """Returns whether a batch carries segments. The boundaries of continuous batching belong to its paged cache."""
-    carries = any(batch.get(key) is not None for key in ("packed_lengths", "cu_seq_lens_q"))
+    carries = any(batch.get(key) is not None for key in (BatchKey.LENGTHS, BatchKey.BOUNDARIES))
     return carries and batch.get(PAGED_CACHE) is None
 
 
@@ -74,14 +60,14 @@ def take_metadata(
     Raises:
         LayoutError: the keys contradict each other or the shape.
     """
-    values = {key: batch.pop(key, None) for key in METADATA_KEYS}
+    values = {key: batch.pop(key, None) for key in BatchKey.ALL}
     found = {key: value for key, value in values.items() if value is not None}
     check_forms(found)
     (rows, row_length), device, embedded = tokens.shape[:2], tokens.device, tokens.ndim == 3
-    boundaries: Tensor | None = found.get("cu_seq_lens_q")
-    lengths: Sequence[int] | None = found.get("packed_lengths")
+    boundaries: Tensor | None = found.get(BatchKey.BOUNDARIES)
+    lengths: Sequence[int] | None = found.get(BatchKey.LENGTHS)
     parents = _parents(found, row_length)
-    longest: Any = found.get("max_length_q")
+    longest: Any = found.get(BatchKey.LONGEST)
     if boundaries is not None and lengths is None and not embedded and batch.get("labels") is None:
         _check_tail(tokens, boundaries, guard, wait=wait)
     if boundaries is not None and torch.compiler.is_compiling() and not host_lengths:
@@ -104,8 +90,8 @@ def take_metadata(
             row_length=row_length,
             max_seqlen=int(longest),
             device=device,
-            parent_index=found.get("packed_parent_index"),
-            depth=found.get("packed_depth", 0),
+            parent_index=found.get(BatchKey.PARENT_INDEX),
+            depth=found.get(BatchKey.DEPTH, 0),
         )
     lengths = check_lengths(lengths, rows=rows, row_length=row_length, embedded=embedded)
     longest = check_agreement(found, lengths, guard, row_length=row_length)
@@ -125,8 +111,8 @@ def take_metadata(
 
 def _continued(packed: PackedMetadata, found: Mapping[str, Any]) -> PackedMetadata:
     """The segments, which continue others also by what the device knows, if the batch says so there."""
-    if (index := found.get("packed_parent_index")) is not None:
-        packed.continue_segments(index, found["packed_depth"])
+    if (index := found.get(BatchKey.PARENT_INDEX)) is not None:
+        packed.continue_segments(index, found[BatchKey.DEPTH])
     return packed
 
 
@@ -136,7 +122,7 @@ def _parents(found: Mapping[str, Any], row_length: int) -> tuple[int, ...] | Non
     Raises:
         LayoutError: they make no forest, a tree crosses rows, or the lengths are not on the host.
     """
-    given, lengths = found.get("packed_parents"), found.get("packed_lengths")
+    given, lengths = found.get(BatchKey.PARENTS), found.get(BatchKey.LENGTHS)
     if given is None:
         return None
     if lengths is None:
@@ -178,7 +164,7 @@ def check_forms(found: Mapping[str, Any]) -> None:
     Raises:
         LayoutError: the key and what it must be.
     """
-    for key in ("cu_seq_lens_q", "cu_seq_lens_k"):
+    for key in BatchKey.CUMULATIVE:
         value = found.get(key)
         if value is None:
             continue
@@ -187,7 +173,7 @@ def check_forms(found: Mapping[str, Any]) -> None:
             cut = isinstance(value, Tensor) and value.shape == (1,)
             why = ": accelerate cut it with the rows, pass dispatch_batches=False to it" if cut else ""
             raise LayoutError(f"{key} must be an integer tensor [N+1] for N segments, got {form}{why}")
-    lengths, boundaries = found.get("packed_lengths"), found.get("cu_seq_lens_q")
+    lengths, boundaries = found.get(BatchKey.LENGTHS), found.get(BatchKey.BOUNDARIES)
     if lengths is None:
         return
     if isinstance(lengths, Tensor | str) or not isinstance(lengths, Sequence):
@@ -277,8 +263,8 @@ def check_agreement(found: Mapping[str, Any], lengths: tuple[int, ...], guard: G
     """
     ends = [0, *accumulate(lengths)]
     known = {key: x for key, x in found.items() if not isinstance(x, Tensor) or guard.immediate(x)}
-    marks = {key: known[key].tolist() for key in ("cu_seq_lens_q", "cu_seq_lens_k") if key in known}
-    if len(marks) == 2 and marks["cu_seq_lens_q"] != marks["cu_seq_lens_k"]:
+    marks = {key: known[key].tolist() for key in BatchKey.CUMULATIVE if key in known}
+    if len(marks) == 2 and marks[BatchKey.BOUNDARIES] != marks[BatchKey.KEY_BOUNDARIES]:
         where = _difference(*marks.values())
         raise LayoutError(
             f"cu_seq_lens_q and cu_seq_lens_k differ {where}: in self-attention they are the same, "
@@ -286,18 +272,18 @@ def check_agreement(found: Mapping[str, Any], lengths: tuple[int, ...], guard: G
         )
     for key, given in marks.items():
         filled = [end for i, end in enumerate(given) if i == 0 or end != given[i - 1]]
-        if "packed_lengths" in known and filled != ends:
+        if BatchKey.LENGTHS in known and filled != ends:
             raise LayoutError(f"packed_lengths and {key} disagree {_difference(ends, filled)}: {WAY_OUT}")
-    if "seq_idx" in known and marks.get("cu_seq_lens_q", ends)[-1] == ends[-1]:
-        _check_numbers(known["seq_idx"], ends, row_length=row_length)
+    if BatchKey.NUMBERS in known and marks.get(BatchKey.BOUNDARIES, ends)[-1] == ends[-1]:
+        _check_numbers(known[BatchKey.NUMBERS], ends, row_length=row_length)
     longest = max(lengths)
-    for name in ("max_length_q", "max_length_k"):
+    for name in BatchKey.LONGEST_OF_BOTH:
         if int(known.get(name, longest)) < longest:
             raise LayoutError(
                 f"{name} is {int(known[name]):,} and segment {lengths.index(longest)} has {longest:,} tokens: "
                 "pass that many at least"
             )
-    return int(known.get("max_length_q", longest))
+    return int(known.get(BatchKey.LONGEST, longest))
 
 
 def _check_numbers(seq_idx: Tensor, ends: Sequence[int], *, row_length: int) -> None:
@@ -338,7 +324,7 @@ def _check_on_device(packed: PackedMetadata, guard: Guard, *, rows: int, wait: b
             f"{longest:,} (max_length_q)"
         )
 
-    guard.check("cu_seq_lens_q", find, error, wait=wait)
+    guard.check(BatchKey.BOUNDARIES, find, error, wait=wait)
 
 
 def _check_tail(ids: Tensor, boundaries: Tensor, guard: Guard, *, wait: bool) -> None:
@@ -397,4 +383,4 @@ def _check_contradiction(packed: PackedMetadata, boundaries: Tensor, guard: Guar
     def error(i: int) -> PackingError:
         return LayoutError(f"packed_lengths and cu_seq_lens_q disagree at boundary {i}: {WAY_OUT}")
 
-    guard.check("packed_lengths", lambda: to_device(boundaries, packed.device) != packed.cu_seqlens, error, wait=wait)
+    guard.check(BatchKey.LENGTHS, lambda: to_device(boundaries, packed.device) != packed.cu_seqlens, error, wait=wait)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.context_parallel.group import ContextGroup
@@ -24,11 +25,9 @@ from torch_backend.context_parallel.whole import own_tokens
 from torch_backend.hf.anatomy.families import both_ways_of
 from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.model import Anatomy
-from torch_backend.hf.inputs.boundaries import METADATA_KEYS
 from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
 from torch_backend.segments import PackedMetadata, to_device
 
-SHARE = "packed_context"  # of a batch that is cut: what this rank holds of it
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "shift_labels", "loss_weights", "attention_mask")
 _COMPARED = ("input_ids", "position_ids", "labels", "shift_labels")  # between ranks
 
@@ -87,7 +86,7 @@ def cut_batch(
     others = sorted(
         name
         for name, x in batch.items()
-        if isinstance(x, Tensor) and x.ndim > 0 and name not in (*_PER_TOKEN, *METADATA_KEYS)
+        if isinstance(x, Tensor) and x.ndim > 0 and name not in (*_PER_TOKEN, *BatchKey.ALL)
     )
     if others or "input_ids" not in batch:
         what = ", ".join(others) if others else "no input_ids"
@@ -100,12 +99,12 @@ def cut_batch(
     device = segments.device
     compared = [batch[name] for name in _COMPARED if batch.get(name) is not None]
     share = context.share(segments.lengths, *(to_device(x, device) for x in compared))
-    share.documents = batch.get("packed_documents")
+    share.documents = batch.get(BatchKey.DOCUMENTS)
 
     def cut(x: Tensor) -> Tensor:
         return own_tokens(to_device(x, device).reshape(-1), share)[None]
 
-    found = {name: x for name, x in batch.items() if name not in (*_PER_TOKEN, *METADATA_KEYS)}
+    found = {name: x for name, x in batch.items() if name not in (*_PER_TOKEN, *BatchKey.ALL)}
     found["input_ids"] = cut(batch["input_ids"])
     if batch.get("position_ids") is not None:
         found["position_ids"] = cut(batch["position_ids"])
@@ -122,7 +121,7 @@ def cut_batch(
         weights = batch["loss_weights"]
         shifted = batch.get("shift_labels") is not None
         found["loss_weights"] = cut(weights if shifted else _shifted(weights, segments.lengths, 0))
-    found[SHARE] = share
+    found[BatchKey.SHARE] = share
     return found
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.model import Anatomy
+from torch_backend.hf.anatomy.random_draws import find_draw
 from torch_backend.hf.inputs.arguments import HARMLESS
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.router import asks_for_router_loss
@@ -107,8 +108,8 @@ def why_not_now(anatomy: Anatomy) -> str | None:
     """Explains why a model cannot run shared prefixes as it is set up now; None if it can."""
     if (reason := why_no_forest(anatomy)) is not None:
         return reason
-    if (dropout := find_dropout(anatomy.root)) is not None:
-        return f"{dropout} is on, and documents that share a prefix would share its mask"
+    if (draw := find_draw(anatomy.root)) is not None:
+        return f"{draw} is on, and documents that share a prefix would share what it draws"
     return None
 
 
@@ -156,28 +157,6 @@ def _check_positions(positions: Any, packed: PackedMetadata, guard: Guard, *, wa
 
 def why_not_in_training(root: nn.Module) -> str | None:
     """Explains why a model cannot train with shared prefixes as it is set up; None if it can."""
-    if (dropout := find_dropout(root, ever=True)) is not None:
-        return f"{dropout} may be on in training, and documents that share a prefix would share its mask"
+    if (draw := find_draw(root, ever=True)) is not None:
+        return f"{draw} may be on in training, and documents that share a prefix would share what it draws"
     return ROUTER_LOSS if asks_for_router_loss(root, {}) else None
-
-
-def find_dropout(root: nn.Module, *, ever: bool = False) -> str | None:
-    """Names a dropout of a model that is on, or with ``ever`` one that training would turn on; None without one."""
-    if not (root.training or ever):
-        return None
-
-    def drops(module: nn.Module) -> bool:
-        return isinstance(module, nn.modules.dropout._DropoutNd) and (module.training or ever) and module.p > 0
-
-    waiting = [root]  # named_modules() takes several times as long, which every call of a model would wait for
-    while waiting:
-        waiting += filter(None, (module := waiting.pop())._modules.values())
-        if drops(module):
-            name, found = next((name, each) for name, each in root.named_modules() if drops(each))
-            return f"dropout ({name}, p={found.p:g})"
-    config: Any = root.config
-    for name, value in config.get_text_config().to_dict().items():
-        named = "drop" in name and "classifier" not in name
-        if named and isinstance(value, float) and value > 0:
-            return f"dropout (config.{name}={value:g})"
-    return None

@@ -167,7 +167,7 @@ class Guard:
                     if check.warns is None:
                         self.pending.clear()
                     error = check.error(_first(check.wrong))
-                    self._report(type(error)(f"in an earlier batch: {error}"), check.warns)
+                    self._report(error.reworded(f"in an earlier batch: {error}"), check.warns)
 
     def _report(self, error: PackingError, warns: str | None) -> None:
         if warns is None:

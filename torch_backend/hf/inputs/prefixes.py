@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.trees import LEAST_SAVED, LONG, SHORTEST, part_saved
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from packing_core.planning.cost import cost_of
@@ -60,7 +61,7 @@ class Prefixes:
         Raises:
             UnsupportedModelError: the model cannot, and ``sharing`` is True.
         """
-        lengths, ids = kwargs["packed_lengths"], kwargs["input_ids"]
+        lengths, ids = kwargs[BatchKey.LENGTHS], kwargs["input_ids"]
         self.given += sum(lengths)
         self.computed += sum(lengths)
         if (reason := self._why_not(kwargs)) is not None:

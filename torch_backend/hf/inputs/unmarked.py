@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import LENGTHS, NUMBERS, OTHER_NAMES
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
-from torch_backend.hf.inputs.arguments import CACHES, place_of
-from torch_backend.hf.inputs.boundaries import LOOKED_AT, METADATA_KEYS, PAGED_CACHE, WAY_OUT
+from torch_backend.hf.inputs.arguments import CACHES, is_flag, place_of
+from torch_backend.hf.inputs.boundaries import LOOKED_AT, PAGED_CACHE, WAY_OUT
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.known_rows import LOST_LENGTHS, begins_packed, fingerprints, knows_beginnings, packed_rows
 from torch_backend.segments import PackedMetadata, to_device
 
-_OTHER_MARKS = {*LENGTHS, *NUMBERS, *OTHER_NAMES} - set(METADATA_KEYS)
+_OTHER_MARKS = {*LENGTHS, *NUMBERS, *OTHER_NAMES} - set(BatchKey.ALL)
 
 
 def refuse_other_marks(kwargs: Mapping[str, Any], names: Collection[str]) -> None:
@@ -44,6 +45,25 @@ def refuse_other_marks(kwargs: Mapping[str, Any], names: Collection[str]) -> Non
             )
 
 
+def refuse_unread(kwargs: Mapping[str, Any], reads: Collection[str], model: str) -> None:
+    """Raise for keywords that only ``**kwargs`` catches: if one marks documents, the row would run as one document.
+
+    Args:
+        kwargs: all arguments of the model.
+        reads: see :func:`~.arguments.names_read`.
+        model: its name.
+
+    Raises:
+        LayoutError: names the keyword and the way out.
+    """
+    for name, value in kwargs.items():
+        if name not in reads and not is_flag(value):
+            raise LayoutError(
+                f"{model} was called with {name}, which nothing in it reads: leave it out of the batch. If it says "
+                f"where documents lie, the row would run as one document: {WAY_OUT}"
+            )
+
+
 def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, starts: int | None = None, wait: bool = True) -> None:
     """Raise for a batch that looks packed and does not carry its segments.
 
@@ -58,7 +78,7 @@ def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, starts: int | Non
     Raises (now or later, see :class:`Guard`):
         LayoutError: what marks the batch, and the way out.
     """
-    parts = [key for key in METADATA_KEYS if kwargs.get(key) is not None]
+    parts = [key for key in BatchKey.ALL if kwargs.get(key) is not None]
     if parts and kwargs.get(PAGED_CACHE) is None:
         raise LayoutError(f"the batch has {parts[0]} but no cu_seq_lens_q: {WAY_OUT}")
     if any(kwargs.get(key) is not None for key in CACHES):
@@ -192,9 +212,12 @@ def _restarts(positions: Tensor, mask: Tensor | None) -> Tensor:
     """bool [B, S - 1]: where the token after this one, neither of them padding, starts a document anew."""
     if positions.ndim == 2 or len(positions) == 4:  # the text's own positions stand before the three axes
         return _counts_anew(positions if positions.ndim == 2 else positions[0], mask)
-    # inside a document one axis at least stays or grows, at the end of an image or of a video frame too
-    found = (positions[..., 1:] < positions[..., :-1]).all(0)
-    return found if mask is None else found & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    # Inside a document one axis at least stays or grows, at the end of an image or of a video frame too. The time of
+    # text after a video may fall, but not to 0, and only the first token of a document is at 0 on all axes.
+    before, after = positions[..., :-1], positions[..., 1:]
+    anew = (after < before).all(0) | ((after[0] == 0) & (before[0] > 0))
+    anew = anew | ((after == 0).all(0) & (positions != 0).any(0).any(1, keepdim=True))
+    return anew if mask is None else anew & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
 
 
 def _counts_anew(positions: Tensor, mask: Tensor | None) -> Tensor:

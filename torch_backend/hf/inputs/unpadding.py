@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.context_parallel.share import RankShare
@@ -250,7 +251,7 @@ class Unpadding:
         if as_tuple:
             kwargs["return_dict"] = True  # by whose names the outputs are put back
         expected = PaddedOutput(padded, kept, as_tuple, caches=_caches(root, state, kwargs) and not by_trainer)
-        kwargs = {**kwargs, **row, "packed_lengths": padded.lengths}
+        kwargs = {**kwargs, **row, BatchKey.LENGTHS: padded.lengths}
         shared = None if self.prefixes is None else self.prefixes.of(kwargs, ids_on_host)
         return expected, kwargs if shared is None else {**kwargs, SHARED_ROW: shared}
 

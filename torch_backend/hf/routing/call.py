@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.context_parallel.whole import own_tokens, whole_tokens
@@ -176,7 +177,7 @@ class RoutedCall:
             else:
                 lengths, documents = tuple(part.plan.lengths.tolist()), part.documents
             documents = documents or tuple((number,) for number in range(len(lengths)))
-            places, counts = document_tokens({"packed_lengths": lengths, "packed_documents": documents})
+            places, counts = document_tokens({BatchKey.LENGTHS: lengths, BatchKey.DOCUMENTS: documents})
             self.places, self.lengths = to_device(torch.from_numpy(places), device), counts.tolist()
             if part is not None:
                 self.of_batch = self.places

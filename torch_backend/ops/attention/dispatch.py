@@ -87,7 +87,8 @@ def select(request: AttentionRequest, implementation: str | Sequence[str] = "aut
     refused = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise UnsupportedError(
         f"no packed attention for {describe(request)}: {refused}. "
-        f'Pass implementation="auto" or another of {", ".join(IMPLEMENTATIONS)}'
+        f'Pass implementation="auto" or another of {", ".join(IMPLEMENTATIONS)}',
+        option="implementation",
     )
 
 

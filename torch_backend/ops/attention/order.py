@@ -2,7 +2,7 @@
 
     request -> its column (what it has) and its kind (how long its documents are)
             -> the recorded order of its device (benchmarks/RESULTS.md); on a device without a record, the order in
-               which batches of the request's shape ran forward and backward, timed once per process, kept and logged
+               which batches of the request's shape ran forward and backward, timed once per job, kept and logged
             -> the same order with every last resort at its end
 
 A last resort is an implementation that serves the request by building score matrices: its time and memory traffic
@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from torch_backend.ops.attention.request import AttentionRequest, Implementation
-from torch_backend.ops.trial import current_device, in_own_thread
+from torch_backend.ops.trial import current_device, decided_by_one_rank, in_own_thread
 from torch_backend.segments import PackedMetadata
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,9 @@ def _by_speed(request: AttentionRequest, load: Callable[[str], Implementation]) 
     if trial not in _timed:
         if torch.cuda.is_current_stream_capturing():
             return CUDA
-        _timed[trial] = _rank(trial, load)
+        question = f"{replace(trial, device=torch.device('cuda'))} on {capability}"
+        answer = decided_by_one_rank(question, lambda: " ".join(_rank(trial, load)))
+        _timed[trial] = tuple(answer.split())
     return _timed[trial]
 
 

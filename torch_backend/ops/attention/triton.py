@@ -55,7 +55,7 @@ class KernelTiles(NamedTuple):
 
 
 class Triton(Probed):
-    parents = compiled_parents = both_ways = more_keys = True
+    own = parents = compiled_parents = both_ways = more_keys = True
 
     def refuses(self, request: AttentionRequest) -> str | None:
         probe = torch.empty(0, dtype=request.dtype, device=request.device)
@@ -83,7 +83,9 @@ class Triton(Probed):
         alibi_slopes: Tensor | None,
     ) -> Tensor:
         if alibi_slopes is not None and alibi_slopes.requires_grad:
-            raise UnsupportedError('triton attention gives ALiBi slopes no gradient: pass implementation="sdpa"')
+            raise UnsupportedError(
+                'triton attention gives ALiBi slopes no gradient: pass implementation="sdpa"', option="implementation"
+            )
         tiles = choose_tiles(request)
         return packed_attention(q, k, v, packed, request, tiles, sinks=sinks, alibi_slopes=alibi_slopes)
 

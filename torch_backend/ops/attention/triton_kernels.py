@@ -140,7 +140,7 @@ def forward(
     acc = (acc * (1 / total)[:, None]).to(out.dtype.element_ty)
     out += ((start + first_i) * HEADS + group * GROUP) * VALUE_DIM
     tl.store(out + row * VALUE_DIM + e, acc, present[:, None] & (e < VALUE_DIM))
-    lse += (group * tokens + start + first_i) * GROUP
+    lse += (group.to(tl.int64) * tokens + start + first_i) * GROUP
     tl.store(lse + r, m + tl.log2(total), present)
 
 
@@ -217,8 +217,8 @@ def backward_queries(
 
     row = (token * HEADS + head)[:, None]
     first = (start + first_i) * HEADS + group * GROUP
-    lse += (group * tokens + start + first_i) * GROUP
-    stats += (group * tokens + start + first_i) * (2 * GROUP)
+    lse += (group.to(tl.int64) * tokens + start + first_i) * GROUP
+    stats += (group.to(tl.int64) * tokens + start + first_i) * (2 * GROUP)
     has_e = present[:, None] & (e < VALUE_DIM)
     do_tile = dout + (start + first_i) * DO_T + group * (GROUP * DO_H)
     do_rows = tl.load(do_tile + (token * DO_T + head * DO_H)[:, None] + e, has_e, other=0.0)

@@ -2,7 +2,7 @@
 
 A program holds a tile [tokens, channels]; the W shifted reads of a tile come from the first-level cache, so device
 memory sees each element once. ``position`` counts a token from its segment's start: lag w stays inside the segment
-where ``position >= w``. Arithmetic is float32; x [T, C] may have any strides.
+where ``position >= w``. Arithmetic is float32; x [T, C] may have any strides, and offsets along both axes have 64 bits.
 """
 
 # Triton reads annotations as values: their evaluation is not postponed here.
@@ -35,7 +35,7 @@ def forward(
 ):  # fmt: skip
     """y [T, C], contiguous. Grid: (token tiles, channel tiles)."""
     t = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    c = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    c = (tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
     z = convolve(x, weight, bias, positions, t, c, tokens, x_t, x_c, w_c, w_w, CHANNELS, WIDTH, BIAS)
     if SILU:
         z = z * tl.sigmoid(z)
@@ -54,7 +54,7 @@ def weights_backward(
     over the tokens whose segment reaches back that far. A program walks over TILES tiles and adds up over their tokens
     in the end. Grid: (programs, channel tiles).
     """
-    c = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    c = (tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
     w = tl.arange(0, LAGS)
     weight_sum = tl.zeros([BLOCK_T, LAGS, BLOCK_C], tl.float32)
     bias_sum = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
@@ -76,10 +76,12 @@ def weights_backward(
             weight_sum += tl.where((w == WIDTH - 1 - lag)[None, :, None], share[:, None, :], 0.0)
         if BIAS:
             bias_sum += gradient
-    place = (tl.program_id(0) * CHANNELS + c) * WIDTH + w[:, None]
+    place = (tl.program_id(0).to(tl.int64) * CHANNELS + c) * WIDTH + w[:, None]
     tl.store(dweight + place, tl.sum(weight_sum, 0), (c < CHANNELS) & (w < WIDTH)[:, None])
     if BIAS:
-        tl.store(dbias + tl.program_id(0) * CHANNELS + c, tl.sum(bias_sum, 0, keep_dims=True), c < CHANNELS)
+        tl.store(
+            dbias + tl.program_id(0).to(tl.int64) * CHANNELS + c, tl.sum(bias_sum, 0, keep_dims=True), c < CHANNELS
+        )
 
 
 @triton.jit
@@ -92,7 +94,7 @@ def input_backward(
     Grid: (token tiles, channel tiles).
     """
     t = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    c = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    c = (tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
     total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     for lag in tl.static_range(WIDTH):
         later = t + lag

@@ -40,8 +40,8 @@ def products(
     """total + a[lines] @ w[n].T, and with DOUBLE total_2 + a[lines] @ w[second].T, a [.., K] without gaps."""
     k = tl.arange(0, BLOCK_K)
     a_at = a + lines[:, None] * K + k[None, :]
-    w_at = w + n[None, :] * w_n + k[:, None] * w_k
-    w2_at = w + second[None, :] * w_n + k[:, None] * w_k
+    w += k.to(tl.int64)[:, None] * w_k
+    w_at, w2_at = w + n.to(tl.int64)[None, :] * w_n, w + second.to(tl.int64)[None, :] * w_n
     # A single block is unrolled, which takes no stages of its own.
     for first in tl.range(0, K, BLOCK_K, num_stages=1 if K <= BLOCK_K else None):
         if K % BLOCK_K == 0:

@@ -36,8 +36,8 @@ class TileSize(NamedTuple):
 
 
 # By the mean number of tokens per expert, up to which they hold. Measured on an H100 at 64, 512 and 1,024
-# (``python -m benchmarks.gpu_moe_tiles``, benchmarks/RESULTS.md). Few tokens leave a product bound by reading its
-# weights, which a low tile reads more often; a high one multiplies rows of nobody.
+# (benchmarks/RESULTS.md). Few tokens leave a product bound by reading its weights, which a low tile reads more often; a
+# high one multiplies rows of nobody.
 ROWS = (
     (24, TileSize(16, 128, 128, 4, 4)),
     (96, TileSize(64, 256, 64, 8, 3)),

@@ -156,7 +156,7 @@ def powers(
         x, slope = scaled(logits, scale, softcap, SOFTCAP)
         counted = (column[None, :] < columns) & (column[None, :] != target[:, None])
         power = tl.where(counted, tl.exp2(tl.minimum(x - base[:, None], HIGHEST)), 0.0)
-        tl.store(sums + row * wide + block, tl.sum(power, 1), row < rows)
+        tl.store(sums + row.to(tl.int64) * wide + block, tl.sum(power, 1), row < rows)
         if GRADIENT:
             if SOFTCAP:
                 power *= slope * (1 / scale)

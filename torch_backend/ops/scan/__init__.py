@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from packing_core.batches.keys import BatchKey
 from torch_backend.ops.document_batches import COARSE, FINE, per_document
 from torch_backend.ops.forests import along_documents, documents
 from torch_backend.ops.operators import runs_triton
@@ -43,7 +44,7 @@ LIBRARIES: dict[str, Way] = {
     "fla": fla.scan,
 }
 FIXED = (TRITON, "flash_qla", "mamba_ssm")
-_BOUNDARIES = ("cu_seqlens", "seq_idx")  # what kernels call them
+_BOUNDARIES = ("cu_seqlens", BatchKey.NUMBERS)  # what kernels call them
 # By the first call for heads of each size where Triton runs and where it does not, for compiled layers.
 _chosen: dict[tuple[Any, ...], str] = {}
 

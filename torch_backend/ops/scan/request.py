@@ -1,4 +1,4 @@
-"""The request of a scan call, and a trial on two documents of whether a library computes it correctly here.
+"""The request of a scan call, and a trial on a row of documents of whether a library computes it correctly here.
 
 A function that scans [B, S, ...] (transformers' own: the kernel of a library where that is installed, plain torch
 elsewhere) and the arguments of a call -> :func:`request_of` -> :func:`refused`, once for each way of running it.
@@ -27,6 +27,10 @@ Scan = Callable[..., Any]
 # (segments, function, args and kwargs of a call) -> what the function returns, states None
 Way = Callable[[PackedMetadata, Scan, tuple[Any, ...], dict[str, Any]], Any]
 TRIAL_LENGTHS = (70, 29)  # of the trial's documents: one is longer than a chunk, and a boundary lies inside one
+# Those of a library's trial as (documents, length): with more documents than some kernels count.
+_GROUPS = (*((1, length) for length in TRIAL_LENGTHS), (100, 1), (100, 2), (100, 3))
+_LENGTHS = tuple(length for count, length in _GROUPS for _ in range(count))
+_ENDS, _END = slice(40, 42), -20.0  # tokens whose decay ends a state: half precision cannot divide by exp(-20)
 # By norm. A state that leaks shows at a tenth or more, half-precision rounding at about one hundredth.
 TRIAL_TOLERANCE = 0.05
 ABSENT = "it is not installed"
@@ -93,7 +97,7 @@ def refused(request: ScanRequest, way: Way, limits: str | None = None) -> str | 
         return ABSENT
     if limits is not None:
         return limits
-    reason = refusal(partial(_error, request, way), TRIAL_TOLERANCE)
+    reason = refusal(partial(_errors, request, way), TRIAL_TOLERANCE)
     if reason is not None:
         place = "batches of documents" if way is per_document else "the row"
         logger.warning(
@@ -103,10 +107,10 @@ def refused(request: ScanRequest, way: Way, limits: str | None = None) -> str | 
 
 
 @in_own_thread
-def _error(request: ScanRequest, way: Way) -> float:
-    """Compares the function run in a ``way`` on two documents with plain torch on each: output and every gradient."""
+def _errors(request: ScanRequest, way: Way) -> list[float]:
+    """Compares the function run in a ``way`` on documents with plain torch on each: output and every gradient."""
     # With an empty segment, as batches of a fixed number of segments have.
-    packed = PackedMetadata.from_lengths(TRIAL_LENGTHS, device=request.device, entries=len(TRIAL_LENGTHS) + 1)
+    packed = PackedMetadata.from_lengths(_LENGTHS, device=request.device, entries=len(_LENGTHS) + 1)
     if way is not per_document:
         packed.lengths = None  # as in compiled layers
     generator = torch.Generator().manual_seed(0)
@@ -125,14 +129,19 @@ def _error(request: ScanRequest, way: Way) -> float:
 
     def alone() -> Tensor:
         tokens = [kind == "tokens" for _, kind, _ in request.arguments]
-        split = [x.split(TRIAL_LENGTHS, 1) if is_split else (x, x) for x, is_split in zip(values, tokens, strict=True)]
-        return torch.cat([call(inspect.unwrap(request.function), document) for document in zip(*split, strict=True)], 1)
+        sizes = [count * length for count, length in _GROUPS]
+        parts = [x.split(sizes, 1) if each else [x] * len(sizes) for x, each in zip(values, tokens, strict=True)]
+        outputs = []
+        for (count, length), *group in zip(_GROUPS, *parts, strict=True):
+            batch = [x.reshape(count, length, *x.shape[2:]) if each else x for x, each in zip(group, tokens)]
+            outputs.append(call(inspect.unwrap(request.function), batch).flatten(0, 1))
+        return torch.cat(outputs)[None]
 
     with current_device(request.device):
         right, found = alone(), together()
         dout = torch.randn(right.shape, generator=generator)
         pairs = zip(*([out, *torch.autograd.grad(out, inputs, dout.to(out))] for out in (found, right)), strict=True)
-        return max(float(((a - b).float().norm() / b.float().norm()).detach()) for a, b in pairs)
+        return [float(((a - b).float().norm() / b.float().norm()).detach()) for a, b in pairs]
 
 
 def _made(name: str, kind: str, what: Any, device: torch.device, generator: torch.Generator) -> Any:
@@ -140,9 +149,11 @@ def _made(name: str, kind: str, what: Any, device: torch.device, generator: torc
     if kind == "value":
         return what
     shape, dtype = what
-    shape = (1, sum(TRIAL_LENGTHS), *shape) if kind == "tokens" else shape
+    shape = (1, sum(_LENGTHS), *shape) if kind == "tokens" else shape
     if name in ("g", "A"):
         value = -0.1 * torch.rand(shape, generator=generator)
+        if kind == "tokens":
+            value[:, _ENDS] = _END
     elif name == "beta":
         value = torch.rand(shape, generator=generator)
     else:

@@ -48,7 +48,7 @@ def scores_backward(
     )
     total = tl.zeros([C, C], tl.float32)
     for head in range(group * GROUP, group * GROUP + GROUP):
-        decay = tl.load(c + head * tokens + t, has, other=0.0)
+        decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
         between = decays(decay, visible) * scale
         weights = tl.trans((scores * between).to(dscores.dtype.element_ty))
         solved = columns(inverses, t, head, H, 0, C, C, has)
@@ -63,7 +63,7 @@ def scores_backward(
         dscore *= between
         total += dscore
         moved = dscore * scores
-        tl.store(dc + head * tokens + t, tl.sum(moved, 1) - tl.sum(moved, 0), has)
+        tl.store(dc + tl.cast(head, tl.int64) * tokens + t, tl.sum(moved, 1) - tl.sum(moved, 0), has)
     store_rows(dscores, total, t, group, H // GROUP, 0, C, C, has)
 
 
@@ -87,9 +87,9 @@ def query_backward(
             do = rows(dout, t, head, H, first, V, BLOCK_V, has)
             s = part(states, chunk, head, H, z * BLOCK_K, K, BLOCK_K, first, V, BLOCK_V)
             asked += tl.dot(do, tl.load(s, any_enters, other=0.0), input_precision=PRECISION)
-        decay = tl.load(c + head * tokens + t, has, other=0.0)
+        decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
         asked *= tl.where(enters, tl.exp(decay), 0.0)[:, None] * scale
-        tl.store(dc + ((1 + z) * H + head) * tokens + t, tl.sum(asked * queries, 1), has)
+        tl.store(dc + tl.cast((1 + z) * H + head, tl.int64) * tokens + t, tl.sum(asked * queries, 1), has)
         dq_sum += asked
     store_rows(dq, dq_sum, t, group, H // GROUP, z * BLOCK_K, K, BLOCK_K, has)
 
@@ -122,9 +122,9 @@ def carry_backward(
         solved = rows(inverses, t, head, H, 0, C, C, own)
         do = columns(dout, t, head, H, first, V, BLOCK_V, own)
         dr = columns(dright, t, head, H, first, V, BLOCK_V, own)
-        decay = tl.load(c + head * tokens + t, own, other=0.0)
-        beta = tl.load(strength + head * tokens + t, own, other=0.0)
-        last = tl.load(c + head * tokens + chunk * C + C - 1, leaves, other=0.0)
+        decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, own, other=0.0)
+        beta = tl.load(strength + tl.cast(head, tl.int64) * tokens + t, own, other=0.0)
+        last = tl.load(c + tl.cast(head, tl.int64) * tokens + chunk * C + C - 1, leaves, other=0.0)
         # In the closing chunk D is 0, and its last token may be of another document.
         tl.store(state(dstates, chunk, head, H, K, first, V, BLOCK_V), ds.to(dstates.dtype.element_ty), leaves)
         dn = tl.dot(ds.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
@@ -143,8 +143,8 @@ def carry_backward(
         keys = rows(k, t, head // (H // Q), Q, 0, K, K, own)
         solved = rows(inverses, t, head, H, 0, C, C, own)
         dr = columns(dright, t, head, H, first, V, BLOCK_V, own)
-        decay = tl.load(c + head * tokens + t, own, other=0.0)
-        last = tl.load(c + head * tokens + opening * C + C - 1)
+        decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, own, other=0.0)
+        last = tl.load(c + tl.cast(head, tl.int64) * tokens + opening * C + C - 1)
         tl.store(state(dstates, opening, head, H, K, first, V, BLOCK_V), ds.to(dstates.dtype.element_ty))
         dn = tl.dot(ds.to(keys.dtype), tl.trans(keys), input_precision=PRECISION) * tl.exp(last - decay)[None, :]
         dr += tl.dot(dn.to(keys.dtype), solved, input_precision=PRECISION)
@@ -171,7 +171,7 @@ def solve_backward(
     )
     total = tl.zeros([C, C], tl.float32)
     for head in range(group * GROUP, group * GROUP + GROUP):
-        beta = tl.load(strength + head * tokens + t, has, other=0.0)
+        beta = tl.load(strength + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
         mixed = tl.zeros([C, C], tl.float32)
         dbeta = tl.zeros([C], tl.float32)
         for first in range(0, V, BLOCK_V):
@@ -181,13 +181,15 @@ def solve_backward(
             dr = dr.to(tl.float32)
             dbeta += tl.sum(dr * rows(v, t, head, H, first, V, BLOCK_V, has).to(tl.float32), 1)
             store_rows(dv, dr * beta[:, None], t, head, H, first, V, BLOCK_V, has)
-        decay = tl.load(c + head * tokens + t, has, other=0.0)
+        decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
         mixed = tl.where(strict, mixed * decays(decay, visible), 0.0)
         moved = mixed * alike
         within = tl.sum(moved, 1)
-        tl.store(dstrength + head * tokens + t, dbeta + within, has)
-        to_c = tl.load(dc + head * tokens + t, has, other=0.0)
-        tl.store(dc + head * tokens + t, to_c + within * beta - tl.sum(moved * beta[:, None], 0), has)
+        tl.store(dstrength + tl.cast(head, tl.int64) * tokens + t, dbeta + within, has)
+        to_c = tl.load(dc + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
+        tl.store(
+            dc + tl.cast(head, tl.int64) * tokens + t, to_c + within * beta - tl.sum(moved * beta[:, None], 0), has
+        )
         total += mixed * beta[:, None]
     store_rows(da, total, t, group, H // GROUP, 0, C, C, has)
 
@@ -226,9 +228,9 @@ def key_backward(
             ds = tl.load(ds, any_leaves, other=0.0)
             added += tl.dot(n, ds, input_precision=PRECISION)
             through += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 0)
-        decay = tl.load(c + head * tokens + t, has, other=0.0)
-        beta = tl.load(strength + head * tokens + t, has, other=0.0)
-        last = tl.load(c + head * tokens + chunk * C + C - 1, any_leaves, other=0.0)
+        decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
+        beta = tl.load(strength + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
+        last = tl.load(c + tl.cast(head, tl.int64) * tokens + chunk * C + C - 1, any_leaves, other=0.0)
         reach = tl.where(enters, tl.exp(decay), 0.0)
         # What the state held for k, by what it did to the right side
         seen = -reach * tl.sum(taken * keys, 1)
@@ -237,9 +239,15 @@ def key_backward(
         from_state = tl.sum(added * keys, 1)
         # All that leaves is decayed by c_last: what the chunk adds, and what entered if its document leaves too.
         at_end = tl.sum(from_state, 0) + tl.where(enters, tl.exp(last) * tl.sum(through, 0), 0.0)
-        to_c = tl.load(dc + ((1 + z) * H + head) * tokens + t, has, other=0.0) + beta * seen - from_state
-        tl.store(dc + ((1 + z) * H + head) * tokens + t, to_c + tl.where((i == C - 1) & leaves, at_end, 0.0), has)
-        tl.store(dstrength + ((1 + z) * H + head) * tokens + t, seen, has)
+        to_c = (
+            tl.load(dc + tl.cast((1 + z) * H + head, tl.int64) * tokens + t, has, other=0.0) + beta * seen - from_state
+        )
+        tl.store(
+            dc + tl.cast((1 + z) * H + head, tl.int64) * tokens + t,
+            to_c + tl.where((i == C - 1) & leaves, at_end, 0.0),
+            has,
+        )
+        tl.store(dstrength + tl.cast((1 + z) * H + head, tl.int64) * tokens + t, seen, has)
     store_rows(dk, dk_sum, t, group, H // GROUP, z * BLOCK_K, K, BLOCK_K, has)
 
 
@@ -251,8 +259,8 @@ def gates_backward(segments, dc, dstrength, dg, dbeta, tokens, H: tl.constexpr, 
     to_c = tl.zeros([C], tl.float32)
     to_beta = tl.zeros([C], tl.float32)
     for n in range(1 + PARTS):
-        to_beta += tl.load(dstrength + (n * H + head) * tokens + t, has, other=0.0)
-        to_c += tl.load(dc + (n * H + head) * tokens + t, has, other=0.0)
+        to_beta += tl.load(dstrength + tl.cast(n * H + head, tl.int64) * tokens + t, has, other=0.0)
+        to_c += tl.load(dc + tl.cast(n * H + head, tl.int64) * tokens + t, has, other=0.0)
     tl.store(dbeta + t * H + head, to_beta.to(dbeta.dtype.element_ty), has)
     # c_i is the sum over the tokens of the document up to i
     dgate = tl.sum(tl.where(visible, to_c[:, None], 0.0), 0)

@@ -103,8 +103,8 @@ def prepare(
         gate0 = tl.load(g + t0 * H + head, has0, other=0.0).to(tl.float32)
         earlier = (segment[:, :, None] == segment0[None, None, :]) & (n == 1)[:, None, None]
         total += tl.sum(tl.where(earlier, gate0[None, None, :], 0.0), 2)
-    tl.store(c + head * tokens + t, total, has)
-    tl.store(strength + head * tokens + t, betas, has)
+    tl.store(c + tl.cast(head, tl.int64) * tokens + t, total, has)
+    tl.store(strength + tl.cast(head, tl.int64) * tokens + t, betas, has)
     channel = tl.arange(0, K)
     place = k + (t * Q + shared) * K
     keys = tl.load(place[:, :, None] + channel[None, None, :], has[:, :, None], other=0.0)
@@ -162,8 +162,8 @@ def opened(
         t = chunk.to(tl.int64) * C + tl.arange(0, C)
         own = t >= start
         keys = rows(k, t, head // (H // Q), Q, 0, K, K, own)
-        decay = tl.load(c + head * tokens + t, own, other=0.0)
-        last = tl.load(c + head * tokens + chunk * C + C - 1)
+        decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, own, other=0.0)
+        last = tl.load(c + tl.cast(head, tl.int64) * tokens + chunk * C + C - 1)
         n = columns(new, t, head, H, first, V, BLOCK_V, own)
         s += tl.dot((n * tl.exp(last - decay)[None, :]).to(keys.dtype), keys, input_precision=PRECISION)
     return s
@@ -191,10 +191,10 @@ def carry(
         keys = rows(k, t, head // (H // Q), Q, 0, K, K, own)
         values = columns(v, t, head, H, first, V, BLOCK_V, own)
         solved = rows(inverses, t, head, H, 0, C, C, own)
-        decay = tl.load(c + head * tokens + t, own, other=0.0)
-        beta = tl.load(strength + head * tokens + t, own, other=0.0)
+        decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, own, other=0.0)
+        beta = tl.load(strength + tl.cast(head, tl.int64) * tokens + t, own, other=0.0)
         # What a closing chunk that is not full makes of s is used by nobody.
-        last = tl.load(c + head * tokens + chunk * C + C - 1, chunk * C + C <= stop, other=0.0)
+        last = tl.load(c + tl.cast(head, tl.int64) * tokens + chunk * C + C - 1, chunk * C + C <= stop, other=0.0)
         tl.store(state(states, chunk, head, H, K, first, V, BLOCK_V), s.to(states.dtype.element_ty))
         seen = tl.dot(s.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
         right = ((values - seen * tl.exp(decay)[None, :]) * beta[None, :]).to(keys.dtype)
@@ -228,8 +228,8 @@ def restore(
         t = (chunk * C + i).to(tl.int64)
         keys = rows(k, t, head // (H // Q), Q, 0, K, K, t < tokens)
         n = columns(new, t, head, H, first, V, BLOCK_V, t < tokens)
-        decay = tl.load(c + head * tokens + t)
-        last = tl.load(c + head * tokens + chunk * C + C - 1)
+        decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t)
+        last = tl.load(c + tl.cast(head, tl.int64) * tokens + chunk * C + C - 1)
         tl.store(state(states, chunk, head, H, K, first, V, BLOCK_V), s.to(states.dtype.element_ty))
         added = (n * tl.exp(last - decay)[None, :]).to(keys.dtype)
         s = s * tl.exp(last) + tl.dot(added, keys, input_precision=PRECISION)
@@ -248,7 +248,7 @@ def output(
     t, has, visible, enters, _ = chunk_of(segments, chunk, tokens, C, STATES)
     queries = rows(q, t, head // (H // Q), Q, 0, K, K, has)
     keys = rows(k, t, head // (H // Q), Q, 0, K, K, has)
-    decay = tl.load(c + head * tokens + t, has, other=0.0)
+    decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
     s = tl.load(state(states, chunk, head, H, K, first, V, BLOCK_V), tl.max(enters.to(tl.int32), 0) > 0, other=0.0)
     total = tl.dot(queries, tl.trans(s), input_precision=PRECISION)
     total *= tl.where(enters, tl.exp(decay), 0.0)[:, None]

@@ -65,7 +65,7 @@ def carry_backward(
         queries = rows(asking, t, head, H, 0, K, K, own)
         ds = ds * kept
         ds += tl.dot((do * scale).to(keys.dtype), queries, input_precision=PRECISION)
-        beta = tl.load(strength + head * tokens + t, own, other=0.0)
+        beta = tl.load(strength + tl.cast(head, tl.int64) * tokens + t, own, other=0.0)
         solved = rows(inverses, t, head, H, 0, C, C, own)
         dr = tl.dot(dn.to(keys.dtype), solved, input_precision=PRECISION)
         keys = rows(entering, t, head, H, 0, K, K, own)
@@ -94,7 +94,7 @@ def chunk_backward(
     t, has, visible, enters, leaves = chunk_of(segments, chunk, tokens, C, STATES)
     i = tl.arange(0, C)
     any_enters, any_leaves = tl.max(enters.to(tl.int32), 0) > 0, tl.max(leaves.to(tl.int32), 0) > 0
-    beta = tl.load(strength + head * tokens + t, has, other=0.0)
+    beta = tl.load(strength + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
     solved = rows(inverses, t, head, H, 0, C, C, has)
     dq_sum = tl.zeros([C, K], tl.float32)
     dk_in = tl.zeros([C, K], tl.float32)

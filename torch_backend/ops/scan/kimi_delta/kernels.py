@@ -57,10 +57,12 @@ def decay(
     chunk, head = tl.program_id(0), tl.program_id(1)
     t, has, visible, enters, leaves = chunk_of(segments, chunk, tokens, C, STATES)
     gate = rows(g, t, head, H, 0, K, K, has).to(tl.float32)
-    total = tl.dot(tl.where(visible, 1.0, 0.0), gate, input_precision=PRECISION)
+    # Sums of multiples of 2^-14 are exact up to 1,024, so a sum is rounded once; exp makes its error a relative one.
+    before, coarse = tl.where(visible, 1.0, 0.0), tl.floor(gate * 16384.0) / 16384.0
+    total = tl.dot(before, coarse, input_precision=PRECISION) + tl.dot(before, gate - coarse, input_precision=PRECISION)
     store_rows(c, total, t, head, H, 0, K, K, has)
     beta_rows = tl.load(beta + t * H + head, has, other=0.0).to(tl.float32)
-    tl.store(strength + head * tokens + t, beta_rows, has)
+    tl.store(strength + tl.cast(head, tl.int64) * tokens + t, beta_rows, has)
     queries = rows(q, t, head, H, 0, K, K, has)
     keys = rows(k, t, head, H, 0, K, K, has)
     reach = tl.where(enters[:, None], tl.exp(total), 0.0)
@@ -93,7 +95,7 @@ def score(
         asked = (queries * fading).to(keys.dtype)
         a += tl.where(pairs, tl.dot(moved, turned, input_precision=PRECISION), 0.0)
         b += tl.where(pairs, tl.dot(asked, turned, input_precision=PRECISION), 0.0)
-    beta = tl.load(strength + head * tokens + t, has, other=0.0)
+    beta = tl.load(strength + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
     store_rows(system, a * beta[:, None], t, head, H, 0, C, C, has)
     store_rows(scores, b, t, head, H, 0, C, C, has)
 
@@ -137,7 +139,7 @@ def carry(
         own = t >= start
         keys = rows(entering, t, head, H, 0, K, K, own)
         values = columns(v, t, head, H, first, V, BLOCK_V, own)
-        beta = tl.load(strength + head * tokens + t, own, other=0.0)
+        beta = tl.load(strength + tl.cast(head, tl.int64) * tokens + t, own, other=0.0)
         solved = rows(inverses, t, head, H, 0, C, C, own)
         kept = tl.exp(last_of(c, chunk, tokens, head, H, K, C))
         seen = tl.dot(s.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
@@ -165,7 +167,7 @@ def output(
     s = tl.load(state(states, chunk, head, H, K, first, V, BLOCK_V), tl.max(enters.to(tl.int32), 0) > 0, other=0.0)
     s = tl.trans(s)
     keys = rows(entering, t, head, H, 0, K, K, has)
-    beta = tl.load(strength + head * tokens + t, has, other=0.0)
+    beta = tl.load(strength + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
     error = rows(v, t, head, H, first, V, BLOCK_V, has) - tl.dot(keys, s, input_precision=PRECISION)
     solved = rows(inverses, t, head, H, 0, C, C, has)
     new = tl.dot(solved, (error * beta[:, None]).to(keys.dtype), input_precision=PRECISION).to(keys.dtype)

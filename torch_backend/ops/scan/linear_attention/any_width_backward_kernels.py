@@ -27,7 +27,7 @@ def values_backward(
     t, has, visible, _, _ = chunk_of(segments, chunk, tokens, C, False)
     queries = rows(q, t, head // (H // Q), Q, 0, K, K, has)
     keys = rows(k, t, head // (H // Q), Q, 0, K, K, has)
-    decay = tl.load(c + head * tokens + t, has, other=0.0)
+    decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * decays(decay, visible) * scale
     scores = tl.trans(scores.to(keys.dtype))
     for first in range(0, V, BLOCK_V):
@@ -61,8 +61,8 @@ def carry_backward(
         queries = rows(q, t, head // (H // Q), Q, 0, K, K, own)
         do = columns(dout, t, head, H, first, V, BLOCK_V, own)
         dn = columns(dnew, t, head, H, first, V, BLOCK_V, own)
-        decay = tl.load(c + head * tokens + t, own, other=0.0)
-        last = tl.load(c + head * tokens + chunk * C + C - 1, (n > 0) | STATES, other=0.0)
+        decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, own, other=0.0)
+        last = tl.load(c + tl.cast(head, tl.int64) * tokens + chunk * C + C - 1, (n > 0) | STATES, other=0.0)
         tl.store(
             state(dstates, chunk, head, H, K, first, V, BLOCK_V), ds.to(dstates.dtype.element_ty), (n > 0) | STATES
         )
@@ -82,8 +82,8 @@ def carry_backward(
         own = t >= start
         keys = rows(k, t, head // (H // Q), Q, 0, K, K, own)
         dn = columns(dnew, t, head, H, first, V, BLOCK_V, own)
-        decay = tl.load(c + head * tokens + t, own, other=0.0)
-        last = tl.load(c + head * tokens + opening * C + C - 1)
+        decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, own, other=0.0)
+        last = tl.load(c + tl.cast(head, tl.int64) * tokens + opening * C + C - 1)
         tl.store(state(dstates, opening, head, H, K, first, V, BLOCK_V), ds.to(dstates.dtype.element_ty))
         dn += tl.dot(ds.to(keys.dtype), tl.trans(keys), input_precision=PRECISION) * tl.exp(last - decay)[None, :]
         store_columns(dnew, dn, t, head, H, first, V, BLOCK_V, own)
@@ -107,8 +107,8 @@ def chunk_backward(
     dq_sum = tl.zeros([C, K], tl.float32)
     dk_sum = tl.zeros([C, K], tl.float32)
     for head in range(group * GROUP, group * GROUP + GROUP):
-        decay = tl.load(c + head * tokens + t, has, other=0.0)
-        last = tl.load(c + head * tokens + chunk * C + C - 1, any_leaves, other=0.0)
+        decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
+        last = tl.load(c + tl.cast(head, tl.int64) * tokens + chunk * C + C - 1, any_leaves, other=0.0)
         reach = tl.where(enters, tl.exp(decay), 0.0)
         out_reach = tl.where(leaves, tl.exp(tl.where(leaves, last - decay, 0.0)), 0.0)
         dscores = tl.zeros([C, C], tl.float32)
@@ -121,7 +121,7 @@ def chunk_backward(
             from_state -= tl.sum(dk_sum * rows(k, t, shared, Q, 0, K, K, has), 1)
         dbeta_sum = tl.zeros([C], tl.float32)
         if GAIN:
-            beta = tl.load(strength + head * tokens + t, has, other=0.0)
+            beta = tl.load(strength + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
         for first in range(0, V, BLOCK_V):
             do = rows(dout, t, head, H, first, V, BLOCK_V, has)
             new = rows(v, t, head, H, first, V, BLOCK_V, has)

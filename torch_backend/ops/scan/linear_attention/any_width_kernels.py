@@ -37,9 +37,13 @@ def prepare(g, beta, segments, c, strength, tokens, H: tl.constexpr, GAIN: tl.co
     t, has, visible, _, _ = chunk_of(segments, chunk, tokens, C, False)
     gate = tl.load(g + t * H + head, has, other=0.0).to(tl.float32)
     total = tl.sum(tl.where(visible, gate[None, :], 0.0), 1)
-    tl.store(c + head * tokens + t, total, has)
+    tl.store(c + tl.cast(head, tl.int64) * tokens + t, total, has)
     if GAIN:
-        tl.store(strength + head * tokens + t, tl.load(beta + t * H + head, has, other=0.0).to(tl.float32), has)
+        tl.store(
+            strength + tl.cast(head, tl.int64) * tokens + t,
+            tl.load(beta + t * H + head, has, other=0.0).to(tl.float32),
+            has,
+        )
 
 
 @triton.jit
@@ -61,10 +65,10 @@ def carry(
         own = t >= start
         keys = rows(k, t, head // (H // Q), Q, 0, K, K, own)
         new = columns(v, t, head, H, first, V, BLOCK_V, own)
-        decay = tl.load(c + head * tokens + t, own, other=0.0)
-        last = tl.load(c + head * tokens + chunk * C + C - 1)
+        decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, own, other=0.0)
+        last = tl.load(c + tl.cast(head, tl.int64) * tokens + chunk * C + C - 1)
         if GAIN:
-            new = new * tl.load(strength + head * tokens + t, own, other=0.0)[None, :]
+            new = new * tl.load(strength + tl.cast(head, tl.int64) * tokens + t, own, other=0.0)[None, :]
         added = (new * tl.exp(last - decay)[None, :]).to(keys.dtype)
         if STATES:
             tl.store(state(states, chunk, head, H, K, first, V, BLOCK_V), s.to(states.dtype.element_ty))
@@ -86,13 +90,13 @@ def output(
     t, has, visible, enters, _ = chunk_of(segments, chunk, tokens, C, STATES)
     queries = rows(q, t, head // (H // Q), Q, 0, K, K, has)
     keys = rows(k, t, head // (H // Q), Q, 0, K, K, has)
-    decay = tl.load(c + head * tokens + t, has, other=0.0)
+    decay = tl.load(c + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)
     new = rows(v, t, head, H, first, V, BLOCK_V, has)
     s = tl.load(state(states, chunk, head, H, K, first, V, BLOCK_V), tl.max(enters.to(tl.int32), 0) > 0, other=0.0)
     s = tl.trans(s)
     reach = tl.where(enters, tl.exp(decay), 0.0)[:, None]
     if GAIN:
-        new = (new * tl.load(strength + head * tokens + t, has, other=0.0)[:, None]).to(keys.dtype)
+        new = (new * tl.load(strength + tl.cast(head, tl.int64) * tokens + t, has, other=0.0)[:, None]).to(keys.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * decays(decay, visible) * scale
     total = tl.dot(scores.to(new.dtype), new, input_precision=PRECISION)
     total += tl.dot(queries, s, input_precision=PRECISION) * (reach * scale)

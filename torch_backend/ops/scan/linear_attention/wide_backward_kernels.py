@@ -44,7 +44,7 @@ def square(x, chunk, group, GROUPS: tl.constexpr, C: tl.constexpr):
 def store_gates(x, value, chunk, head, tokens, C: tl.constexpr):
     """x[head, t] = value for the tokens of a chunk that exist; x [H, T]."""
     i = tl.arange(0, C)
-    tl.store(x + head * tokens + chunk * C + i, value, i < tokens - chunk * C)
+    tl.store(x + tl.cast(head, tl.int64) * tokens + chunk * C + i, value, i < tokens - chunk * C)
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def queries_backward(
     queries = rows(q, chunk, i, shared, Q, K, C)
     total = tl.zeros([C, K], tl.float32)
     for head in tl.range(group * GROUP, group * GROUP + GROUP, num_stages=STAGES):
-        decay = tl.load(c + head // SPLIT * tokens + chunk * C + i)
+        decay = tl.load(c + tl.cast(head // SPLIT, tl.int64) * tokens + chunk * C + i)
         do, s = rows(dout, chunk, i, head, H, V, C), tl.load(state(kept, chunk, head, H, K, V))
         reach = tl.where(segment == before, tl.exp2(decay), 0.0) * scale
         read = tl.sum(do * tl.dot(queries, s, input_precision=PRECISION), 1) * reach
@@ -157,9 +157,9 @@ def gates_backward(
     gradient = tl.zeros([C, BLOCK], tl.float32)
     strong = tl.zeros([C, BLOCK], tl.float32)
     for n in range(SPLIT):
-        source = (head * SPLIT + n)[None, :] * tokens + t[:, None]
+        source = tl.cast(head * SPLIT + n, tl.int64)[None, :] * tokens + t[:, None]
         for part in tl.static_range(3):
-            gradient += tl.load(dc + part * H * tokens + source, mask, other=0.0)
+            gradient += tl.load(dc + tl.cast(part * H, tl.int64) * tokens + source, mask, other=0.0)
         if GAIN:
             strong += tl.load(dstrength + source, mask, other=0.0)
     after = tl.trans(causal(segment, C)).to(tl.float32)  # c_i is the sum of g up to i

@@ -77,7 +77,7 @@ def causal(segment, C: tl.constexpr):
 @triton.jit
 def gates(c, strength, head, chunk, i, tokens, C: tl.constexpr, SPLIT: tl.constexpr, GAIN: tl.constexpr):
     """c and strengths of a chunk, and the last c."""
-    start = head // SPLIT * tokens + chunk * C
+    start = tl.cast(head // SPLIT, tl.int64) * tokens + chunk * C
     decay = tl.load(c + start + i)
     last = tl.load(c + start + C - 1, tokens - chunk * C >= C, other=0.0)
     strong = tl.full([C], 1.0, tl.float32)
@@ -114,7 +114,7 @@ def sums(
     _, segment, _, _ = chunk_of(segments, chunk, tokens, C)
     t = tl.cast(chunk, tl.int64) * C + tl.arange(0, C)
     mask = (t < tokens)[:, None] & (head < H // SPLIT)[None, :]
-    source, target = t[:, None] * (H // SPLIT) + head[None, :], head[None, :] * tokens + t[:, None]
+    source, target = t[:, None] * (H // SPLIT) + head[None, :], tl.cast(head, tl.int64)[None, :] * tokens + t[:, None]
     gate = tl.load(g + source, mask, other=0.0).to(tl.float32) * 1.4426950408889634
     tl.store(c + target, tl.dot(causal(segment, C).to(tl.float32), gate, input_precision="ieee"), mask)
     if GAIN:

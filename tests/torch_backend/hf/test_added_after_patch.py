@@ -1,0 +1,238 @@
+"""Modules, forwards and hooks that are added after patch(model), before its first packed call and between two.
+
+Each of the additions below lets every document see those before it in its row.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import torch_backend
+from packing_core.errors import ContaminationError, LayoutError, UnsupportedModelError
+from tests.torch_backend.hf.test_document_heads import classifier
+from tests.torch_backend.models import assert_same, collate, documents, packed, patched, tiny
+from torch_backend import PackedCollator
+from torch_backend.hf.edits.late_hooks import WatchedHook
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.steps.train_step import make_train_step
+
+AGAIN = r"call crosspack\.patch\(model\) again, which proves it"
+HOOK = rf"^a hook on {{}} was added after crosspack\.patch\(model\) and changes what .*{AGAIN}"
+FORWARD = rf"^another forward of {{}} was added to LlamaForCausalLM after crosspack\.patch\(model\).*{AGAIN}"
+MODULE = rf"{{}} was added to LlamaForCausalLM after crosspack\.patch\(model\).*{AGAIN}"
+
+
+def with_earlier(x: Tensor) -> Tensor:
+    return x + x.cumsum(-2) / 10
+
+
+class Mixing(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return with_earlier(self.inner(*args, **kwargs))
+
+
+class First(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x[0]
+
+
+def observing(module: nn.Module, args: Any) -> None:
+    """Looks and returns nothing."""
+
+
+def mixing(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return with_earlier(output)
+
+
+def hook_on_mlp(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(mixing)
+
+
+def hook_on_embedding(model: Any) -> None:
+    model.model.embed_tokens.register_forward_hook(mixing)
+
+
+def hook_before_layer(model: Any) -> None:
+    model.model.layers[1].register_forward_pre_hook(lambda _, args: (with_earlier(args[0]), *args[1:]))
+
+
+def hook_on_decoder(model: Any) -> None:
+    model.model.register_forward_hook(lambda _, args, output: type(output)(last_hidden_state=with_earlier(output[0])))
+
+
+def hook_before_head(model: Any) -> None:
+    model.lm_head.register_forward_pre_hook(lambda _, args: (with_earlier(args[0]),))
+
+
+def forward_of_mlp(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda x: with_earlier(own(x))
+
+
+def forward_of_attention(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    own = attention.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output, weights = own(*args, **kwargs)
+        return with_earlier(output), weights
+
+    attention.forward = forward
+
+
+def forward_of_decoder(model: Any) -> None:
+    own = model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        return type(output)(last_hidden_state=with_earlier(output[0]))
+
+    model.model.forward = forward
+
+
+def head(model: Any) -> None:
+    model.lm_head = Mixing(model.lm_head)
+
+
+def head_of_torch(model: Any) -> None:
+    model.lm_head = nn.Sequential(nn.GRU(model.config.hidden_size, model.config.vocab_size, batch_first=True), First())
+
+
+def mlp(model: Any) -> None:
+    model.model.layers[0].mlp = Mixing(model.model.layers[0].mlp)
+
+
+def embedding(model: Any) -> None:
+    model.model.embed_tokens = Mixing(model.model.embed_tokens)
+
+
+def class_of_mlp(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    forward = {"forward": lambda self, x: with_earlier(super(type(self), self).forward(x)), "__module__": __name__}
+    mlp.__class__ = type("MixingMLP", (type(mlp),), forward)
+
+
+ADDITIONS: list[tuple[Callable[[Any], None], str]] = [
+    (hook_on_mlp, HOOK.format("LlamaMLP")),
+    (hook_on_embedding, HOOK.format("Embedding")),
+    (hook_before_layer, HOOK.format("LlamaDecoderLayer")),
+    (hook_on_decoder, HOOK.format("LlamaModel")),
+    (hook_before_head, HOOK.format("Linear")),
+    (forward_of_mlp, FORWARD.format("LlamaMLP")),
+    (forward_of_attention, FORWARD.format("LlamaAttention")),
+    (forward_of_decoder, FORWARD.format("LlamaModel")),
+    (head, MODULE.format(r"Mixing")),
+    (head_of_torch, MODULE.format(r"First, torch\.nn\.modules\.rnn\.GRU")),
+    (mlp, MODULE.format("Mixing")),
+    (embedding, MODULE.format("Mixing")),
+    (class_of_mlp, MODULE.format("MixingMLP")),
+]
+
+
+@pytest.mark.parametrize(
+    ("add", "message", "ran"),
+    [(*addition, bool(number % 2)) for number, addition in enumerate(ADDITIONS)],  # before the first call, or later
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_lets_documents_see_each_other_is_refused(add: Callable[[Any], None], message: str, ran: bool) -> None:
+    model, batch = patched(), collate(documents())
+    if ran:
+        model(**batch)
+    add(model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        model(**batch)
+    refused = UnsupportedModelError if add is forward_of_decoder else ContaminationError  # it calls itself
+    with pytest.raises(refused, match="LlamaForCausalLM"):
+        torch_backend.patch(model)
+    assert not any(isinstance(hook, WatchedHook) for m in model.modules() for hook in m._forward_hooks.values())
+
+
+@pytest.mark.parametrize(("add", "ran"), [(hook_on_mlp, True), (forward_of_mlp, False), (head, True)])
+def test_an_audit_sees_it_and_accepts_nothing(add: Callable[[Any], None], ran: bool) -> None:
+    model, batch = patched(), collate(documents())
+    if ran:
+        model(**batch)
+    add(model)
+    for run in (torch_backend.audit, torch_backend.audit, lambda model: model(**batch)):
+        with pytest.raises(UnsupportedModelError, match=AGAIN):
+            run(model)
+
+
+@pytest.mark.parametrize("add", [hook_on_decoder, hook_before_head, forward_of_attention, head, hook_on_mlp])
+def test_losses_and_steps_see_it_too(add: Callable[[Any], None]) -> None:
+    model, batch = patched(), collate(documents())
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    step(batch)
+    add(model)
+    for run in (step, lambda batch: causal_lm_loss(model, batch)):
+        with pytest.raises(UnsupportedModelError, match=AGAIN):
+            run(batch)
+
+
+def test_a_classifier_sees_what_is_added_to_its_head() -> None:
+    model = torch_backend.patch(classifier("llama"), verify=False)
+    batch = PackedCollator(model)([{"input_ids": d} for d in documents()])
+    model(**batch)
+    model.score.register_forward_hook(mixing)
+    with pytest.raises(UnsupportedModelError, match=HOOK.format("Linear")):
+        model(**batch)
+
+
+def test_hooks_that_return_nothing_observe_as_they_like() -> None:
+    model, docs = patched(), documents()
+    want = packed(model, docs)
+    handles = [m.register_forward_pre_hook(observing) for m in model.modules()]
+    assert_same(packed(model, docs), want, 0)
+    assert_same(packed(pickle.loads(pickle.dumps(model)), docs), want, 0)
+    for handle in handles:
+        handle.remove()
+    assert not any(observing is hook for m in model.modules() for hook in m._forward_pre_hooks.values())
+    assert not any(isinstance(hook, WatchedHook) for m in model.modules() for hook in m._forward_pre_hooks.values())
+
+
+def test_unpacked_batches_run_hooks_as_before_and_another_patch_accepts_them() -> None:
+    model, docs = patched(), documents()
+    model(**collate(docs))
+    stock = tiny("llama")
+    for each in (model, stock):
+        each.model.layers[0].mlp.register_forward_hook(lambda _, args, output: 2 * output)
+    with pytest.raises(UnsupportedModelError, match=HOOK.format("LlamaMLP")):
+        model(**collate(docs))
+    assert torch.equal(model(input_ids=docs[0][None]).logits, stock(input_ids=docs[0][None]).logits)
+    torch_backend.patch(model)
+    model(**collate(docs))
+    model(**collate(docs))
+    copy.deepcopy(model)(**collate(docs))
+
+
+def test_modules_of_transformers_and_adapters_change_nothing() -> None:
+    model, docs = patched(), documents()
+    model(**collate(docs))
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    model.lm_head = copy.deepcopy(model.lm_head)
+    model(**collate(docs))
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    adapted(**collate(docs))
+    causal_lm_loss(adapted, collate(docs))
+
+
+def test_a_hook_that_takes_the_boundaries_from_a_batch_is_seen() -> None:
+    model = patched()
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {"input_ids": kwargs["input_ids"]}), with_kwargs=True
+    )
+    with pytest.raises(LayoutError, match="row 0 of input_ids came packed from a collator"):
+        model(**collate(documents()))

@@ -1,0 +1,178 @@
+"""Heads that classify documents: logits, losses and gradients of each document alone, in source order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import torch_backend
+from packing_core import pack
+from packing_core.errors import LayoutError, UnsupportedModelError
+from tests.torch_backend.hf.test_conditions import model_of
+from tests.torch_backend.models import documents, error, tiny
+from torch_backend import PackedCollator
+from torch_backend.auditing.tiny import tiny_model
+
+# Attention; sinks and windows; linear attention; frequencies per document; the decoder per document.
+ROUTES = ("qwen3", "gpt_oss", "qwen3_5_text", "phi3", "bloom")
+KINDS = {"single_label_classification": 3, "regression": 1, "multi_label_classification": 3}
+PAD = 0
+
+
+def classifier(
+    family: str,
+    kind: str = "single_label_classification",
+    auto: Any = transformers.AutoModelForSequenceClassification,
+    **changes: Any,
+) -> Any:
+    """A fresh tiny classifier of documents, or what ``auto`` builds, in train mode."""
+    config = model_of("phi3").config if family == "phi3" else tiny(family).config
+    config.num_labels, config.problem_type = KINDS[kind], kind
+    config.pad_token_id = PAD
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return tiny_model(config, auto._model_mapping[type(config)]).train()
+
+
+def labels_for(kind: str, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    if kind == "single_label_classification":
+        return torch.randint(KINDS[kind], (count,), generator=generator)
+    if kind == "regression":
+        return torch.randn(count, generator=generator)
+    return torch.randint(2, (count, KINDS[kind]), generator=generator).float()
+
+
+def padded_documents() -> list[Tensor]:
+    """Documents of which one ends with padding tokens and one holds nothing else."""
+    docs = documents()
+    docs[3][-2:] = PAD
+    docs[5][:] = PAD
+    return docs
+
+
+def features(docs: list[Tensor], labels: Tensor | None = None) -> list[dict[str, Any]]:
+    if labels is None:
+        return [{"input_ids": document} for document in docs]
+    return [{"input_ids": document, "labels": y.tolist()} for document, y in zip(docs, labels, strict=True)]
+
+
+def step(model: Any) -> dict[str, Tensor]:
+    """The gradients, and the weights after one step of gradient descent."""
+    gradients = {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return gradients | {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ROUTES)
+def test_a_packed_classifier_is_that_of_each_document(family: str, kind: str) -> None:
+    docs, labels = padded_documents(), labels_for(kind, 8)
+    stock, model = classifier(family, kind), classifier(family, kind)
+    alone = [stock(input_ids=d[None], labels=y[None]) for d, y in zip(docs, labels, strict=True)]
+    loss = torch.stack([output.loss for output in alone]).mean()
+    loss.backward()
+    torch_backend.patch(model, verify=False)
+    collate = PackedCollator(model, capacity=64, strategy="best_fit")
+    batch = collate(features(docs, labels))  # in two rows, out of order
+    assert batch["packed_documents"] != tuple(sorted(batch["packed_documents"]))
+    output = model(**batch)
+    assert output.logits.shape == (8, KINDS[kind])
+    assert error(output.logits.detach(), torch.cat([each.logits for each in alone]).detach()) <= 1e-5
+    assert error(output.loss.detach(), loss.detach()) <= 1e-5
+    output.loss.backward()
+    found, want = step(model), step(stock)
+    assert found.keys() == want.keys()
+    for name in want:
+        assert error(found[name], want[name]) <= 1e-5, name
+
+
+@pytest.mark.parametrize("family", ROUTES)
+def test_replacing_a_document_moves_no_other_logits_by_a_bit(family: str) -> None:
+    model = torch_backend.patch(classifier(family), verify=False).eval()
+    docs, collate = documents(), PackedCollator(model, capacity=64)
+    before = model(**collate(features(docs))).logits
+    docs[2] = (docs[2] + 40) % 90
+    after = model(**collate(features(docs))).logits
+    moved = (before != after).any(-1)
+    assert moved.tolist() == [number == 2 for number in range(8)]
+
+
+def test_patch_proves_a_classifier_and_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_backend.hf.document_rows import DocumentRows
+
+    model = classifier("qwen3")
+    assert torch_backend.audit(model, patched=True).verdict == "exact"
+    stock = DocumentRows.keep_last
+
+    def of_the_next_document(self: Any, input_ids: Any, pad_id: Any) -> None:
+        stock(self, input_ids, pad_id)
+        self.index = self.index.roll(1, 0)
+
+    monkeypatch.setattr(DocumentRows, "keep_last", of_the_next_document)
+    assert torch_backend.audit(model, patched=True).verdict == "contaminated"
+
+
+def test_the_loss_is_a_share_of_the_steps_mean_however_documents_are_split() -> None:
+    docs, labels = documents(), labels_for("single_label_classification", 8)
+    model = torch_backend.patch(classifier("qwen3"), verify=False)
+    collate = PackedCollator(model, capacity=64)
+    whole = model(**collate(features(docs, labels))).loss
+    for cut in (1, 3):
+        parts = [features(docs, labels)[:cut], features(docs, labels)[cut:]]
+        split = sum(model(**collate(part), num_items_in_batch=torch.tensor(8)).loss for part in parts)
+        assert error(split.detach(), whole.detach()) <= 1e-6
+
+
+def test_a_row_without_documents_adds_nothing_to_a_step() -> None:
+    from packing_core.batches.dataset import with_empty_row
+
+    model = torch_backend.patch(classifier("qwen3", "regression"), verify=False)
+    packed = pack([[5, 6]], 8, per_document={"labels": [1.0]})
+    batch = PackedCollator(model)(with_empty_row(packed)[1])
+    output = model(**batch, num_items_in_batch=torch.tensor(4))
+    assert output.logits.shape == (0, 1) and output.loss == 0
+    output.loss.backward()
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_what_a_classifier_cannot_take_is_refused_for_what_it_is() -> None:
+    model = classifier("qwen3")
+    model.config.pad_token_id = None
+    with pytest.raises(UnsupportedModelError, match="its config names none: set model.config.pad_token_id"):
+        torch_backend.patch(model)
+    model.config.pad_token_id = PAD
+    torch_backend.patch(model, verify=False)
+    split = pack([[5] * 6, [6] * 9], 8, overflow="split", per_document={"labels": [0, 1]})
+    with pytest.raises(LayoutError, match="document 1 is split, and this model classifies whole documents"):
+        PackedCollator(model)(split)
+    batch = PackedCollator(model)(features(documents(), labels_for("single_label_classification", 8)))
+    with pytest.raises(LayoutError, match=r"labels have shape \[7\] and the batch holds 8 documents"):
+        model(**{**batch, "labels": batch["labels"][1:]})
+    with pytest.raises(LayoutError, match="document 0 of the batch stands in 2 segments"):
+        model(**{**batch, "packed_documents": ((0, 1), *batch["packed_documents"][2:]), "labels": None})
+    with pytest.raises(LayoutError, match="example 1 has no label and others have"):
+        PackedCollator(model)([{"input_ids": [5], "label": 1}, {"input_ids": [6]}])
+    with pytest.raises(LayoutError, match="each takes a label or a vector of labels of one length"):
+        PackedCollator(model)([{"input_ids": [5, 6], "labels": [1, 2]}, {"input_ids": [6], "labels": [1]}])
+
+
+def test_a_batch_that_names_no_documents_has_one_in_every_segment() -> None:
+    model = torch_backend.patch(classifier("qwen3"), verify=False)
+    docs = documents()
+    batch = PackedCollator(model)(features(docs))
+    assert "labels" not in batch
+    named = model(**batch).logits
+    assert torch.equal(model(**{**batch, "packed_documents": None}).logits, named)
+
+
+def test_embedded_documents_end_where_they_end() -> None:
+    model = torch_backend.patch(classifier("qwen3"), verify=False)
+    batch = PackedCollator(model, capacity=64)(features(documents()))
+    want = model(**batch).logits
+    embedded = model.get_input_embeddings()(batch.pop("input_ids"))
+    assert error(model(**batch, inputs_embeds=embedded).logits, want) <= 1e-6

@@ -1,0 +1,352 @@
+"""Losses over documents: the float64 references, TRL's own values, and one result however a step is cut."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from packing_core.errors import LayoutError, PackingError
+from packing_core.reference import distillation as distillation_reference
+from packing_core.reference import policy as policy_reference
+from packing_core.reference import preference as reference
+from torch_backend import PackedCollator, normalise, reduce
+from torch_backend.losses.distillation import distillation_loss
+from torch_backend.losses.policy import group_advantages, kl_estimate, policy_loss
+from torch_backend.losses.preference import (
+    dpo_loss,
+    kto_baseline,
+    kto_loss,
+    odds_ratio_loss,
+    orpo_loss,
+    reward_loss,
+    simpo_loss,
+)
+
+generator = torch.Generator().manual_seed(0)
+
+
+def logprobs(*shape: int, scale: float = 3.0) -> Tensor:
+    return -scale * torch.rand(shape, generator=generator, dtype=torch.float64) - 0.01
+
+
+def same(found: Tensor, wanted: Any) -> None:
+    np.testing.assert_allclose(found.detach().numpy(), wanted, rtol=1e-10, atol=1e-12)
+
+
+KINDS = [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0), ("robust", 0.1)]
+
+
+@pytest.mark.parametrize(("kind", "smoothing"), KINDS)
+@pytest.mark.parametrize("with_reference", [True, False])
+def test_dpo_equals_its_reference(kind: Any, smoothing: float, with_reference: bool) -> None:
+    given = logprobs(4 if with_reference else 2, 9, scale=30)
+    found = dpo_loss(*given, beta=0.3, kind=kind, label_smoothing=smoothing)
+    same(found, reference.dpo(*given.numpy(), beta=0.3, kind=kind, label_smoothing=smoothing))
+    assert found.shape == (9,)
+
+
+def test_the_other_preference_losses_equal_their_references() -> None:
+    chosen, rejected, scores = *logprobs(2, 9), torch.randn(2, 9, generator=generator, dtype=torch.float64)
+    same(orpo_loss(chosen, rejected, beta=0.4), reference.orpo(chosen, rejected, beta=0.4))
+    options: dict[str, float] = {"beta": 1.5, "gamma": 0.4, "label_smoothing": 0.1}
+    same(simpo_loss(chosen, rejected, **options), reference.simpo(chosen, rejected, **options))
+    margin = torch.rand(9, generator=generator, dtype=torch.float64)
+    found = reward_loss(*scores, margin=margin, center_coefficient=0.1)
+    same(found, reference.reward(*scores.numpy(), margin=margin, center_coefficient=0.1))
+    desirable = torch.arange(9) % 3 == 0
+    weights = {"beta": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.7}
+    baseline = kto_baseline(chosen + 1, rejected)
+    assert baseline.item() == pytest.approx(reference.kto_baseline(chosen + 1, rejected))
+    found = kto_loss(chosen, rejected, desirable, baseline, **weights)
+    same(found, reference.kto(chosen, rejected, desirable, baseline.item(), **weights))
+    assert kto_baseline(rejected - 9, rejected) == 0
+
+
+def test_gradients_of_the_preference_losses_are_those_of_finite_differences() -> None:
+    given = logprobs(4, 3).requires_grad_()
+    for kind, smoothing in KINDS:
+        assert torch.autograd.gradcheck(lambda x, k=kind, s=smoothing: dpo_loss(*x, kind=k, label_smoothing=s), given)
+    desirable = torch.tensor([True, False, True])
+    assert torch.autograd.gradcheck(lambda x: orpo_loss(x[0], x[1]) + simpo_loss(x[0], x[1]), given)
+    assert torch.autograd.gradcheck(lambda x: kto_loss(x[0], x[1], desirable, torch.tensor(0.3)), given)
+
+
+def test_no_gradient_goes_through_the_baseline_of_kto() -> None:
+    policy, reference = logprobs(2, 3)
+    baseline = torch.tensor(0.3, dtype=policy.dtype, requires_grad=True)
+    assert not kto_loss(policy, reference, torch.tensor([True, False, True]), baseline).requires_grad
+
+
+def test_odds_keep_their_digits_near_certainty() -> None:
+    almost = torch.tensor([-1e-6, -0.5, -8.0], dtype=torch.float32)
+    exact = reference.orpo(almost.double().numpy(), np.full(3, -1.0), beta=1.0) + almost.double().numpy()
+    np.testing.assert_allclose(odds_ratio_loss(almost, torch.full((3,), -1.0)).numpy(), exact, rtol=1e-5)
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    half = logprobs(2, 4).bfloat16()
+    assert torch.equal(dpo_loss(*half), dpo_loss(*half.float()))
+
+
+def test_preference_losses_are_those_of_trl() -> None:
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    chosen, rejected = logprobs(2, 9).float()
+    cpu = SimpleNamespace(device="cpu")
+    for kind, found in {
+        "simpo": simpo_loss(chosen, rejected, beta=0.7, gamma=0.3, label_smoothing=0.1),
+        "sigmoid": dpo_loss(chosen, rejected, beta=0.7, label_smoothing=0.1),
+        "hinge": dpo_loss(chosen, rejected, beta=0.7, kind="hinge"),
+        "ipo": dpo_loss(chosen, rejected, beta=0.7, kind="ipo"),
+    }.items():
+        trainer = SimpleNamespace(
+            alpha=0.0, accelerator=cpu, beta=0.7, loss_type=kind, simpo_gamma=0.3, label_smoothing=0.1
+        )
+        torch.testing.assert_close(found, CPOTrainer.cpo_loss(trainer, chosen, rejected)[0])
+    trainer = SimpleNamespace(beta=0.4, accelerator=cpu)
+    ratio = ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]  # they subtract it
+    torch.testing.assert_close(orpo_loss(chosen, rejected, beta=0.4), -chosen - ratio)
+
+
+# Three prompts with four, one and three sampled documents; prompts are not trained.
+GROUPS = torch.tensor([5, 5, 5, 5, 2, 9, 9, 9])
+PROMPT, COMPLETIONS = 2, (3, 7, 1, 4, 6, 2, 5, 0)
+
+
+def sampled(documents: list[int], capacity: int = 16) -> dict[str, Any]:
+    """A batch of some of the documents; the last one has no trained token."""
+    features = [
+        {"input_ids": [1 + d] * (PROMPT + COMPLETIONS[d]), "labels": [-100] * PROMPT + [1 + d] * COMPLETIONS[d]}
+        for d in documents
+    ]
+    return PackedCollator(capacity=capacity, seed=4)(features)
+
+
+def on_batch(values: list[Tensor], batch: dict[str, Any]) -> Tensor:
+    """Numbers per trained token of each document at their places, NaN everywhere else."""
+    out = torch.full(batch["labels"].shape, float("nan"), dtype=torch.float64)
+    for d, x in enumerate(values):
+        places = batch["labels"] == 1 + d
+        if places.any():
+            out[places] = x
+    return out
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_advantages_compare_documents_of_one_group(kind: Any) -> None:
+    rewards = torch.randn(8, generator=generator, dtype=torch.float64)
+    order = torch.randperm(8, generator=generator)
+    found = group_advantages(rewards[order], GROUPS[order], kind=kind)
+    same(found, policy_reference.advantages(rewards[order], GROUPS[order], kind=kind))
+    assert found[order == 4] == 0  # alone in its group
+
+
+POLICIES: list[dict[str, Any]] = [
+    {},
+    {"ratio": "sequence", "clip": (3e-1, 4e-1)},
+    {"ratio": "sequence sum"},
+    {"per": "token"},
+    {"per": "constant", "max_length": 7},
+    {"beta": 0.3, "clip": (0.1, 0.3)},
+    {"delta": 1.1},
+]
+
+
+@pytest.mark.parametrize("options", POLICIES, ids=str)
+def test_the_policy_loss_equals_its_reference_in_any_packing(options: dict[str, Any]) -> None:
+    values = [[logprobs(n) for n in COMPLETIONS] for _ in range(3)]
+    values[1] = [x + 0.5 * torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in values[0]]
+    advantages = torch.randn(8, generator=generator, dtype=torch.float64)
+    with_reference = {"reference": [x.numpy() for x in values[2]]} if "beta" in options else {}
+    wanted = policy_reference.loss(
+        [x.numpy() for x in values[0]], [x.numpy() for x in values[1]], advantages, **with_reference, **options
+    )
+    for capacity in (9, 40):
+        batch = sampled(list(range(8)), capacity)
+        new, old, ref = (on_batch(x, batch) for x in values)
+        new = new.nan_to_num(0.0)  # as token_logprobs gives them
+        given = {"reference": ref.nan_to_num(0.0)} if "beta" in options else {}
+        found = policy_loss(new, batch, advantages, old=old.nan_to_num(0.0), **given, **options)
+        same(torch.stack(found), wanted)
+
+
+def test_without_old_log_probabilities_the_gradient_is_that_of_reinforce() -> None:
+    batch = sampled([0, 1, 2])
+    new = on_batch([logprobs(n) for n in COMPLETIONS], batch).nan_to_num(0.0).requires_grad_()
+    advantages = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    policy_loss(new, batch, advantages, per="token")[0].backward()
+    assert new.grad is not None
+    for document, advantage in enumerate(advantages):
+        assert (new.grad[batch["labels"] == 1 + document] == -advantage).all()
+    assert not new.grad[batch["labels"] == -100].any()
+
+
+def test_the_estimate_of_the_divergence_is_that_of_trl() -> None:
+    new, ref = logprobs(2, 50)
+    torch.testing.assert_close(kl_estimate(new, ref), torch.exp(ref - new) - (ref - new) - 1)
+
+
+def trls_policy_loss(new: Tensor, old: Tensor, ref: Tensor, mask: Tensor, advantages: Tensor, **options: Any) -> Tensor:
+    """Computes GRPOTrainer's loss from the same numbers in its own layout, one row per document."""
+    from collections import defaultdict
+    from unittest.mock import MagicMock
+
+    from trl import GRPOTrainer
+
+    trainer = MagicMock(
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level=options.get("level", "token"),
+        beta=options.get("beta", 0.0),
+        epsilon_low=0.2,
+        epsilon_high=0.3,
+        loss_type=options.get("loss_type", "grpo"),
+        max_completion_length=7,
+        current_gradient_accumulation_steps=1,
+        use_vllm=False,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
+    )
+    trainer.args.delta = None
+    trainer.args.use_bias_correction_kl = False
+    trainer.args.steps_per_generation = 1
+    trainer.accelerator.num_processes = 1
+    trainer.accelerator.gather.side_effect = lambda x: x
+    trainer.model.training = True
+    trainer._get_per_token_logps_and_entropies.return_value = new, torch.zeros_like(new), None
+    prompts = torch.ones(len(new), PROMPT, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": prompts,
+        "prompt_mask": prompts,
+        "completion_ids": mask,
+        "completion_mask": mask,
+        "advantages": advantages,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": ref,
+        "num_items_in_batch": mask.sum(),
+    }
+    found: Tensor = GRPOTrainer._compute_loss(trainer, MagicMock(), inputs)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({"beta": 0.2}, {"beta": 0.2}),
+        ({"per": "token"}, {"loss_type": "dapo"}),
+        ({"per": "constant", "max_length": 7}, {"loss_type": "dr_grpo"}),
+        ({"ratio": "sequence"}, {"level": "sequence"}),
+    ],
+    ids=["grpo", "grpo with a reference", "dapo", "dr_grpo", "gspo"],
+)
+def test_the_policy_loss_is_that_of_trl(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    values = [[logprobs(n) for n in COMPLETIONS] for _ in range(3)]
+    advantages = torch.randn(8, generator=generator, dtype=torch.float64)
+    padded = [torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in values]
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(n, dtype=torch.int64) for n in COMPLETIONS], batch_first=True)
+    wanted = trls_policy_loss(*padded, mask, advantages, **theirs)
+    batch = sampled(list(range(8)))
+    new, old, ref = (on_batch(x, batch).nan_to_num(0.0) for x in values)
+    given = {"reference": ref} if "beta" in ours else {}
+    loss_sum, weight_sum = policy_loss(new, batch, advantages, old=old, clip=(0.2, 0.3), **given, **ours)
+    torch.testing.assert_close(loss_sum / weight_sum, wanted)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_distillation_over_the_vocabulary_is_the_divergence_and_that_of_trl(direction: Any) -> None:
+    from trl.experimental.gkd import GKDTrainer
+
+    logits = torch.randn(2, 3, 5, 11, generator=generator, dtype=torch.float64)
+    student, teacher = logits.log_softmax(-1)
+    found = distillation_loss(student, teacher, direction=direction)
+    wanted = distillation_reference.divergence(student, teacher, direction=direction)
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-10)
+    beta = 0 if direction == "forward" else 1
+    trls = GKDTrainer.generalized_jsd_loss(*logits, beta=beta, reduction="sum")
+    torch.testing.assert_close(found.sum(), trls)
+
+
+def test_distillation_over_some_ids_takes_all_others_as_one() -> None:
+    logits = torch.randn(2, 6, 11, generator=generator, dtype=torch.float64)
+    student, teacher = logits.log_softmax(-1)
+    ids = teacher.topk(4, -1).indices
+    merged = []
+    for x in (student, teacher):
+        inside = x.gather(-1, ids)
+        merged.append(torch.cat([inside, (1 - inside.exp().sum(-1, keepdim=True)).log()], -1))
+    for direction in ("forward", "reverse"):
+        found = distillation_loss(student.gather(-1, ids), teacher.gather(-1, ids), direction=direction)
+        np.testing.assert_allclose(
+            found.numpy(), distillation_reference.divergence(*merged, direction=direction), rtol=1e-9
+        )
+        assert (found <= torch.tensor(distillation_reference.divergence(student, teacher, direction=direction))).all()
+
+
+def test_distillation_leaves_out_what_is_not_trained() -> None:
+    student = torch.zeros(2, 3, requires_grad=True)
+    found = distillation_loss(student, torch.zeros(2, 3))
+    found.sum().backward()
+    assert not found.any() and student.grad is not None and not student.grad.any()
+
+
+@pytest.mark.parametrize("options", POLICIES[:5], ids=str)
+def test_policy_gradients_do_not_depend_on_how_a_step_is_cut(options: dict[str, Any]) -> None:
+    values = [logprobs(n) for n in COMPLETIONS]
+    advantages = group_advantages(torch.randn(8, generator=generator, dtype=torch.float64), GROUPS)
+    totals = []
+    for cut in ([range(8)], [range(3), range(3, 8)], [[d] for d in range(8)]):
+        sums = []
+        for part in cut:
+            documents = list(part)
+            batch = sampled(documents)
+            new = on_batch(values, batch).nan_to_num(0.0)
+            sums.append(torch.stack(policy_loss(new, batch, advantages[documents], old=1.3 * new, **options)))
+        totals.append(normalise(*torch.stack(sums).sum(0)))
+    torch.testing.assert_close(totals[1:], totals[:1] * 2)
+
+
+def test_an_end_to_end_pair_over_two_rows_reads_its_own_documents() -> None:
+    batch = sampled([0, 3, 1, 6], capacity=9)  # no pair fits into one row
+    per_token = (batch["input_ids"].double() * (batch["labels"] != -100)).double()
+    chosen, rejected = reduce(per_token, batch, "sum").view(-1, 2).T
+    assert chosen.tolist() == [1.0 * 3, 2.0 * 7] and rejected.tolist() == [4.0 * 4, 7.0 * 5]
+
+
+def test_what_has_no_meaning_is_refused() -> None:
+    pair = logprobs(2, 3)
+    with pytest.raises(PackingError, match="kind must be one of 'sigmoid', 'hinge', 'ipo', 'robust'; got 'cubic'"):
+        dpo_loss(*pair, kind="cubic")  # type: ignore[arg-type]
+    with pytest.raises(
+        PackingError, match="label_smoothing is defined for 'sigmoid' and 'robust', not for 'ipo': leave it out"
+    ):
+        dpo_loss(*pair, kind="ipo", label_smoothing=0.1)
+    with pytest.raises(PackingError, match="at least 0 and below 0.5, got 0.5"):
+        dpo_loss(*pair, kind="robust", label_smoothing=0.5)
+    with pytest.raises(PackingError, match="beta must be above 0"):
+        dpo_loss(*pair, beta=0.0)
+    with pytest.raises(LayoutError, match="come together"):
+        dpo_loss(*pair, pair[0])
+    with pytest.raises(LayoutError, match="take one number per pair or document of each"):
+        dpo_loss(pair[0], pair[1, :2])
+    with pytest.raises(LayoutError, match="desirable must be bool"):
+        kto_loss(*pair, pair[0], pair[0, 0])
+    batch = sampled([0, 1])
+    new = torch.zeros(batch["labels"].shape)
+    with pytest.raises(PackingError, match="pass both"):
+        policy_loss(new, batch, torch.zeros(2), beta=0.1)
+    with pytest.raises(PackingError, match="divides by max_length"):
+        policy_loss(new, batch, torch.zeros(2), per="constant")
+    with pytest.raises(LayoutError, match="one per document, got"):
+        policy_loss(new, batch, torch.zeros(3))
+    with pytest.raises(LayoutError, match="old must be"):
+        policy_loss(new, batch, torch.zeros(2), old=torch.zeros(3))
+    with pytest.raises(LayoutError, match="must be \\[..., K\\] of the same ids"):
+        distillation_loss(torch.zeros(2, 3), torch.zeros(2, 4))

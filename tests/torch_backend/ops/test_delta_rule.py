@@ -1,0 +1,167 @@
+"""The kernels of the gated delta rule against the float64 recurrence, their isolation, and errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from packing_core import reference
+from packing_core.errors import LayoutError, UnsupportedError
+from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget, numpy
+from tests.torch_backend.scans import LENGTHS, NAMES, assert_moved_alone, continued, packed_on, working
+from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule, gated_delta_rule_with_states
+from torch_backend.ops.scan.gated_delta.operators import chunk_length
+from torch_backend.segments import PackedMetadata
+
+HALF = EVERYWHERE[1:4]
+
+
+def drawn(where: Where, tokens: int = sum(LENGTHS), heads: int = 2, shared: int = 1, width: int = 16, values: int = 32):
+    q, k = (torch.nn.functional.normalize(where.draw(tokens, heads // shared, width, seed=n), dim=-1) for n in (1, 2))
+    g = -0.2 * torch.rand(tokens, heads, generator=torch.Generator().manual_seed(3)).to(where.device)
+    beta = torch.sigmoid(where.draw(tokens, heads, seed=4))
+    found = q, k, where.draw(tokens, heads, values, seed=5), g, beta
+    return tuple(x.detach().requires_grad_() for x in found)
+
+
+def run(where: Where, inputs, packed, delta: bool = True, dout=None):
+    q, k, v, g, beta = inputs
+    out = gated_delta_rule(q, k, v, g, beta if delta else None, packed)
+    wanted = inputs if delta else inputs[:4]
+    dout = where.draw(*out.shape, seed=6) if dout is None else dout
+    return {"out": out, **dict(zip(NAMES, torch.autograd.grad(out, wanted, dout)))}, dout
+
+
+def oracle(inputs, dout, dtype: str, lengths=LENGTHS) -> dict[str, np.ndarray]:
+    """Heads of q and k repeated, their gradients summed."""
+    q, k, v, g, beta = (numpy(x) for x in inputs)
+    shared = v.shape[1] // q.shape[1]
+    arguments = q.repeat(shared, 1), k.repeat(shared, 1), v, g, beta, np.cumsum([0, *lengths])
+    found = reference.gated_delta_rule_vjp(*arguments, numpy(dout), dtype=dtype)
+    for name in ("q", "k"):
+        found[name] = found[name].reshape(len(q), -1, shared, q.shape[2]).sum(2)
+    return {"out": reference.gated_delta_rule(*arguments, dtype=dtype), **found}
+
+
+def test_forward_and_backward_are_the_recurrence(where):
+    inputs = drawn(where, shared=2)
+    found, dout = run(where, inputs, packed_on(where))
+    assert_within_budget(found, oracle(inputs, dout, "float64"), oracle(inputs, dout, working(where)), where.dtype)
+
+
+@pytest.mark.parametrize("width", [pytest.param(64, marks=pytest.mark.gpu), 128])
+@pytest.mark.parametrize("where", HALF, indirect=True)
+def test_wide_heads_in_half_precision_are_the_recurrence_in_longer_chunks(where, width):
+    lengths = (1, 75, 20)  # the second spans two chunks
+    inputs = drawn(where, sum(lengths), shared=2, width=width, values=64)
+    found, dout = run(where, inputs, packed_on(where, lengths))
+    assert chunk_length(inputs[0], inputs[2]) == 64
+    exact, rounded = (oracle(inputs, dout, dtype, lengths) for dtype in ("float64", working(where)))
+    assert_within_budget(found, exact, rounded, where.dtype)
+
+
+def quadratic(inputs, dout, dtype: torch.dtype) -> dict[str, np.ndarray]:
+    """Without corrections, by a score matrix per document: o_i = s sum_j exp(c_i - c_j) (q_i . k_j) v_j."""
+    q, k, v, g = (x.detach().cpu().to(dtype).requires_grad_() for x in inputs[:4])
+    parts = []
+    for document in zip(*(x.split(LENGTHS) for x in (q, k, v, g)), strict=True):
+        a, b, values, gate = document
+        c = gate.cumsum(0)
+        decay = (c[:, None] - c[None]).masked_fill(torch.ones(len(a), len(a)).triu(1).bool()[..., None], -torch.inf)
+        scores = torch.einsum("ihk,jhk->ijh", a, b) * decay.exp() * q.shape[2] ** -0.5
+        parts.append(torch.einsum("ijh,jhv->ihv", scores, values))
+    out = torch.cat(parts)
+    found = torch.autograd.grad(out, (q, k, v, g), dout.cpu().to(dtype))
+    return {"out": numpy(out), **{name: numpy(x) for name, x in zip(NAMES, found)}}
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("chunk", [32, 64])  # the longer ones are for wider heads in half precision
+def test_without_corrections_it_is_linear_attention_with_a_decay(where, chunk, monkeypatch):
+    monkeypatch.setattr("torch_backend.ops.scan.linear_attention.any_width.chunk_length", lambda *arguments: chunk)
+    inputs = drawn(where)
+    found, dout = run(where, inputs, packed_on(where), delta=False)
+    exact, rounded = quadratic(inputs, dout, torch.float64), quadratic(inputs, dout, where.dtype)
+    assert_within_budget(found, exact, rounded, where.dtype)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_values_may_be_written_with_a_strength_and_without_corrections(where):
+    q, k, v, g, beta = drawn(where)
+    out = gated_delta_rule(q, k, v, g, beta, packed_on(where), corrects=False)
+    dout = where.draw(*out.shape, seed=6)
+    found = {"out": out, **dict(zip(NAMES, torch.autograd.grad(out, (q, k, v, g, beta), dout)))}
+
+    def written(dtype: torch.dtype) -> dict[str, np.ndarray]:
+        values, strength = (x.detach().cpu().to(dtype) for x in (v, beta))
+        wanted = quadratic((q, k, values * strength[..., None], g), dout, dtype)
+        dvalues = wanted["v"]
+        return wanted | {
+            "v": dvalues * numpy(strength)[..., None],
+            "beta": (dvalues * numpy(values)).sum(2),
+        }
+
+    assert_within_budget(found, written(torch.float64), written(where.dtype), where.dtype)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_no_document_moves_another_by_a_bit(where):
+    lengths = (20, 70, 22)  # the second spans three chunks
+    inputs = drawn(where, sum(lengths))
+    before, dout = run(where, inputs, packed_on(where, lengths))
+    start, stop = np.cumsum([0, *lengths])[[1, 2]]
+    changed = [x.detach().clone() for x in (*inputs, dout)]
+    for x in changed:
+        x[start:stop] = -0.5 * x[start:stop] - 0.05
+    after, _ = run(where, [x.requires_grad_() for x in changed[:5]], packed_on(where, lengths), dout=changed[5])
+    assert_moved_alone(before, after, start, stop)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_keys_that_are_all_alike_do_not_blow_up(where):
+    q, k, v, g, beta = (x.detach() for x in drawn(where, tokens=100))
+    # The powers of the matrix that is inverted grow like binomial coefficients here; its inverse does not.
+    inputs = tuple(x.requires_grad_() for x in (q, k[:1].repeat(100, 1, 1), v, 0 * g, 0 * beta + 1))
+    found, dout = run(where, inputs, packed_on(where, (100,)))
+    exact, rounded = (oracle(inputs, dout, dtype, (100,)) for dtype in ("float64", working(where)))
+    assert_within_budget(found, exact, rounded, where.dtype)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("delta", [True, False], ids=["corrected", "linear"])
+def test_states_enter_and_leave_every_segment(where, delta):
+    lengths = (0, 1, 40, 64, 7)
+    inputs = drawn(where, sum(lengths))[: 5 if delta else 4]
+    entries = len(lengths) + 2  # empty segments pass their states on
+    initial = (0.3 * where.draw(entries, 2, 16, 32, seed=7).float()).requires_grad_()
+    boundaries = torch.tensor(np.cumsum([0, *lengths, 0, 0]), dtype=torch.int32, device=where.device)
+    packed = PackedMetadata(boundaries, max(lengths), sum(lengths))
+    out, final = gated_delta_rule_with_states(*inputs, *([] if delta else [None]), packed, initial=initial)
+    douts = where.draw(*out.shape, seed=8), where.draw(*final.shape, seed=9).float()
+    found = torch.autograd.grad((out, final), (*inputs, initial), douts)
+    found = {"out": out, "final": final, **dict(zip([*NAMES[: len(inputs)], "initial"], found, strict=True))}
+    exact, rounded = (continued(inputs, initial, douts, (*lengths, 0, 0), x) for x in (torch.float64, where.dtype))
+    assert_within_budget(found, exact, rounded, where.dtype)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE[:1], indirect=True)
+def test_a_document_goes_on_in_another_row(where):
+    inputs = [x.detach() for x in drawn(where, 90)]
+    whole = gated_delta_rule(*inputs, packed_on(where, (90,)))
+    first, state = gated_delta_rule_with_states(*(x[:50] for x in inputs), packed_on(where, (50,)))
+    rest, _ = gated_delta_rule_with_states(*(x[50:] for x in inputs), packed_on(where, (40,)), initial=state)
+    assert (torch.cat([first, rest]) - whole).abs().max() < 1e-5 * whole.abs().max()
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE[:1], indirect=True)
+def test_errors_say_what_is_wrong(where):
+    q, k, v, g, beta = drawn(where)
+    with pytest.raises(LayoutError, match=r"H a multiple of Q, got q \[242, 2, 16\]"):
+        gated_delta_rule(q, k, v[:, :1], g, beta, packed_on(where))
+    with pytest.raises(LayoutError, match=r"beta must be \[242, 2\]"):
+        gated_delta_rule(q, k, v, g, beta[:, :1], packed_on(where))
+    with pytest.raises(LayoutError, match="the segments cover 3 tokens and q holds 242"):
+        gated_delta_rule(q, k, v, g, beta, packed_on(where, (3,)))
+    with pytest.raises(UnsupportedError, match="takes heads of 16, .* channels, not 12"):
+        gated_delta_rule(q[..., :12], k[..., :12], v, g, beta, packed_on(where))

@@ -1,0 +1,140 @@
+"""``make_train_step`` on several ranks takes the steps of one process on the same documents, whoever holds which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests.torch_backend.graphs import stand_in
+from tests.torch_backend.models import collate, documents, tiny
+from tests.torch_backend.ranks import on_ranks, refused
+from tests.torch_backend.wrappers import (
+    Model,
+    assert_same_weights,
+    ddp,
+    plain,
+    sharded,
+    sharded_by_fsdp_1,
+    weights_of,
+    with_idle_parameter,
+)
+from torch_backend import make_train_step
+
+pytestmark = pytest.mark.slow  # starts processes that train
+
+# The documents of each step, a line per microbatch; rank r of n takes every n-th from r on, so ranks differ in size.
+# Each of two ranks, and of four, has as many long ones in every microbatch: its batches have one form from the first.
+STEPS = [
+    [(33, 40, 35, 45, 7, 1, 19, 2), (50, 34, 41, 36, 5, 18, 2, 9)],
+    [(36, 47, 38, 33, 3, 11, 4, 19), (39, 34, 45, 35, 6, 4, 9, 1)],
+]
+
+
+def hooked(model: Model) -> Model:
+    model = DDP(plain(model))
+    model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
+class Case(NamedTuple):
+    """A training case of several ranks.
+
+    Attributes:
+        wrap: what several processes put around the model.
+        uneven: ranks differ in their number of microbatches.
+        replays: forward and backward are recorded (tests/torch_backend/graphs.py), and rank 0 replays so often.
+        odd: the last rank's second step has longer rows, for which nothing is recorded.
+        graph: why nothing is recorded, where a test asks.
+        ranks: how many.
+    """
+
+    family: str
+    wrap: Callable[[Model], Model]
+    uneven: bool = False
+    replays: int | None = None
+    odd: bool = False
+    graph: str = ""
+    ranks: int = 2
+
+
+CASES: dict[str, Case] = {
+    "DDP, qwen3": Case("qwen3", ddp()),
+    "DDP, bloom": Case("bloom", ddp()),
+    "DDP, uneven microbatches, on four": Case("qwen2", ddp(), uneven=True, ranks=4),
+    "DDP, static graph": Case("qwen2", ddp(static_graph=True), graph="DDP has a static graph, or a precision of its"),
+    "DDP, communication hook": Case("gpt_oss", hooked, graph="a communication hook of DDP reduces the gradients"),
+    "FSDP2, gpt_oss": Case("gpt_oss", sharded, graph="the model computes on cpu"),
+    "FSDP2, qwen3_5_text, on four": Case("qwen3_5_text", sharded, ranks=4),
+    "FSDP2, MoE, uneven microbatches": Case("gpt_oss", sharded, uneven=True),
+    "FSDP1, uneven microbatches": Case(
+        "qwen2", sharded_by_fsdp_1, uneven=True, graph="gradients are reduced over ranks during the backward"
+    ),
+    "DDP, graphs, uneven microbatches": Case("qwen3", with_idle_parameter, uneven=True, replays=2),
+    "DDP, graphs, a rank without one": Case("gpt_oss", ddp(), replays=2, odd=True),
+    "FSDP2, graphs": Case("qwen3", sharded, replays=2),
+    "FSDP2, graphs, uneven microbatches, on four": Case("qwen3", sharded, uneven=True, replays=2, ranks=4),
+    "FSDP2, graphs, a rank without one": Case("qwen2", sharded, replays=0, odd=True),
+}
+
+
+def train(case: Case, model: Model, shares: int, share: int) -> dict[str, Any]:
+    """The metrics of each step, the weights after it, and what was recorded."""
+    with pytest.MonkeyPatch.context() as patched:
+        graphs = stand_in(patched.setattr) if case.replays is not None and shares > 1 else SimpleNamespace()
+        graphs.model = model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step, metrics = make_train_step(model, optimizer, max_grad_norm=0.5), []
+        for number, microbatches in enumerate(STEPS):
+            docs = [documents(lengths, seed)[share::shares] for seed, lengths in enumerate(microbatches)]
+            if case.uneven and share:
+                docs = [docs[0] + docs[1]]
+            capacity = 80 if case.odd and number and share == shares - 1 else 64
+            given = [collate(each, capacity=capacity) for each in docs]
+            metrics.append({name: float(x) for name, x in step(given).items()})
+    return {
+        "metrics": metrics,
+        "weights": weights_of(model),
+        "graph": step.parts["graph"],
+        "replays": getattr(graphs, "replayed", None),
+    }
+
+
+@cache
+def on_one_process(family: str) -> dict[str, Any]:
+    return train(Case(family, plain), plain(tiny(family)), shares=1, share=0)
+
+
+def on_rank(name: str) -> dict[str, Any]:
+    case = CASES[name]
+    return train(case, case.wrap(tiny(case.family)), dist.get_world_size(), dist.get_rank())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_take_the_steps_of_one(name: str) -> None:
+    case = CASES[name]
+    one, many = on_one_process(case.family), on_ranks(on_rank, name, ranks=case.ranks)
+    for found, wanted in zip(many["metrics"], one["metrics"], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+    assert many["replays"] == case.replays, many["graph"]
+    assert many["graph"].startswith(f"no CUDA graph: {case.graph}") or not case.graph
+    many["weights"].pop("idle", None)
+    assert_same_weights(many["weights"], one["weights"])
+    start = dict(tiny(case.family).named_parameters())
+    assert max(float((weight - start[name].detach()).abs().max()) for name, weight in one["weights"].items()) > 1e-3
+
+
+def unwrapped() -> None:
+    train(Case("qwen2", plain), plain(tiny("qwen2")), 2, dist.get_rank())
+
+
+def test_ranks_whose_gradients_nothing_reduces_are_refused() -> None:
+    for error in refused(unwrapped):
+        assert error.startswith("UnsupportedError: 2 ranks would train Qwen2ForCausalLM apart")

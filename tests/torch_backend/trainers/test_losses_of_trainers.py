@@ -1,0 +1,215 @@
+"""Losses of a trainer's own: those that train across the boundaries of documents are named."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+
+import torch_backend
+from tests.torch_backend.models import PLAIN_SGD
+from tests.torch_backend.trainers.test_replaced_collator import IDS, pads
+from tests.torch_backend.trainers.test_trainer import CAPACITY, datasets, documents, llama, sft
+from torch_backend.trainers import enable_packing as enabling
+from torch_backend.trainers.enable_packing import enable_packing
+
+NAMED = (
+    "{} trains what the last token of segment 0 predicts. Where it shifts input_ids, .* take the targets from labels"
+)
+
+
+def next_tokens(logits: Tensor, targets: Tensor, count: Any) -> Tensor:
+    """The loss of tokens [B, S] that are shifted here, as in any script for unpacked batches."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="sum") / count
+
+
+class OfTokens(transformers.Trainer):
+    """Trains ``input_ids``, of which those at document starts are targets too."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs=False, num_items_in_batch: Any = None) -> Any:
+        return next_tokens(model(**inputs).logits, inputs["input_ids"], num_items_in_batch)
+
+
+class OfLabels(transformers.Trainer):
+    """Trains ``labels``, with a penalty on the logits of what is trained."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs=False, num_items_in_batch: Any = None) -> Any:
+        logits, trained = model(**inputs).logits, inputs["labels"][:, 1:] != -100
+        penalty = (logits[:, :-1].logsumexp(-1).square() * trained).sum() / num_items_in_batch
+        return next_tokens(logits, inputs["labels"], num_items_in_batch) + penalty / 1000
+
+
+def of_labels(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return next_tokens(outputs.logits, labels, num_items_in_batch)
+
+
+def of_most_likely(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Trains what the model finds most likely for the next token, at every token."""
+    return next_tokens(outputs.logits, outputs.logits.argmax(-1), num_items_in_batch)
+
+
+def trained(trainer: Any) -> Any:
+    enable_packing(trainer, capacity=CAPACITY, verify=False)
+    enable_packing(trainer, capacity=CAPACITY, verify=False)  # nothing is said twice
+    trainer.train()
+    return trainer
+
+
+def trainer_of(tmp_path: Path, kind: Any = transformers.Trainer, smoothing: float = 0.0, **options: Any) -> Any:
+    arguments = transformers.TrainingArguments(str(tmp_path), **PLAIN_SGD, label_smoothing_factor=smoothing)
+    return kind(llama(), arguments, **{"train_dataset": documents(), **options})
+
+
+def messages(caplog: Any) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "the last token of segment" in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"kind": OfTokens}, "OfTokens.compute_loss"), ({"compute_loss_func": of_most_likely}, "compute_loss_func")],
+    ids=["compute_loss", "compute_loss_func"],
+)
+def test_a_loss_that_trains_last_tokens_is_named_once(
+    tmp_path: Path, caplog: Any, options: dict[str, Any], name: str
+) -> None:
+    caplog.set_level(logging.WARNING)
+    trainer = trained(trainer_of(tmp_path, **options))
+    (message,) = messages(caplog)
+    assert re.match(NAMED.format(name), message)
+    if name != "compute_loss_func":
+        assert torch_backend.audit(trainer).verdict == "contaminated"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kind": OfLabels}, {"compute_loss_func": of_labels}, {"smoothing": 0.1}],
+    ids=["compute_loss", "compute_loss_func", "label smoothing"],
+)
+def test_a_loss_of_labels_is_exact_and_not_named(tmp_path: Path, caplog: Any, options: dict[str, Any]) -> None:
+    caplog.set_level(logging.WARNING)
+    trainer = trained(trainer_of(tmp_path, **options))
+    assert not messages(caplog)
+    assert torch_backend.audit(trainer).verdict == "exact"
+
+
+def test_a_loss_of_an_sft_trainer_is_looked_at_too(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level(logging.WARNING)
+    options: dict[str, Any] = {"packing": True, "max_length": CAPACITY, "bf16": False}
+    trainer = sft(llama(), tmp_path, documents(), **options)
+    trainer.compute_loss_func = of_most_likely
+    enable_packing(trainer, verify=False).train()
+    assert len(messages(caplog)) == 1
+
+
+# Losses that take a row for one example.
+
+
+def padding() -> dict[str, Any]:
+    """Documents of unequal lengths, and a collator that pads them."""
+    data = datasets.Dataset.from_dict({"input_ids": IDS, "labels": IDS})
+    return {"train_dataset": data, "data_collator": pads}
+
+
+def of_examples(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """The mean over examples of the mean over their tokens."""
+    return torch.stack([F.cross_entropy(x[:-1], y[1:]) for x, y in zip(outputs.logits, labels, strict=True)]).mean()
+
+
+def over_the_batch(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return next_tokens(outputs.logits, labels, len(labels))
+
+
+def of_last_logits(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return outputs.logits[:, -1].square().mean()
+
+
+def of_all_means(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """The mean over tokens, without a count."""
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Pooled(transformers.Trainer):
+    """Trains the mean of the hidden states of each example."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs=False, num_items_in_batch: Any = None) -> Any:
+        hidden = model(**inputs, output_hidden_states=True).hidden_states[-1]
+        return hidden.mean(1).square().mean()
+
+
+def compared(caplog: Any) -> list[str]:
+    return [x.getMessage() for x in caplog.records if "takes a row for one example" in x.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"compute_loss_func": of_examples}, "compute_loss_func"),
+        ({"compute_loss_func": over_the_batch}, "compute_loss_func"),
+        ({"compute_loss_func": of_last_logits}, "compute_loss_func"),
+        ({"kind": Pooled}, "Pooled.compute_loss"),
+        ({}, "the loss of LlamaForCausalLM"),
+    ],
+    ids=["mean of means", "over the size of the batch", "last logits", "pooled states", "the model's"],
+)
+def test_a_loss_per_example_is_named_once_with_both_numbers(
+    tmp_path: Path, caplog: Any, options: dict[str, Any], name: str
+) -> None:
+    caplog.set_level(logging.WARNING)
+    trainer = trainer_of(tmp_path, **padding(), **options)
+    if not options:
+        trainer.model.loss_function = lambda logits, labels, **_: next_tokens(logits, labels, len(labels))
+    for _ in range(2):
+        enable_packing(trainer, capacity=CAPACITY, verify=False, fast="kind" not in options)
+    trainer.train()
+    (message,) = compared(caplog)
+    numbers = re.match(rf"{name} is (\S+) on \d documents that are packed and (\S+) on a batch that \w+ pads", message)
+    assert numbers is not None, message
+    packed, padded = map(float, numbers.groups())
+    assert abs(packed - padded) > 1e-4 * max(abs(packed), abs(padded))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kind": OfLabels}, {"compute_loss_func": of_labels}, {"compute_loss_func": of_all_means}],
+    ids=["transformers'", "compute_loss", "compute_loss_func", "mean over tokens"],
+)
+def test_a_loss_of_tokens_is_not_named_and_trains_as_without_the_comparison(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    caplog.set_level(logging.WARNING)
+    first = trained(noisy(tmp_path, **options))
+    assert not compared(caplog)
+    monkeypatch.setattr(enabling, "warn_of_rows", lambda trainer: None)
+    second = trained(noisy(tmp_path, **options))
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    modes = [[module.training for module in each.model.modules()] for each in (first, second)]
+    assert modes[0] == modes[1]
+
+
+def noisy(tmp_path: Path, **options: Any) -> Any:
+    """A trainer whose model draws random numbers in training."""
+    trainer = trainer_of(tmp_path, **padding(), **options)
+    trainer.model.config.attention_dropout = 0.0
+    for layer in trainer.model.model.layers:
+        layer.mlp.register_forward_hook(lambda module, _, output: F.dropout(output, 0.2, module.training))
+    return trainer
+
+
+def test_a_loss_that_reads_boundaries_is_compared_with_nothing(tmp_path: Path, caplog: Any) -> None:
+    class OfDocuments(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs=False, num_items_in_batch: Any = None) -> Any:
+            documents = len(inputs["packed_documents"])
+            return next_tokens(model(**inputs).logits, inputs["labels"], documents)
+
+    caplog.set_level(logging.INFO)
+    trained(trainer_of(tmp_path, kind=OfDocuments, **padding()))
+    assert not compared(caplog)
+    assert "OfDocuments.compute_loss was not compared with itself on a padded batch: 'packed_documents'" in caplog.text

@@ -1,0 +1,157 @@
+"""enable_packing with KTOTrainer, GRPOTrainer and RLOOTrainer: updates are those of every document alone."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+
+from tests.torch_backend.preference import (
+    arguments,
+    assert_same_training,
+    model_of,
+    one_document_per_call,
+    text,
+    tokenizer,
+    trained,
+)
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.trainers.enable_packing import enable_packing
+
+datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
+trl = pytest.importorskip("trl", reason="the trainers are TRL's")
+peft = pytest.importorskip("peft", reason="TRL applies adapters")
+
+LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+
+
+def alone(trainer):
+    for model in (trainer.model, trainer.ref_model):
+        if model is not None:
+            one_document_per_call(model)
+    return trained(trainer)
+
+
+def packed(trainer):
+    return trained(enable_packing(trainer, verify=False))
+
+
+# KTO
+
+
+def kto(path, family="qwen3", adapter=None, data=None, **options):
+    rng = np.random.default_rng(0)
+    rows = data or [
+        {"prompt": text(rng, 2, 10), "completion": f" {text(rng, 2, 40)} w2", "label": bool(i % 2)} for i in range(9)
+    ]
+    defaults = {"per_device_train_batch_size": 3}
+    return trl.KTOTrainer(
+        model_of(family),
+        model_of(family, seed=1) if adapter is None else None,
+        args=arguments(trl.KTOConfig, path, **{**defaults, **options}),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        peft_config=adapter,
+    )
+
+
+# DPO and rewards meet every way through a decoder; the other trainers call their models as those do.
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bloom"])
+def test_an_update_of_kto_is_that_of_each_document_alone(tmp_path, family) -> None:
+    assert_same_training(packed(kto(tmp_path, family)), alone(kto(tmp_path, family)))
+
+
+def test_examples_of_kto_weigh_the_same_in_every_micro_batch(tmp_path) -> None:
+    """Nine examples: four of two and one alone are nine alone. Without the KL, a mean of each micro-batch."""
+    options = {"loss_type": "apo_zero_unpaired", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 5}
+    weights, _ = packed(kto(tmp_path, **options))
+    truth, _ = alone(kto(tmp_path, **{**options, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 9}))
+    assert_same_training((weights, []), (truth, []))
+
+
+def test_a_reference_of_kto_computed_ahead_is_that_of_the_documents_alone(tmp_path) -> None:
+    """TRL computes it, also for its mismatched answers, from padded batches, which phi3's frequencies depend on."""
+    options = {"precompute_ref_log_probs": True}
+    assert_same_training(packed(kto(tmp_path, "phi3", **options)), alone(kto(tmp_path, "phi3")))
+
+
+def test_an_adapter_is_its_own_reference_in_kto(tmp_path) -> None:
+    options = {"adapter": peft.LoraConfig(**LORA), "loss_type": "apo_zero_unpaired"}  # which has no KL
+    assert_same_training(packed(kto(tmp_path, **options)), alone(kto(tmp_path, **options)))
+
+
+# GRPO and RLOO
+
+
+def rewards(completion_ids, **_):
+    """Differ among the completions of a prompt."""
+    return [float(sum(ids) % 17) / 17 for ids in completion_ids]
+
+
+def policy(name, path, family="qwen3", adapter=True, model=None, words=(2, 20), lora_dropout=0.0, **options):
+    """A trainer of completions of 2 to 20 words, whose reference is the model without its adapter."""
+    rng = np.random.default_rng(0)
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 20,
+        "beta": 0.1,
+        "temperature": 0.8,
+    }
+    home = trl if hasattr(trl, f"{name}Trainer") else importlib.import_module(f"trl.experimental.{name.lower()}")
+    return getattr(home, f"{name}Trainer")(
+        model_of(family) if model is None else model,
+        rewards,
+        args=arguments(getattr(home, f"{name}Config"), path, **{**defaults, **options}),
+        train_dataset=datasets.Dataset.from_list([{"prompt": text(rng, *words)} for _ in range(8)]),
+        processing_class=tokenizer(),
+        peft_config=peft.LoraConfig(**LORA, lora_dropout=lora_dropout) if adapter else None,
+    )
+
+
+def same_completions(model, of_a_prompt=4) -> None:
+    """Let a model complete a prompt in four ways that depend on the prompt alone, and not on rank or batch."""
+
+    def generate(input_ids, **_):
+        answers = torch.zeros(len(input_ids), 20, dtype=torch.int64)
+        for number, prompt in enumerate(input_ids):
+            rng = np.random.default_rng([int(prompt.sum()), number % of_a_prompt])
+            words = rng.integers(4, 90, rng.integers(2, 20))
+            answers[number, : len(words)] = torch.from_numpy(words)
+            answers[number, len(words)] = 2
+        return torch.cat((input_ids, answers), 1)
+
+    causal_lm(model).generate = generate
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [("GRPO", "gpt_oss"), ("GRPO", "bloom"), ("RLOO", "qwen3_5_text"), ("RLOO", "phi3")]
+)
+def test_an_update_of_a_policy_is_that_of_each_document_alone(tmp_path, name, family) -> None:
+    assert_same_training(packed(policy(name, tmp_path, family)), alone(policy(name, tmp_path, family)))
+
+
+GRPO = [
+    {"loss_type": "grpo", "num_iterations": 2, "max_steps": 2},
+    {"loss_type": "dr_grpo", "scale_rewards": False, "epsilon_high": 0.3},
+    {"loss_type": "bnpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.5},
+    {"loss_type": "dapo", "mask_truncated_completions": True},
+    {"loss_type": "cispo", "epsilon_high": 5.0},
+]
+
+
+@pytest.mark.parametrize("options", GRPO, ids=lambda options: options["loss_type"])
+def test_losses_of_grpo_are_those_of_the_documents_alone(tmp_path, options) -> None:
+    assert_same_training(packed(policy("GRPO", tmp_path, **options)), alone(policy("GRPO", tmp_path, **options)))
+
+
+def test_gmpo_is_grpo_with_another_formula(tmp_path) -> None:
+    assert_same_training(packed(policy("GMPO", tmp_path, "phi3")), alone(policy("GMPO", tmp_path, "phi3")))
+
+
+def test_grpo_with_a_reference_model_runs_it_packed_too(tmp_path) -> None:
+    model_of("phi3").save_pretrained(tmp_path / "model")
+    options = {"adapter": False, "model": str(tmp_path / "model")}
+    assert_same_training(packed(policy("GRPO", tmp_path, **options)), alone(policy("GRPO", tmp_path, **options)))
