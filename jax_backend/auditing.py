@@ -19,16 +19,15 @@ import packing_core
 from jax_backend.batches import to_batch
 from jax_backend.losses.cross_entropy import packed_cross_entropy
 from jax_backend.model.decoder import Decoder
+from jax_backend.training.objective import check_signature
+from packing_core.budget import EPSILON, FACTOR, Difference, by_largest, difference, floor_of, worst_by_bound
 from packing_core.errors import LayoutError, PackingError
+from packing_core.hints import hinted
 
 _INPUTS = ("input_ids", "segment_ids", "position_ids")
 Call = Callable[[Any, dict[str, jax.Array]], jax.Array]
 
-_ROUNDINGS = 2.0
-_FLOOR = 1e-5  # of the largest reference value; what float32 summation order may cost on a small model
-# Of the largest gradient. A smaller one is compared with this much: it may be a difference of terms as large as the
-# largest, and zero in exact arithmetic.
-_SMALL = 1e-2
+_FLOOR = floor_of(EPSILON["float32"])  # for every dtype: its own rounding is measured
 # One row of 640 tokens: documents begin at tokens 64, 128 and 256, where kernels and scans begin a chunk, and one is
 # longer than 256.
 _CHUNKS = (5, 19, 33, 7, 64, 128, 320, 1, 2, 13, 48)
@@ -46,7 +45,8 @@ class AuditReport:
             largest gradient of all.
         moved: documents whose packed logits changed, in any bit, when the documents beside them were replaced.
         own: whether the logits of every replaced document changed: if not, the probe saw nothing.
-        gradient_leak: how far the gradients of the other documents' loss moved, of the largest; 1e-5 is allowed.
+        gradient_leak: how far the gradients of the other documents' loss moved, of the largest; 16 epsilons of float32
+            are allowed.
     """
 
     logits: float
@@ -74,12 +74,14 @@ class AuditReport:
         )
 
 
+@hinted()
 def audit(
     model: Any,
     *,
     call: Call | None = None,
     vocab_size: int | None = None,
     window: int | None = None,
+    longest: int | None = None,
     dtype: Any = None,
     seed: int = 0,
 ) -> AuditReport:
@@ -96,11 +98,14 @@ def audit(
             ``position_ids``, [B, S] each. None calls the model with these three in this order.
         vocab_size: token ids that the model knows; None for as many as it gives logits for.
         window: the widest sliding window of the model; None for a `Decoder`'s own, or none.
+        longest: most tokens of a document, where the model's positions end (a table of them); None for no limit.
         dtype: the coarsest one that the model computes in; None for the coarser of its weights' and its logits'. The
             tolerance is twice the change that rounding every weight to another neighbour in that dtype makes.
 
     Raises:
-        PackingError: the model is no ``nnx`` module, and there is no ``call``.
+        PackingError: the model is no ``nnx`` module, and there is no ``call``; or what it gives for a document alone is
+            not finite, so that nothing can be compared with it.
+        UnsupportedModelError: it is called without ``call``, and its parameters are named for something else.
         LayoutError: it gives no logits [B, S, V].
     """
     if isinstance(model, Decoder):
@@ -109,6 +114,7 @@ def audit(
     run = _Model(model, call)
     size = min(window or 24, 256)
     lengths = [*_CHUNKS, size + 9, 1, size, size // 2 + 1, 7, max(size - 1, 1), 2, size + 1]
+    lengths = [min(length, longest or length) for length in lengths]
     vocabulary, coarsest = run.vocabulary_and_dtype((2, _ROW))
     vocabulary = vocab_size or vocabulary
     rng = np.random.default_rng(seed)
@@ -120,46 +126,50 @@ def audit(
     alone = packing_core.pack(documents, packing_core.plan(lengths, max(lengths), max_segments=1, seed=None))
 
     packed_logits, packed_grads = run.measure(packed)
-    alone_logits, alone_grads = run.measure(alone)
+    alone_logits, alone_grads = _finite(lengths, *run.measure(alone))
     # rounding: of the weights, and of sums over the tokens in another order, with more padding
     wider = packing_core.pack(documents[::-1], packing_core.plan(lengths[::-1], _ROW, max_segments=1, seed=None))
-    rounded_logits, rounded_grads = run.measure(wider, relative=float(jnp.finfo(dtype or coarsest).eps), seed=seed)
+    epsilon = float(jnp.finfo(dtype or coarsest).eps)
+    rounded_logits, rounded_grads = _finite(lengths[::-1], *run.measure(wider, relative=epsilon, seed=seed))
     before_logits, before_grads = run.measure(packed, of=others)
     after_logits, after_grads = run.measure(packing_core.pack(replaced, rows), of=others)
 
-    noise_logits = max(_relative(rounded_logits[len(lengths) - 1 - s], alone_logits[s]) for s in alone_logits)
+    noise = max(difference(rounded_logits[len(lengths) - 1 - s], x).relative() for s, x in alone_logits.items())
     moved = {source for source, logits in after_logits.items() if not np.array_equal(logits, before_logits[source])}
-    gradients, allowed_gradients = _worst(packed_grads, alone_grads, rounded_grads)
-    largest = _largest(before_grads)
+    gradients, allowed_gradients, _ = worst_by_bound(
+        _differences(packed_grads, alone_grads), _FLOOR, _differences(rounded_grads, alone_grads)
+    )
     return AuditReport(
-        logits=max(_relative(packed_logits[s], alone_logits[s]) for s in alone_logits),
+        logits=max(difference(packed_logits[s], x).relative() for s, x in alone_logits.items()),
         gradients=gradients,
-        allowed_logits=_ROUNDINGS * noise_logits + _FLOOR,
+        allowed_logits=FACTOR * noise + _FLOOR,
         allowed_gradients=allowed_gradients,
         moved=len(moved & {*others}),
         own=moved >= {*range(0, len(lengths), 2)},
-        gradient_leak=max(_off(x, y) for x, y in zip(after_grads, before_grads, strict=True)) / largest,
+        gradient_leak=by_largest(_differences(after_grads, before_grads)),
     )
 
 
-def _worst(got: list[np.ndarray], want: list[np.ndarray], rounded: list[np.ndarray]) -> tuple[float, float]:
-    """Returns the gradient error that is largest relative to its bound, and that bound."""
-    scale, found = _largest(want), []
-    for one, right, other in zip(got, want, rounded, strict=True):
-        reference = max(float(np.abs(right).max()), _SMALL * scale, float(np.finfo(np.float32).tiny))
-        allowed = (_ROUNDINGS * _off(other, right) + _FLOOR * scale) / reference
-        found.append((_off(one, right) / reference, allowed))
-    return max(found, key=lambda each: each[0] / each[1])
+def _finite(
+    lengths: Sequence[int], logits: dict[int, np.ndarray], grads: list[np.ndarray]
+) -> tuple[dict[int, np.ndarray], list[np.ndarray]]:
+    """Returns the logits and gradients of documents alone.
+
+    Raises:
+        PackingError: they are not finite.
+    """
+    broken = [lengths[source] for source, array in logits.items() if not np.isfinite(array).all()]
+    if broken or not all(np.isfinite(gradient).all() for gradient in grads):
+        which = f"logits of a document of {min(broken)} tokens" if broken else "gradients of documents"
+        raise PackingError(
+            f"the model's {which} by itself are not finite, and packed rows are compared with them: pass longest= if "
+            "its table of positions is shorter, and look at its weights otherwise"
+        )
+    return logits, grads
 
 
-def _largest(gradients: list[np.ndarray]) -> float:
-    return max(float(np.finfo(np.float32).tiny), *(float(np.abs(x).max()) for x in gradients))
-
-
-def _off(found: np.ndarray, wanted: np.ndarray) -> float:
-    """The largest difference; infinite where something is not a number."""
-    error = float(np.abs(found - wanted).max())
-    return error if np.isfinite(error) else float("inf")
+def _differences(got: list[np.ndarray], want: list[np.ndarray]) -> dict[str, Difference]:
+    return {str(number): difference(*pair) for number, pair in enumerate(zip(got, want, strict=True))}
 
 
 class _Model:
@@ -171,9 +181,14 @@ class _Model:
                 f"audit takes an nnx module, got {type(model).__name__}: for other models pass their weights, and call="
                 " from (weights, batch) to logits, such as lambda weights, batch: module.apply(weights, **batch)"
             )
+        if call is None:
+            check_signature(model)
         call = call or (lambda model, batch: model(*batch.values()))
         if isinstance(model, nnx.Module):
             still = nnx.clone(model)
+            for _, module in nnx.iter_modules(still):
+                if hasattr(module, "contain_nonfinite"):
+                    module.contain_nonfinite = True  # or NaN of one document would count as a leak
             still.eval()
             graph, self._weights, *rest = nnx.split(still, nnx.Param, ...)
             self._logits: Any = lambda weights, batch: call(nnx.merge(graph, weights, _own(rest[0])), batch)
@@ -249,7 +264,3 @@ def _jittered(weights: Any, relative: float, seed: int) -> Any:
         return (jnp.asarray(leaf).astype(jnp.float32) * factors).astype(jnp.float32)
 
     return jax.tree.map(jitter, weights)
-
-
-def _relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    return _off(found, wanted) / max(float(np.abs(wanted).max()), float(np.finfo(np.float32).tiny))

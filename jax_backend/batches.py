@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from packing_core.batches.batch import PackedBatch
 from packing_core.errors import LayoutError
+
+# what GrainSource and GrainStream call the arrays, and MaxText
+_CONVENTIONS = (
+    {"input_ids": "inputs", "segment_ids": "inputs_segment_ids", "position_ids": "inputs_positions"},
+    {"input_ids": "inputs", "segment_ids": "inputs_segmentation", "position_ids": "inputs_position"},
+)
+
+
+def renamed(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a batch under the names of :func:`to_batch`, where it has those of grain or MaxText."""
+    for names in _CONVENTIONS:
+        if "input_ids" not in batch and all(name in batch for name in names.values()):
+            batch = {**batch, **{name: batch[foreign] for name, foreign in names.items()}}
+            if "loss_weights" not in batch and "targets_segmentation" in batch:
+                batch["loss_weights"] = (batch["targets_segmentation"] != 0).astype(np.float32)
+    return batch
 
 
 def to_batch(packed: PackedBatch) -> dict[str, np.ndarray]:

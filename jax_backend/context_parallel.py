@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jax_backend.attention import merge_attention, segment_attention
 from jax_backend.placement import over_devices
 from jax_backend.segments import checked_ids, find_segments, is_concrete, run_numbers
+from jax_backend.strictness import widened
 from packing_core.errors import LayoutError, PackingError
 
 METHODS = ("all_gather_kv", "ring")
@@ -191,7 +192,7 @@ def _whole(x: jax.Array, starts: jax.Array, axis: str) -> jax.Array:
 
 def _widened(x: jax.Array) -> jax.Array:
     """x in float32: narrowed again where it is used, so that the gradients of all uses are added in float32."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(widened(x.dtype))
 
 
 def _moved(move: Callable[..., jax.Array], x: jax.Array, dtype: Any, *others: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from inspect import signature
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -105,6 +106,23 @@ def weight_shardings(tree: Any, mesh: Mesh | None) -> Any:
         return weight_sharding(leaf.shape, mesh, [name for name in names if name != "value"])
 
     return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def put_tree(tree: Any, shardings: Any, *, donate: bool = False) -> Any:
+    """The tree's arrays where they belong: new ones, or with ``donate`` the same ones if they are there already."""
+    if shardings is None:
+        return tree if donate else jax.tree.map(jnp.copy, tree)
+    # A replica on the array's own device shares its memory, even with may_alias=False: hand over a copy, one at a time.
+    return jax.tree.map(
+        lambda leaf, sharding: jax.device_put(leaf if donate else jnp.copy(leaf), sharding, donate=True),
+        tree,
+        shardings,
+    )
+
+
+def with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype with a sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def place_rows(arrays: Mapping[str, Any], mesh: Mesh, by_token: Container[str] = ()) -> dict[str, jax.Array]:

@@ -138,7 +138,7 @@ def visible_keys(segments: Segments, *, causal: bool, window: int | None, q_offs
     Args:
         q_offset: row position of query 0 minus row position of key 0.
     """
-    at = jnp.arange(segments.key_begin.shape[1], dtype=jnp.int32) + q_offset
+    at = jnp.arange(segments.key_begin.shape[1], dtype=jnp.int32)[None] + q_offset
     begin, end = segments.key_begin, segments.key_end
     if causal:
         end = jnp.minimum(end, at + 1)
@@ -150,7 +150,7 @@ def visible_keys(segments: Segments, *, causal: bool, window: int | None, q_offs
 def seeing_queries(segments: Segments, *, causal: bool, window: int | None, q_offset: int | jax.Array = 0) -> Interval:
     """The queries that see each key, int32 [B, T] and [B, T]: :func:`visible_keys` read from the other side."""
     begin, end = segments.queries_of_keys
-    at = jnp.arange(begin.shape[1], dtype=jnp.int32) - q_offset
+    at = jnp.arange(begin.shape[1], dtype=jnp.int32)[None] - q_offset
     if causal:
         begin = jnp.maximum(begin, at)
     if window is not None:
@@ -165,7 +165,7 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
         LayoutError: as for :func:`find_segments`.
     """
     segments = find_segments(segment_ids)
-    at = jnp.arange(segments.key_begin.shape[1], dtype=jnp.int32)
+    at = jnp.arange(segments.key_begin.shape[1], dtype=jnp.int32)[None]
     return jnp.where(segments.key_end > 0, at - segments.key_begin, 0)
 
 
@@ -223,7 +223,7 @@ def packed_offsets(segments: Segments, max_segments: int) -> tuple[jax.Array, ja
 
     Padding may lie between segments. Meant for rows whose queries are their keys.
     """
-    first = (segments.key_end > 0) & (jnp.arange(segments.key_begin.shape[1]) == segments.key_begin)
+    first = (segments.key_end > 0) & (jnp.arange(segments.key_begin.shape[1])[None] == segments.key_begin)
 
     def row(first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
         (starts,) = jnp.nonzero(first, size=max_segments, fill_value=-1)
@@ -237,7 +237,7 @@ def packed_offsets(segments: Segments, max_segments: int) -> tuple[jax.Array, ja
 def _runs(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Begin and end of the run that each token stands in, [B, S] each, 0 for padding, and the runs of a row, [B]."""
     size = ids.shape[1]
-    at = jnp.arange(size, dtype=jnp.int32)
+    at = jnp.arange(size, dtype=jnp.int32)[None]
     opens = segment_starts(ids)
     closes = jnp.concatenate([opens[:, 1:], jnp.ones_like(opens[:, :1])], axis=1)
     begin = jax.lax.cummax(jnp.where(opens, at, 0), axis=1)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jax_backend.attention.containment import contained
 from jax_backend.attention.forest import depth_of, levels_above, over_levels, seen_keys
 from jax_backend.attention.request import FORWARD_MODE, Request, check_arrays, check_options, checked_sinks
 from jax_backend.attention.sharding import left_to_compiler, platform_of, sharding_of, spread
@@ -68,6 +69,7 @@ def segment_attention(
     return_lse: bool = False,
     parents: jax.Array | None = None,
     max_ancestors: int | None = None,
+    contain_nonfinite: bool = False,
     implementation: str | None = None,
 ) -> Any:
     """Softmax attention of packed rows in which no segment sees another.
@@ -107,6 +109,9 @@ def segment_attention(
             square of a row, or without a window by ``pallas`` and ``chunked``, one call for each level.
         max_ancestors: the most segments that one continues, its parent's parents counted. Concrete parents tell it;
             traced ones run by ``xla`` without it. A row with more raises, or is NaN when traced.
+        contain_nonfinite: keep NaN and infinities of one document out of the others, outputs and gradients, which
+            costs the kernels a pass over q, k, v, the output and their gradients. ``chunked`` always does. Finite
+            values never reach another document.
         implementation: one of ``IMPLEMENTATIONS``, or None for the first of ``ORDER`` that can serve. A named one that
             cannot serve raises.
 
@@ -139,13 +144,13 @@ def segment_attention(
         depth = depth_of(ids, parents) if max_ancestors is None else max_ancestors
         refused = _why_dense(depth, window, is_concrete(ids) and is_concrete(parents))
         if implementation == "xla" or (implementation is None and refused is not None):
-            seen, valid = seen_keys(segments, ids, parents, window=window)
+            seen, valid = seen_keys(segments, ids, parents, window=window, deepest=max_ancestors)
             implementation = "xla"
         elif refused is not None:
-            raise UnsupportedError(f"{_PARENTS}: {refused}, or pass implementation='xla'")
+            raise UnsupportedError(f"{_PARENTS}: {refused}, or pass implementation='xla'", option="implementation")
         else:
             levels, valid = levels_above(segments, ids, parents, depth or 0)
-        segments = replace(segments, valid=valid)
+        segments = replace(segments, valid=valid if segments.valid is None else segments.valid & valid)
     request = request_for(
         q,
         k,
@@ -163,15 +168,18 @@ def segment_attention(
     offset = jnp.asarray(q_offset, jnp.int32)
     sharding = sharding_of(q, k, v) if mesh is None else mesh
     if sharding is None:
-        attend = _on_one_device(request, implementation, seen, levels, q, k, v)
+        attend = _on_one_device(request, implementation, contain_nonfinite, seen, levels, q, k, v)
     else:
-        attend = spread(sharding, request, run=lambda local: choose(local, implementation).attend)
+        attend = spread(
+            sharding, request, run=lambda local: _attend_of(choose(local, implementation), contain_nonfinite)
+        )
     if implementation != "xla":
         q, k, v = reverse_mode(FORWARD_MODE, q, k, v)
     out, lse = attend(q, k, v, segments, offset)
     if sinks is not None:
         # exp(lse) / (exp(lse) + exp(sink)) is what the sink leaves of every weight.
-        out = (out * jax.nn.sigmoid(lse - sinks.astype(jnp.float32))[..., None]).astype(q.dtype)
+        left = jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None, None])[..., None]
+        out = (out.astype(jnp.float32) * left).astype(q.dtype)
     if segments.valid is not None:
         # Multiplied, so that gradients of an invalid row are NaN too.
         poison = jnp.where(segments.valid, 1.0, jnp.nan)[:, None, None]
@@ -180,8 +188,20 @@ def segment_attention(
     return (out, lse) if return_lse else out
 
 
+def _attend_of(module: ModuleType, contain: bool) -> Callable[..., Any]:
+    """The attention of an implementation; `chunked` contains what is not finite by itself."""
+    return contained(module.attend) if contain and module.__name__ != IMPLEMENTATIONS["chunked"] else module.attend
+
+
 def _on_one_device(
-    request: Request, implementation: str | None, seen: Any, levels: Any, q: jax.Array, k: jax.Array, v: jax.Array
+    request: Request,
+    implementation: str | None,
+    contain: bool,
+    seen: Any,
+    levels: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
 ) -> Callable[..., Any]:
     """The attention of inputs that no mesh divides, by the implementation that is chosen for them.
 
@@ -200,10 +220,11 @@ def _on_one_device(
     if module.__name__ != IMPLEMENTATIONS["xla"]:
         name = module.__name__.rpartition(".")[2]
         refuse_varying(f"segment_attention(implementation={name!r})", q, k, v)
-    attend = partial(module.attend, request=request, **({} if seen is None else {"seen": seen}))
+    run = _attend_of(module, contain)
+    attend = partial(run, request=request, **({} if seen is None else {"seen": seen}))
     if levels is None:
         return attend
-    return over_levels(attend, partial(module.attend, request=above), levels, merge_attention)
+    return over_levels(attend, partial(run, request=above), levels, merge_attention)
 
 
 _PARENTS = "segment_attention with parents (shared prefixes)"
@@ -255,7 +276,8 @@ def merge_attention(
     weight, other_weight = jnp.exp(lse - largest), jnp.exp(other_lse - largest)
     total = weight + other_weight
     divisor = jnp.where(total == 0, 1.0, total)
-    merged = out * (weight / divisor)[..., None] + other_out * (other_weight / divisor)[..., None]
+    wide, other_wide = out.astype(jnp.float32), other_out.astype(jnp.float32)
+    merged = wide * (weight / divisor)[..., None] + other_wide * (other_weight / divisor)[..., None]
     return merged.astype(out.dtype), jnp.where(total == 0, -jnp.inf, jnp.log(divisor) + largest)
 
 

@@ -147,7 +147,7 @@ def _raw_logits(q: jax.Array, k: jax.Array, request: Request) -> tuple[jax.Array
 
 def _visible(interval: Interval, key_block: jax.Array) -> jax.Array:
     """Marks the keys of a block that each query sees, bool [B, BLOCK, 1, 1, BLOCK]."""
-    key = key_block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+    key = (key_block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32))[None, None]
     visible = (interval.begin[..., None] <= key) & (key < interval.end[..., None])
     return visible[:, :, None, None, :]
 

@@ -67,9 +67,7 @@ def levels_above(
     for _ in range(depth):
         above.append(at)
         at = jnp.where(at >= 0, _at(last, at), -1)
-    shallow = jnp.all(at < 0, axis=1)
-    _check(shallow, f"holds segments that continue more than {depth} others, one after the other: raise max_ancestors")
-    valid &= shallow
+    valid &= _shallow(jnp.all(at < 0, axis=1), depth)
     count = sum((place >= 0).astype(jnp.int32) for place in above)
     levels = []
     for level in range(depth):
@@ -103,7 +101,7 @@ def over_levels(own: Attend, above: Attend, levels: list[Segments], merge: Atten
 
 
 def seen_keys(
-    segments: Segments, segment_ids: jax.Array, parents: jax.Array, *, window: int | None
+    segments: Segments, segment_ids: jax.Array, parents: jax.Array, *, window: int | None, deepest: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """The keys that each query sees in causal attention, its ancestors' among them.
 
@@ -111,30 +109,35 @@ def seen_keys(
         segments: of ``segment_ids``, integer [B, S].
         parents: integer [B, S], at each token the id of the segment that its segment continues; 0 for none.
         window: keys visible to a query, its own included, counted along its path; None for no limit.
+        deepest: the most segments that one may continue, one after the other; None for no limit.
 
     Returns:
-        bool [B, S, S], and bool [B]: whether every parent stands before its children.
+        bool [B, S, S], and bool [B]: whether every parent stands before its children and none is too deep.
 
     Raises:
-        LayoutError: (concrete values) shapes differ, or a parent does not stand before its children.
+        LayoutError: (concrete values) shapes differ, or a parent does not stand before its children, or is too deep.
     """
     last, valid = _last_of_parent(segments, segment_ids, parents)
-    place = jnp.arange(last.shape[1], dtype=jnp.int32)
+    place = jnp.arange(last.shape[1], dtype=jnp.int32)[None]
     begin, real = segments.key_begin, segments.key_end > segments.key_begin
-    own = (begin[..., None] <= place) & (place <= place[:, None]) & real[..., None]
-    state = own, last, place - begin
+    own = (begin[..., None] <= place[:, None]) & (place[:, None] <= place[..., None]) & real[..., None]
+    state = own, last, place - begin, jnp.zeros_like(last)
 
-    def reaches(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def reaches(state: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         return jnp.any(state[1] >= 0)
 
-    def twice(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        seen, above, depth = state
+    def twice(
+        state: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        seen, above, depth, count = state
         has, at = above >= 0, jnp.maximum(above, 0)
         seen = seen | (has[..., None] & jnp.take_along_axis(seen, at[..., None], axis=1))
-        depth = depth + jnp.where(has, jnp.take_along_axis(depth, at, axis=1) + 1, 0)
-        return seen, jnp.where(has, jnp.take_along_axis(above, at, axis=1), -1), depth
+        depth, count = (x + jnp.where(has, jnp.take_along_axis(x, at, axis=1) + 1, 0) for x in (depth, count))
+        return seen, jnp.where(has, jnp.take_along_axis(above, at, axis=1), -1), depth, count
 
-    seen, _, depth = jax.lax.while_loop(reaches, twice, state)
+    seen, _, depth, count = jax.lax.while_loop(reaches, twice, state)
+    if deepest is not None:
+        valid &= _shallow(jnp.all(count <= deepest, axis=1), deepest)
     if window is not None:
         seen = seen & (depth[:, :, None] - depth[:, None, :] < window)
     return seen, valid
@@ -150,7 +153,15 @@ def _last_of_parent(segments: Segments, segment_ids: jax.Array, parents: jax.Arr
     stands = (end > 0) & (end <= begin)
     valid = one_run & jnp.all((above_ids <= 0) | stands | ~real, axis=1)
     _check(valid, "has parents that do not stand, as one segment, before the segments that continue them")
+    one_parent = jnp.all((above_ids == _at(above_ids, begin)) | ~real, axis=1)
+    _check(one_parent, "has tokens of one segment with different parents: a segment continues one other as a whole")
+    valid &= one_parent
     return jnp.where(stands & real, end - 1, -1), valid
+
+
+def _shallow(shallow: jax.Array, most: int) -> jax.Array:
+    _check(shallow, f"holds segments that continue more than {most} others, one after the other: raise max_ancestors")
+    return shallow
 
 
 def _check(valid: jax.Array, otherwise: str) -> None:

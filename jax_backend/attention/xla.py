@@ -36,7 +36,7 @@ def attend(
         logits = request.softcap * jnp.tanh(logits / request.softcap)
     if seen is None:
         begin, end = visible_keys(segments, causal=request.causal, window=request.window, q_offset=q_offset)
-        key = jnp.arange(request.keys, dtype=jnp.int32)
+        key = jnp.arange(request.keys, dtype=jnp.int32)[None, None]
         seen = (begin[..., None] <= key) & (key < end[..., None])
     logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
 

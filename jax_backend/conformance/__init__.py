@@ -243,7 +243,13 @@ def _segments_cap(segment_ids: Array) -> int:
 
 def _decoder(config: DecoderConfig, dtype: str, implementation: str, max_segments: int | None = None) -> Decoder:
     return Decoder(
-        config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype), implementation=implementation, max_segments=max_segments
+        config,
+        rngs=nnx.Rngs(0),
+        dtype=jnp.dtype(dtype),
+        implementation=implementation,
+        max_segments=max_segments,
+        scan_layers=config.num_hidden_layers > 2,  # the suite's deep decoder, to compile one of its layers
+        contain_nonfinite=True,
     )
 
 
@@ -316,7 +322,7 @@ def _pack(documents: Sequence[Document], capacity: int) -> Any:
 
 
 def _attend(operands: dict[str, Any], segment_ids: jax.Array, **options: Any) -> jax.Array:
-    return segment_attention(**operands, segment_ids=segment_ids, **options)
+    return segment_attention(**operands, segment_ids=segment_ids, contain_nonfinite=True, **options)
 
 
 def _attend_in_slices(operands: dict[str, Any], segment_ids: jax.Array, *, ranks: int, **options: Any) -> jax.Array:
@@ -361,6 +367,6 @@ def _loss_and_gradients(
     def mean_loss(params: Any) -> jax.Array:
         logits = nnx.merge(graph, params, rest)(input_ids, segment_ids, position_ids)
         loss, weight = packed_cross_entropy(logits, shift_labels(labels, segment_ids))
-        return jnp.where(weight > 0, loss, 0) / jnp.where(weight > 0, weight, 1)
+        return jnp.where(weight != 0, loss, 0) / jnp.where(weight != 0, weight, 1)
 
     return jax.value_and_grad(mean_loss)(params)

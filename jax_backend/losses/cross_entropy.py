@@ -25,14 +25,15 @@ def shift_labels(labels: jax.Array, segment_ids: jax.Array, *, ignore_index: int
         segment_ids: integer [B, S], 0 for padding.
 
     Returns:
-        [B, S] in the dtype of labels, ``ignore_index`` where there is no target.
+        [B, S] in the dtype of labels, or in int32 if that cannot hold every id and ``ignore_index`` (int8, unsigned);
+        ``ignore_index`` where there is no target.
 
     Raises:
         LayoutError: the shapes differ, or the ids break a rule of :func:`find_segments`.
     """
     if labels.shape != segment_ids.shape or labels.ndim != 2:
         raise LayoutError(f"labels {labels.shape} and segment_ids {segment_ids.shape} must share one shape [B, S]")
-    segment_ids = checked_ids("segment_ids", segment_ids)
+    segment_ids, labels = checked_ids("segment_ids", segment_ids), signed("labels", labels)
     last = jnp.ones_like(segment_ids[:, :1], bool)
     closes = jnp.concatenate([segment_starts(segment_ids)[:, 1:], last], axis=1)
     following = jnp.concatenate([labels[:, 1:], labels[:, :1]], axis=1)
@@ -62,7 +63,7 @@ def packed_cross_entropy(
         raise LayoutError(f"logits {logits.shape} must be targets {targets.shape} with a last axis of classes")
     if weights is not None and weights.shape != targets.shape:
         raise LayoutError(f"weights {weights.shape} and targets {targets.shape} must have the same shape")
-    wide = logits.astype(jnp.float32)
+    wide, targets = logits.astype(jnp.float32), signed("targets", targets)
     counts = targets != ignore_index
     is_class = (targets >= 0) & (targets < logits.shape[-1])
     picked = jnp.take_along_axis(wide, jnp.where(is_class, targets, 0)[..., None], axis=-1)[..., 0]
@@ -70,6 +71,19 @@ def packed_cross_entropy(
     weight = weight.astype(jnp.float32)
     nll = jnp.where(counts, jax.nn.logsumexp(wide, axis=-1) - picked, 0.0)
     return jnp.sum(weight * nll) * one_or_nan(is_class | ~counts), jnp.sum(weight)
+
+
+def signed(name: str, ids: jax.Array) -> jax.Array:
+    """Returns integer ids in a dtype that holds negative numbers and every class: int32, or wider if they are.
+
+    Raises:
+        LayoutError: they are no integers.
+    """
+    ids = jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise LayoutError(f"{name} must be integers, got {ids.dtype}")
+    wide = jnp.int64 if ids.dtype.itemsize == 8 or ids.dtype == jnp.uint32 else jnp.int32
+    return ids.astype(jax.dtypes.canonicalize_dtype(wide))
 
 
 def one_or_nan(targets_hold: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax_backend.attention.sharding import is_whole, platform_of
 from jax_backend.differentiation import reverse_mode
 from jax_backend.lacking import missing
-from jax_backend.losses.cross_entropy import IGNORED, one_or_nan
+from jax_backend.losses.cross_entropy import IGNORED, one_or_nan, signed
 from jax_backend.placement import refuse_varying, takes_explicit_axes
 from packing_core.errors import LayoutError, PackingError
 
@@ -53,6 +53,7 @@ class _LossOptions:
 
 def chunk_of(tokens: int, most: int) -> int:
     """Tokens of a chunk, about ``most`` at most: as many in each, in whole tiles of a product."""
+    tokens = max(tokens, 1)
     chunks = -(-tokens // max(most, _MULTIPLE))
     return -(-tokens // chunks // _MULTIPLE) * _MULTIPLE
 
@@ -81,7 +82,7 @@ def linear_cross_entropy(
         weight: [M, V], the output head's kernel, of any floating dtype; [V, M], an embedding, if ``transposed``.
         targets: integer [...], already shifted; ``ignore_index`` for none.
         weights: [...] weight of each target; None for 1. Weights are data and get no gradient.
-        softcap: bound on the logits, ``softcap * tanh(logits / softcap)``, after the scale.
+        softcap: bound on the logits, ``softcap * tanh(logits / softcap)``, after the scale; None or 0 for none.
         logit_scale: factor on the logits.
         chunk: tokens whose logits exist at a time, on each device; None for about 2**28 logits.
         transposed: whether ``weight`` is [V, M].
@@ -94,7 +95,7 @@ def linear_cross_entropy(
 
     Raises:
         LayoutError: the shapes contradict each other.
-        PackingError: ``chunk`` is less than 1.
+        PackingError: ``chunk`` is less than 1, or ``softcap`` less than 0.
     """
     if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[transposed:][:1]:
         axes = f"{('first', 'last')[transposed]} axis of weight {('[M, V]', '[V, M]')[transposed]}"
@@ -105,6 +106,10 @@ def linear_cross_entropy(
         raise LayoutError(f"weights {weights.shape} and targets {targets.shape} must have the same shape")
     if chunk is not None and chunk < 1:
         raise PackingError(f"chunk is {chunk}: it counts tokens and is at least 1")
+    if softcap is not None and not 0 <= softcap < float("inf"):
+        raise PackingError(f"softcap is {softcap}: it must be positive and finite; pass None for none")
+    softcap = softcap or None
+    targets = signed("targets", targets)
     counts = targets != ignore_index
     factors = counts if weights is None else jnp.where(counts, jax.lax.stop_gradient(weights), 0)
     factors = factors.astype(jnp.float32)
@@ -116,13 +121,13 @@ def linear_cross_entropy(
 
     def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array) -> jax.Array:
         """The loss sum [1] of what one device has."""
-        tokens = labels.size
+        tokens, channels = labels.size, hidden.shape[-1]
         asked = None if chunk is None else min(chunk, chunk_of(tokens, tokens))
         long, short = (asked or chunk_of(tokens, entries // classes) for entries in (_POWERS, _ENTRIES))
-        found = answers(hidden.reshape(tokens, -1), classes, platform=platform, softcap=softcap, chunk=long)
+        found = answers(hidden.reshape(tokens, channels), classes, platform=platform, softcap=softcap, chunk=long)
         powers = whole and found["powers"] is None
-        options = _LossOptions(softcap, logit_scale, long if powers else min(short, tokens), transposed, powers)
-        return _loss_sum(options, hidden.reshape(tokens, -1), weight, labels.ravel(), factors.ravel())[None]
+        options = _LossOptions(softcap, logit_scale, long if powers else max(1, min(short, tokens)), transposed, powers)
+        return _loss_sum(options, hidden.reshape(tokens, channels), weight, labels.ravel(), factors.ravel())[None]
 
     hidden, weight = reverse_mode(_FORWARD_MODE, hidden, weight)
     if mesh is None:
@@ -221,7 +226,7 @@ def _by_logits(
         logits_CV, slope_CV = _logits(options, hidden_CM, weight)
         loss, lse_C1 = _losses(logits_CV, labels_C, factors_C)
         is_label_CV = jax.lax.broadcasted_iota(jnp.int32, logits_CV.shape, 1) == labels_C[:, None]
-        dlogits_CV = (jnp.exp(logits_CV - lse_C1) - is_label_CV) * factors_C[:, None] * slope_CV
+        dlogits_CV = (jnp.exp(logits_CV - lse_C1) - is_label_CV.astype(jnp.float32)) * factors_C[:, None] * slope_CV
         dlogits_CV = dlogits_CV.astype(hidden.dtype)
         dhidden_CM = _product(f"cv,{options.matrix}->cm", dlogits_CV, weight).astype(hidden.dtype)
         more = _product(f"cm,cv->{options.matrix}", hidden_CM, dlogits_CV)
@@ -260,7 +265,7 @@ def _by_powers(
         # The label's is most of a token's gradient: what it lost by rounding is made good in all of the token's.
         share_C1 *= jnp.where(others_C > 0, others_C / at_label_C.astype(jnp.float32), 1)[:, None]
         dhidden_CM = (_product(f"cv,{options.matrix}->cm", powers_CV, weight) * share_C1).astype(hidden.dtype)
-        shared_CM = (hidden_CM * share_C1).astype(hidden.dtype)
+        shared_CM = (hidden_CM.astype(jnp.float32) * share_C1).astype(hidden.dtype)
         more = _product(f"cm,cv->{options.matrix}", shared_CM, powers_CV)
         total = total + jnp.sum(jnp.where(labels_C == -1, 0.0, nll_C) * factors_C)
         return (total, dweight + more, jnp.maximum(largest, others_C.max())), dhidden_CM
@@ -280,7 +285,7 @@ def _chunks(chunk: int, hidden: jax.Array, labels: jax.Array, factors: jax.Array
 
 def _backward(options: _LossOptions, saved: Any, dloss: jax.Array) -> tuple[Any, ...]:
     dhidden, dweight, like = saved
-    return (dhidden * dloss).astype(dhidden.dtype), (dweight * dloss).astype(like.dtype), None, None
+    return (dhidden.astype(dloss.dtype) * dloss).astype(dhidden.dtype), (dweight * dloss).astype(like.dtype), None, None
 
 
 _loss_sum.defvjp(_forward, _backward)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_backend.placement import spec_of, takes_explicit_axes
+from jax_backend.strictness import widened
 from packing_core.batches.documents import REDUCTIONS, Reduction
 from packing_core.errors import LayoutError, PackingError
 
@@ -55,14 +56,17 @@ def reduce(
         raise PackingError(f"how must be one of {', '.join(map(repr, REDUCTIONS))}; got {how!r}")
     ids_T, positions_T = _documents(batch, documents)
     flat = _per_token(values, batch, "values")
+    if not ids_T.size:
+        wide = widened(flat.dtype) if how in ("sum", "mean") else flat.dtype
+        return jnp.zeros((documents, *flat.shape[1:]), wide)
     counted_T = ids_T >= 0
     if where is not None:
         counted_T &= _per_token(where, batch, "where").astype(bool)
     tokens = _sort(jnp.where(counted_T, ids_T, documents), positions_T, documents)
     if how in ("sum", "mean"):
-        found = _totals(flat.astype(jnp.promote_types(flat.dtype, jnp.float32)), tokens)
+        found = _totals(flat.astype(widened(flat.dtype)), tokens)
         if how == "mean":
-            found /= jnp.maximum(tokens.counts_N, 1).reshape(-1, *[1] * (flat.ndim - 1))
+            found /= jnp.maximum(tokens.counts_N, 1).astype(found.dtype).reshape(-1, *[1] * (flat.ndim - 1))
     else:
         wanted = tokens.starts_N + (tokens.counts_N - 1 if how == "last" else 0)
         found = _take(flat, tokens.order_T[wanted], tokens.counts_N > 0)
@@ -142,7 +146,7 @@ def _spread(values_N: jax.Array, ids_T: jax.Array, positions_T: jax.Array) -> ja
 def _spread_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     values_N, ids_T, positions_T = primals
     tokens = _sort(jnp.where(ids_T >= 0, ids_T, len(values_N)), positions_T, len(values_N))
-    wide = jnp.promote_types(values_N.dtype, jnp.float32)
+    wide = widened(values_N.dtype)
     at_tokens = jax.ShapeDtypeStruct((len(ids_T), *values_N.shape[1:]), wide)
     (tangent_T,) = jax.linear_transpose(lambda x: _totals(x, tokens), at_tokens)(tangents[0].astype(wide))
     return _spread(*primals), tangent_T.astype(values_N.dtype)

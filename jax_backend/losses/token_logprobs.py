@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_backend.batches import renamed
+from jax_backend.losses.cross_entropy import signed
 from jax_backend.model.decoder import Decoder
 from packing_core.errors import LayoutError, PackingError
 
@@ -47,7 +49,7 @@ def token_logprobs(
     """Log-probability of each trained token of a batch, differentiable.
 
     Args:
-        model: a decoder, or anything with its ``hidden`` and ``logits``.
+        model: a decoder, or anything with its ``hidden(input_ids, segment_ids, position_ids)`` and ``logits(hidden)``.
         batch: of :func:`jax_backend.to_batch`: ``input_ids``, ``segment_ids``, ``position_ids``, ``targets`` (shifted)
             and ``loss_weights``, of which nothing is read but whether they are 0; [B, S] each.
         temperature: divides the model's logits, after whatever the model does to them.
@@ -72,10 +74,14 @@ def token_logprobs(
         raise PackingError("top_k chooses candidates by the model and candidates names them: pass one of them")
     if top_k is not None and top_k < 1:
         raise PackingError(f"top_k must be at least 1, got {top_k}")
+    batch = renamed(batch)
     wanted = ("input_ids", "segment_ids", "position_ids", "targets", "loss_weights")
     if missing := [name for name in wanted if name not in batch]:
         raise LayoutError(f"the batch lacks {', '.join(missing)}: jax_backend.to_batch makes all of them")
     input_ids, segment_ids, position_ids, targets, weights = (jnp.asarray(batch[name]) for name in wanted)
+    targets = signed("targets", targets)
+    if candidates is not None:
+        candidates = signed("candidates", candidates)
     if candidates is not None and candidates.shape[:-1] != targets.shape:
         raise LayoutError(f"candidates must be [*{targets.shape}, K], got {candidates.shape}")
 
@@ -93,7 +99,8 @@ def token_logprobs(
     trained = weights != 0
     hidden = model.hidden(input_ids, segment_ids, position_ids)
     rows, length = input_ids.shape
-    tokens = min(length, max(1, chunk_bytes // (4 * model.config.vocab_size * rows)))
+    classes = jax.eval_shape(model.logits, hidden).shape[-1]
+    tokens = max(1, min(length, chunk_bytes // max(4 * classes * rows, 1)))
     chunks = -(-length // tokens)
 
     def cut(x: jax.Array) -> jax.Array:

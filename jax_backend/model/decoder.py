@@ -150,6 +150,7 @@ class Decoder(nnx.Module):
         scan_layers: run the layers in a `jax.lax.scan` over stacked weights, so that compile time does not grow with
             their number. `load` and `save` read and write the same folders.
         implementation: of :func:`~jax_backend.attention.segment_attention`; None follows its measured order.
+        contain_nonfinite: of `segment_attention`: NaN of one document stays out of the others. `audit` turns it on.
         max_segments: most segments that a row may hold, which ``implementation="cudnn"`` needs.
         mesh: the mesh that rows are spread over, or the sharding of queries [B, S, N, D], which may spread tokens and
             heads, each over one axis; handed to the attention and the loss.
@@ -165,6 +166,7 @@ class Decoder(nnx.Module):
         remat: bool | str = False,
         scan_layers: bool = False,
         implementation: str | None = None,
+        contain_nonfinite: bool = False,
         max_segments: int | None = None,
         mesh: Mesh | NamedSharding | None = None,
     ) -> None:
@@ -176,6 +178,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.remat = remat
         self.implementation = implementation
+        self.contain_nonfinite = contain_nonfinite
         self.max_segments = max_segments
         self.mesh = mesh
         if not (mesh is None or isinstance(mesh, Mesh | NamedSharding)):
@@ -205,6 +208,7 @@ class Decoder(nnx.Module):
                 "scale": config.attention_scale,
                 "softcap": config.attention_softcap,
                 "implementation": self.implementation,
+                "contain_nonfinite": self.contain_nonfinite,
                 **own,
             }
             if isinstance(self.mesh, NamedSharding) and tokens:

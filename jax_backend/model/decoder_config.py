@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax_backend.model.config_fields import Fields, read_fields
 from jax_backend.model.rope_scaling import RopeParameters, read_rope
 from packing_core.errors import PackingError, UnsupportedModelError
 
@@ -149,12 +150,19 @@ class DecoderConfig:
         return replace(self, windows=chosen(self.windows), mixture=mixture, delta_net=delta_net)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
+    def from_hf(cls, source: Any) -> DecoderConfig:
         """Read a Hugging Face ``config.json`` (transformers 4 or 5 layout).
+
+        Args:
+            source: its fields as a mapping, a config object of transformers, or the path of the file or its folder. A
+                field that is left out is that of the family's config class in transformers. Of a model of several
+                parts the ``text_config`` is read.
 
         Raises:
             UnsupportedModelError: another family, activation, rotary type or option than the decoder computes exactly.
+            PackingError: there is no config, or it lacks a size.
         """
+        config = read_fields(source, FAMILIES)
         family = config.get("model_type")
         if family not in FAMILIES:
             raise UnsupportedModelError(_reason(config))
@@ -169,11 +177,13 @@ class DecoderConfig:
                 "AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16).save_pretrained(folder) first"
             )
         heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+        config["head_dim"] = head_dim = config["head_dim"] or config["hidden_size"] // heads
+        config["num_key_value_heads"] = config["num_key_value_heads"] or heads
+        own = "hidden_activation" if family.startswith("gemma") else "hidden_act"
+        activation = config[own] or config.default(own)
         if activation not in ACTIVATIONS:
             raise UnsupportedModelError(
-                f"hidden_act is {activation!r} and the flax decoder computes {', '.join(ACTIVATIONS)}"
+                f"{own} is {activation!r} and the flax decoder computes {', '.join(ACTIVATIONS)}"
             )
         rope, local_rope = read_rope(config, head_dim)
         common = {
@@ -182,19 +192,19 @@ class DecoderConfig:
             "hidden_size": config["hidden_size"],
             "intermediate_size": config["intermediate_size"],
             "num_attention_heads": heads,
-            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "num_key_value_heads": config["num_key_value_heads"],
             "head_dim": head_dim,
             "windows": (None,) * layers,
             "rope": rope,
             "local_rope": local_rope,
-            "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-            "initializer_range": config.get("initializer_range", 0.02),
-            "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "rms_norm_eps": config["rms_norm_eps"],
+            "initializer_range": config["initializer_range"],
+            "tie_word_embeddings": bool(config["tie_word_embeddings"]),
             "activation": activation,
-            "padding_id": config.get("pad_token_id"),
-            "hf": json.dumps(dict(config), sort_keys=True, default=str),
+            "padding_id": config["pad_token_id"],
         }
-        return cls(**common | FAMILIES[family](config))
+        shape = common | FAMILIES[family](config)
+        return cls(**shape, hf=json.dumps(config, sort_keys=True, default=str))
 
     def to_hf(self) -> dict[str, Any]:
         """The ``config.json`` that this was read from, which transformers reads.
@@ -225,64 +235,62 @@ _ARCHITECTURES = {
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
-def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias", False))
-    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bool(config.get("mlp_bias", False))}
+def _llama(config: Fields) -> dict[str, Any]:
+    bias = bool(config["attention_bias"])
+    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bool(config["mlp_bias"])}
 
 
-def _qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen2(config: Fields) -> dict[str, Any]:
     return {"qkv_bias": True, "windows": _qwen_windows(config)}
 
 
-def _qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias", False))
+def _qwen3(config: Fields) -> dict[str, Any]:
+    bias = bool(config["attention_bias"])
     return {"qkv_bias": bias, "output_bias": bias, "qk_norm": "head", "windows": _qwen_windows(config)}
 
 
-def _mistral(config: Mapping[str, Any]) -> dict[str, Any]:
+def _mistral(config: Fields) -> dict[str, Any]:
     return {"windows": _windows(config, default="sliding_attention")}
 
 
-def _phi3(config: Mapping[str, Any]) -> dict[str, Any]:
+def _phi3(config: Fields) -> dict[str, Any]:
     return {"windows": _windows(config, default="sliding_attention"), "fused": True}
 
 
-def _olmo2(config: Mapping[str, Any]) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias", False))
+def _olmo2(config: Fields) -> dict[str, Any]:
+    bias = bool(config["attention_bias"])
     return {"qkv_bias": bias, "output_bias": bias, "qk_norm": "projection", "norms": "post"}
 
 
-def _olmo3(config: Mapping[str, Any]) -> dict[str, Any]:
+def _olmo3(config: Fields) -> dict[str, Any]:
     every_fourth = ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(config["num_hidden_layers"])]
     return _olmo2(config) | {"windows": _windows(config, kinds=every_fourth)}
 
 
-def _gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma2(config: Fields) -> dict[str, Any]:
     every_other = ["full_attention" if i % 2 else "sliding_attention" for i in range(config["num_hidden_layers"])]
     return {
         "windows": _windows(config, kinds=every_other),
         "norms": "both",
         "norm_offset": 1.0,
-        "attention_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": config.get("attn_logit_softcapping", 50.0),
-        "final_softcap": config.get("final_logit_softcapping", 30.0),
+        "attention_scale": config["query_pre_attn_scalar"] ** -0.5,
+        "attention_softcap": config["attn_logit_softcapping"],
+        "final_softcap": config["final_logit_softcapping"],
         "embedding_scale": config["hidden_size"] ** 0.5,
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", True)),
-        "activation": config.get("hidden_activation") or "gelu_pytorch_tanh",
     }
 
 
-def _gemma3(config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3(config: Fields) -> dict[str, Any]:
     for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if config.get(name):
             raise UnsupportedModelError(f"{name} is {config[name]}, which no published Gemma 3 decoder has: set it off")
-    pattern = config.get("sliding_window_pattern", 6)
+    pattern = config["sliding_window_pattern"]
     kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(config["num_hidden_layers"])]
     own = {"windows": _windows(config, kinds=kinds), "qk_norm": "head", "attention_softcap": None}
-    return _gemma2(config) | own | {"final_softcap": config.get("final_logit_softcapping")}
+    return _gemma2(config) | own
 
 
-def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
+def _mixtral(config: Fields) -> dict[str, Any]:
     if config.get("router_jitter_noise"):
         raise UnsupportedModelError(
             f"router_jitter_noise is {config['router_jitter_noise']} and the flax decoder's router has no noise: set "
@@ -292,22 +300,25 @@ def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
     return _mistral(config) | {"mixture": mixture}
 
 
-def _qwen2_moe(config: Mapping[str, Any]) -> dict[str, Any]:
-    shared = config["shared_expert_intermediate_size"]
-    bias = {"qkv_bias": bool(config.get("qkv_bias", True))}
-    return _qwen2(config) | bias | {"mixture": _qwen_mixture(config, shared_size=shared)}
+def _qwen2_moe(config: Fields) -> dict[str, Any]:
+    shared, first = config["shared_expert_intermediate_size"], config["max_window_layers"]
+    every_other = [
+        "full_attention" if i % 2 or i >= first else "sliding_attention" for i in range(config["num_hidden_layers"])
+    ]
+    own = {"qkv_bias": bool(config["qkv_bias"]), "windows": _qwen_windows(config, every_other)}
+    return own | {"mixture": _qwen_mixture(config, shared_size=shared)}
 
 
-def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+def _qwen3_moe(config: Fields) -> dict[str, Any]:
+    window = config["sliding_window"] if config["use_sliding_window"] else None
     windows = {"windows": (window,) * config["num_hidden_layers"]}
     return _qwen3(config) | windows | {"mixture": _qwen_mixture(config)}
 
 
-def _qwen3_5(config: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen3_5(config: Fields) -> dict[str, Any]:
     """Three gated delta nets to one layer of gated attention."""
-    layers, every = config["num_hidden_layers"], config.get("full_attention_interval", 4)
-    kinds = config.get("layer_types") or [
+    layers, every = config["num_hidden_layers"], config["full_attention_interval"]
+    kinds = config["layer_types"] or [
         "linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)
     ]
     if unknown := sorted({*kinds} - {"linear_attention", "full_attention"}):
@@ -316,29 +327,28 @@ def _qwen3_5(config: Mapping[str, Any]) -> dict[str, Any]:
             "full_attention in this family"
         )
     delta_net = DeltaNetConfig(
-        key_heads=config.get("linear_num_key_heads", 16),
-        key_width=config.get("linear_key_head_dim", 128),
-        heads=config.get("linear_num_value_heads", 32),
-        width=config.get("linear_value_head_dim", 128),
-        kernel=config.get("linear_conv_kernel_dim", 4),
+        key_heads=config["linear_num_key_heads"],
+        key_width=config["linear_key_head_dim"],
+        heads=config["linear_num_value_heads"],
+        width=config["linear_value_head_dim"],
+        kernel=config["linear_conv_kernel_dim"],
         layers=tuple(kind == "linear_attention" for kind in kinds),
     )
-    bias = bool(config.get("attention_bias", False))
+    bias = bool(config["attention_bias"])
     own = {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True, "delta_net": delta_net}
     return own | {"qkv_bias": bias, "output_bias": bias}
 
 
-def _qwen3_next(config: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen3_next(config: Fields) -> dict[str, Any]:
     dense = _qwen3_5(config)
-    normalised = {"norm_topk_prob": True} | dict(config)
-    mixture = _qwen_mixture(normalised, shared_size=config["shared_expert_intermediate_size"])
+    mixture = _qwen_mixture(config, shared_size=config["shared_expert_intermediate_size"])
     return dense | {"delta_net": replace(dense["delta_net"], by_key_head=True), "mixture": mixture}
 
 
-def _gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt_oss(config: Fields) -> dict[str, Any]:
     every_other = ["full_attention" if i % 2 else "sliding_attention" for i in range(config["num_hidden_layers"])]
-    clamp = float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))
-    bias = bool(config.get("attention_bias", True))
+    clamp = float(config["swiglu_alpha"]), float(config["swiglu_limit"])
+    bias = bool(config["attention_bias"])
     return {
         "windows": _windows(config, kinds=every_other),
         "qkv_bias": bias,
@@ -348,31 +358,31 @@ def _gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _qwen_mixture(config: Mapping[str, Any], **more: Any) -> MixtureConfig:
-    dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+def _qwen_mixture(config: Fields, **more: Any) -> MixtureConfig:
+    dense, every = config["mlp_only_layers"] or (), config["decoder_sparse_step"]
     layers = tuple(i not in dense and (i + 1) % every == 0 for i in range(config["num_hidden_layers"]))
     return _mixture(
         config,
         size=config["moe_intermediate_size"],
         layers=layers,
-        normalise=bool(config.get("norm_topk_prob", False)),
+        normalise=bool(config["norm_topk_prob"]),
         **more,
     )
 
 
-def _mixture(config: Mapping[str, Any], **more: Any) -> MixtureConfig:
+def _mixture(config: Fields, **more: Any) -> MixtureConfig:
     common = {
         "experts": config.get("num_local_experts") or config["num_experts"],
         "chosen": config["num_experts_per_tok"],
         "size": config["intermediate_size"],
         "layers": (True,) * config["num_hidden_layers"],
-        "coefficient": config.get("router_aux_loss_coef", 0.001) if config.get("output_router_logits") else 0.0,
+        "coefficient": config["router_aux_loss_coef"] if config.get("output_router_logits") else 0.0,
     }
     return MixtureConfig(**common | more)
 
 
 # model_type -> the fields in which the family differs from a plain decoder
-FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
@@ -393,7 +403,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 _ALIBI = ("bloom", "mpt")
 
 
-def _reason(config: Mapping[str, Any]) -> str:
+def _reason(config: Fields) -> str:
     family = config.get("model_type")
     if family in _ALIBI or config.get("alibi"):
         return f"model_type is {family!r}, and its ALiBi biases are not in the JAX kernels: use torch_backend"
@@ -403,18 +413,19 @@ def _reason(config: Mapping[str, Any]) -> str:
     )
 
 
-def _qwen_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+def _qwen_windows(config: Fields, kinds: list[str] | None = None) -> tuple[int | None, ...]:
     layers = config["num_hidden_layers"]
-    if not config.get("use_sliding_window"):
+    if not config["use_sliding_window"]:
         return (None,) * layers
-    first = config.get("max_window_layers", layers)
-    return _windows(config, kinds=["sliding_attention" if i >= first else "full_attention" for i in range(layers)])
+    first = config["max_window_layers"]
+    after = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    return _windows(config, kinds=kinds or after)
 
 
 def _windows(
-    config: Mapping[str, Any], *, default: str = "full_attention", kinds: list[str] | None = None
+    config: Fields, *, default: str = "full_attention", kinds: list[str] | None = None
 ) -> tuple[int | None, ...]:
     """The window of each layer: of those that ``layer_types`` names, else ``kinds``, else all of one kind."""
-    window = config.get("sliding_window") or None
-    kinds = config.get("layer_types") or kinds or [default] * config["num_hidden_layers"]
+    window = config["sliding_window"] or None
+    kinds = config["layer_types"] or kinds or [default] * config["num_hidden_layers"]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -50,12 +50,12 @@ class GatedDeltaNet(nnx.Module):
         keys = net.key_heads * net.key_width
         q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=-1)
         rate_N = jnp.exp(self.A_log[...].astype(jnp.float32))
-        step_BSN = jax.nn.softplus(a_BSN.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
+        step_BSN = jax.nn.softplus(a_BSN.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)[None, None])
         out_BSNE = gated_delta_rule(
             q.reshape(*row, net.key_heads, net.key_width),
             k.reshape(*row, net.key_heads, net.key_width),
             v.reshape(*row, net.heads, net.width),
-            -rate_N * step_BSN,
+            -rate_N[None, None] * step_BSN,
             jax.nn.sigmoid(b_BSN),
             segment_ids,
             normalise=True,
@@ -95,4 +95,4 @@ class GatedNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         normed = scale_by(wide.astype(x.dtype), self.weight[...])
-        return (normed * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
+        return (normed.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)

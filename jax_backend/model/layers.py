@@ -18,6 +18,7 @@ from jax_backend.model.delta_net import GatedDeltaNet
 from jax_backend.model.linear import Linear, multiply, project, scale_by
 from jax_backend.model.moe import Balance, BiasedExperts, Experts, Router, run_experts
 from jax_backend.segments import is_real
+from jax_backend.strictness import aligned, widened
 
 # The name of what policies that keep products keep in a product's place, because a backward reads it and
 # not the product: queries, keys and values as the attention takes them, the sum of a residual, a norm's mean square.
@@ -33,7 +34,7 @@ class Embedding(nnx.Embed):
     def __call__(self, ids: jax.Array) -> jax.Array:  # type: ignore[override]  # without flax's out_sharding
         table = self.embedding[...]
         ids = jnp.where(ids < 0, len(table), ids)  # a negative one would count from the end
-        rows = jnp.take(table.astype(jnp.promote_types(table.dtype, jnp.float32)), ids, axis=0)
+        rows = jnp.take(table.astype(widened(table.dtype)), ids, axis=0)
         return rows.astype(table.dtype if self.dtype is None else self.dtype)
 
     def attend(self, query: jax.Array) -> jax.Array:  # type: ignore[override]  # without flax's out_sharding
@@ -58,7 +59,8 @@ class RMSNorm(nnx.Module):
         square = checkpoint_name(jnp.mean(wide * wide, axis=-1, keepdims=True), IN_PLACE)
         wide = wide * jax.lax.rsqrt(square + self.eps)
         if self.offset:
-            return (wide * (self.offset + self.weight[...].astype(jnp.float32))).astype(self.dtype)
+            weight = self.offset + self.weight[...].astype(jnp.float32)
+            return (wide * aligned(weight, wide.ndim)).astype(self.dtype)
         return scale_by(wide.astype(self.dtype), self.weight[...])
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_backend.differentiation import reverse_mode
+from jax_backend.strictness import aligned, widened
 
 
 class Linear(nnx.Linear):
@@ -80,7 +81,7 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 def add_products(x: jax.Array, y: jax.Array, *, axes: int) -> jax.Array:
     """Multiplies ``x`` [..., M] and ``y`` [..., F] over their first ``axes`` axes, and adds and returns in float32."""
     over = tuple(range(axes))
-    wide = _wide(x.dtype)
+    wide = widened(x.dtype)
 
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
         return jax.lax.dot_general(x, y, ((over, over), ((), ())), preferred_element_type=wide)
@@ -91,15 +92,11 @@ def add_products(x: jax.Array, y: jax.Array, *, axes: int) -> jax.Array:
 
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     """``x`` [..., F] plus the bias [F] in its dtype; the bias's gradient is summed in float32."""
-    wide = _wide(x.dtype)
-    return (x.astype(wide) + bias.astype(x.dtype).astype(wide)).astype(x.dtype)
+    wide = widened(x.dtype)
+    return (x.astype(wide) + aligned(bias.astype(x.dtype).astype(wide), x.ndim)).astype(x.dtype)
 
 
 def scale_by(x: jax.Array, weight: jax.Array) -> jax.Array:
     """``x`` [..., F] times a norm's weight [F] in the dtype of ``x``; the weight's gradient is summed in float32."""
-    wide = _wide(x.dtype)
-    return (x.astype(wide) * weight.astype(x.dtype).astype(wide)).astype(x.dtype)
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
+    wide = widened(x.dtype)
+    return (x.astype(wide) * aligned(weight.astype(x.dtype).astype(wide), x.ndim)).astype(x.dtype)

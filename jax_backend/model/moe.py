@@ -53,7 +53,7 @@ class Router(nnx.Module):
         wide = x_BSM.astype(jnp.float32)
         logits = jnp.matmul(wide, self.kernel[...].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
         if self.bias is not None:
-            logits = logits + self.bias[...].astype(jnp.float32)
+            logits = logits + self.bias[...].astype(jnp.float32)[None, None]
         probabilities = jax.nn.softmax(logits, axis=-1)
         weights, experts = jax.lax.top_k(probabilities, self.chosen)
         if self.normalise:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_backend.strictness import aligned
 from packing_core.errors import LayoutError
 
 
@@ -38,12 +39,14 @@ def apply_rope(
     if inv_freq.shape[:-1] not in ((), x.shape[:2]) or not inv_freq.ndim or 2 * inv_freq.shape[-1] > x.shape[3]:
         raise LayoutError(f"inv_freq must be [R/2] with R at most {x.shape[3]} channels, got {inv_freq.shape}")
     turned = 2 * inv_freq.shape[-1]
-    angle = (positions.astype(jnp.float32)[..., None] * inv_freq.astype(jnp.float32))[..., None, :]  # [B, S, 1, R/2]
+    angle = (positions.astype(jnp.float32)[..., None] * aligned(inv_freq.astype(jnp.float32), 3))[
+        ..., None, :
+    ]  # [B, S, 1, R/2]
     axis = -1 if interleaved else -2  # of the pair
     cos, sin = (jnp.expand_dims(scale * x, axis) for x in (jnp.cos(angle), jnp.sin(angle)))
     pairs = (*x.shape[:3], turned // 2, 2) if interleaved else (*x.shape[:3], 2, turned // 2)
     straight = x[..., :turned].astype(jnp.float32).reshape(pairs)
-    sign = jnp.expand_dims(jnp.array([-1.0, 1.0]), -3 - axis)
+    sign = aligned(jnp.expand_dims(jnp.array([-1.0, 1.0]), -3 - axis), straight.ndim)
     # Neighbours change places by a flip, which fuses with what is around it as two halves put together do not.
     turn = straight * cos + jnp.flip(straight, axis) * (sign * sin)
     out = turn.reshape(*x.shape[:3], turned).astype(x.dtype)

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_backend.model.config_fields import Fields
 from packing_core.errors import UnsupportedModelError
 
-# model_type -> share of a head that turns where config.json does not say, as transformers has it
-_SHARES = {"qwen3_next": 0.25, "qwen3_5_text": 0.25}
+_PARTIAL = ("phi3", "qwen3_next", "qwen3_5_text")  # families that read partial_rotary_factor
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 
 
@@ -52,7 +52,9 @@ class RopeParameters:
             short, long = (
                 (1 / (np.asarray(rope[f"{name}_factor"], np.float32) * base**exponent)) for name in ("short", "long")
             )
-            return jnp.where((lengths > rope["original_max_position_embeddings"])[..., None], long, short)
+            return jnp.where(
+                (lengths > rope["original_max_position_embeddings"])[..., None], long[None, None], short[None, None]
+            )
         if kind == "dynamic":
             return self._dynamic(base, exponent, lengths)
         plain = (1 / base**exponent).astype(np.float32)
@@ -108,10 +110,10 @@ class RopeParameters:
         length = jnp.maximum(lengths, self.longest).astype(jnp.float32)
         stretch = (factor * length / self.longest) - (factor - 1)
         grown = base * stretch ** (self.channels / (self.channels - 2))
-        return 1 / grown[..., None] ** exponent
+        return 1 / grown[..., None] ** exponent[None, None]
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int) -> tuple[RopeParameters, RopeParameters | None]:
+def read_rope(config: Fields, head_dim: int) -> tuple[RopeParameters, RopeParameters | None]:
     """The rotary parameters of a ``config.json``, and those of layers with a window where they have their own.
 
     transformers 5 keeps ``rope_parameters``, by kind of layer or for all; 4.x kept ``rope_theta`` beside
@@ -121,31 +123,37 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> tuple[RopeParameters,
         UnsupportedModelError: a scaling that is none of `ROPE_TYPES`.
     """
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if not given and (usual := config.default("rope_parameters")):
+        given = config["rope_parameters"] = dict(usual)
+    family = config["model_type"]
     if "full_attention" in given or "sliding_attention" in given:
-        whole = given.get("full_attention") or given["sliding_attention"]
-        return _rope(config, whole, head_dim), _rope(config, given.get("sliding_attention") or whole, head_dim)
-    if config.get("model_type") == "gemma3_text":
-        given.setdefault("rope_theta", config.get("rope_theta", 1e6))
-        local = {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
-        return _rope(config, given, head_dim), _rope(config, local, head_dim)
-    if config.get("model_type") == "olmo3":  # scaled in layers without a window alone
-        local = {"rope_theta": given.get("rope_theta", config.get("rope_theta", 500_000.0))}
-        return _rope(config, given, head_dim), _rope(config, local, head_dim)
-    return _rope(config, given, head_dim), None
+        whole, local = (given.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+    elif family in ("gemma3_text", "olmo3"):  # scaled in layers without a window alone
+        whole, local = given, {}
+    else:
+        return _rope(config, given, head_dim), None
+    if "rope_theta" not in local:
+        base = config["rope_local_base_freq"] if family == "gemma3_text" else config.default("rope_theta")
+        local = local | {"rope_theta": base}
+    return _rope(config, whole, head_dim), _rope(config, local, head_dim)
 
 
-def _rope(config: Mapping[str, Any], given: Mapping[str, Any], head_dim: int) -> RopeParameters:
+def _rope(config: Fields, given: Mapping[str, Any], head_dim: int) -> RopeParameters:
     options = dict(given)
     options.setdefault("rope_type", options.pop("type", "default"))
-    options.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    usual = _SHARES.get(config.get("model_type", ""), 1.0)
-    share = options.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", usual))
-    longest = config.get("max_position_embeddings", 2048)
+    if "rope_theta" not in options:
+        options["rope_theta"] = config["rope_theta"]
+    share = options.pop("partial_rotary_factor", None)
+    if config["model_type"] in _PARTIAL:
+        share = options["partial_rotary_factor"] = config["partial_rotary_factor"] if share is None else share
+    else:
+        share = 1.0
+    longest = config["max_position_embeddings"]
     kind = options["rope_type"]
     if kind not in ROPE_TYPES:
         raise UnsupportedModelError(f"rope_type is {kind!r} and the flax decoder computes {', '.join(ROPE_TYPES)}")
-    if kind in ("yarn", "longrope"):
-        trained = config.get("original_max_position_embeddings") or longest
-        options.setdefault("original_max_position_embeddings", trained)
+    if kind in ("llama3", "yarn", "longrope"):  # what stands beside them comes first, as in transformers
+        trained = config["original_max_position_embeddings"] or options.get("original_max_position_embeddings")
+        options["original_max_position_embeddings"] = trained or longest
     frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     return RopeParameters(int(head_dim * share), tuple(sorted(frozen.items())), longest)

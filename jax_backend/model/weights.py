@@ -41,9 +41,7 @@ def load(folder: str | Path, **options: Any) -> Decoder:
         LayoutError: the checkpoint's names or shapes are not the config's.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise PackingError(f"{folder} holds no config.json: give a folder written by save_pretrained")
-    config = DecoderConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    config = DecoderConfig.from_hf(folder)
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **options))
     graph, state = nnx.split(abstract)
     _fill(state, _open(folder), options.get("mesh"))

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_backend.strictness import aligned
+
 CHUNK = 64
 GROUP = 8  # chunks whose states are found for all groups at once, before the walk from group to group
 _BASE = 16  # width of the triangles that are inverted by doubling in place; larger ones are put together from these
@@ -106,11 +108,13 @@ def _block(rule: Rule, carry: Carry, inputs: Inputs) -> tuple[Carry, jax.Array]:
     before = jnp.concatenate([carry.run[:, None], runs[:, :-1, -1]], axis=1)  # run of the token before each chunk
     goes_on = ((runs == before[..., None]) & (runs > 0))[:, :, None, None]  # [B, N, 1, 1, C]
     at = jnp.arange(CHUNK)
-    together = (runs[..., :, None] == runs[..., None, :]) & (runs[..., :, None] > 0) & (at[:, None] >= at)
+    from_before = aligned(at[:, None] >= at[None], runs.ndim + 1)
+    together = (runs[..., :, None] == runs[..., None, :]) & (runs[..., :, None] > 0) & from_before
     together = together[:, :, None, None]  # [B, N, 1, 1, I, J]
 
     g = jnp.maximum(jnp.moveaxis(g, 2, -1), _FORGOTTEN)  # [B, N, H, G, C]
-    after = jnp.where(together & (at[:, None] > at), g[..., :, None], 0.0)
+    later = aligned(at[:, None] > at[None], 6)  # [1, 1, 1, 1, I, J]
+    after = jnp.where(together & later, g[..., :, None], 0.0)
     tril = jnp.tril(jnp.ones((CHUNK, CHUNK), jnp.float32))
     exponent = jnp.einsum("it,bnhgtj->bnhgij", tril, after, precision=_EXACT)  # sum of g from j + 1 to i
     decay = jnp.where(together, jnp.exp(exponent), 0.0)  # from token j to token i
@@ -120,7 +124,7 @@ def _block(rule: Rule, carry: Carry, inputs: Inputs) -> tuple[Carry, jax.Array]:
     if rule.corrects:
         strength = jnp.moveaxis(strength, 2, -1)
         likeness = jnp.einsum("bnihd,bnjhd->bnhij", k, k)[:, :, :, None]
-        solved = _unit_lower_inverse(jnp.where(at[:, None] > at, likeness * decay * strength[..., None], 0.0))
+        solved = _unit_lower_inverse(jnp.where(later, likeness * decay * strength[..., None], 0.0))
         solved = solved * strength[..., None, :]
         fresh = jnp.einsum("bnhgij,bnjhge->bnhgie", solved, v)
         read = jnp.einsum("bnhgij,bnjhd->bnhgid", solved * from_start[..., None, :], k)
@@ -240,11 +244,15 @@ def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
     """
     at = jnp.arange(_BASE)
     base = _blocks(lower, _BASE, 0, _BASE)
-    x = jnp.eye(_BASE, dtype=jnp.float32) - jnp.where(at[:, None] // 2 == at // 2, base, 0.0)
+    x = aligned(jnp.eye(_BASE, dtype=jnp.float32), base.ndim) - jnp.where(
+        aligned(at[:, None] // 2 == at[None] // 2, base.ndim), base, 0.0
+    )
     size = 2
     while size < _BASE:
         pair, block = at // (2 * size), at // size
-        joint = jnp.where((pair[:, None] == pair) & (block[:, None] != block), base, 0.0)
+        joint = jnp.where(
+            aligned((pair[:, None] == pair[None]) & (block[:, None] != block[None]), base.ndim), base, 0.0
+        )
         x = x - _exactly(_exactly(x, joint), x)
         size *= 2
     while size < CHUNK:

@@ -63,7 +63,7 @@ def causal_conv(
     if before is None:
         before = jnp.zeros(wanted, x.dtype)
     else:
-        columns = jnp.arange(x.shape[1])
+        columns = jnp.arange(x.shape[1])[None]
         positions = positions + jnp.where(positions == columns, wanted[1], 0)  # the first segment began earlier
     return _convolve(activation, x, w, bias, before, is_real(segment_ids), positions)
 
@@ -81,10 +81,10 @@ def _convolve(
     tokens, width = x.shape[1], w.shape[1]
     wide = jnp.where(real[..., None], x.astype(jnp.float32), 0.0)
     wide = jnp.concatenate([before.astype(jnp.float32), wide], axis=1)
-    y = jnp.zeros((), jnp.float32) if bias is None else bias.astype(jnp.float32)
+    y = jnp.zeros((), jnp.float32) if bias is None else bias.astype(jnp.float32)[None, None]
     for lag in range(width):
         first = width - 1 - lag
         earlier = jnp.where((positions >= lag)[..., None], wide[:, first : first + tokens], 0.0)
-        y = y + w[:, first].astype(jnp.float32) * earlier
+        y = y + w[:, first].astype(jnp.float32)[None, None] * earlier
     y = jax.nn.silu(y) if activation == "silu" else y
     return jnp.where(real[..., None], y, 0.0).astype(x.dtype)

@@ -195,10 +195,10 @@ def ssd(
     step = dt.astype(jnp.float32)
     start = None if initial_state is None else initial_state.mT
     real = is_real(segment_ids)[..., None]  # A's gradient is a sum over tokens, so that padding is left out here too
-    decay = jnp.where(real, step, 0.0) * A.astype(jnp.float32)
+    decay = jnp.where(real, step, 0.0) * A.astype(jnp.float32)[None, None]
     y, state = _scan(Rule(corrects=False, scale=1.0), C, B, x, decay, step, segment_ids, start)
     if D is not None:
-        y = y + D.astype(jnp.float32)[:, None] * jnp.where(real[..., None], x.astype(jnp.float32), 0.0)
+        y = y + D.astype(jnp.float32)[None, None, :, None] * jnp.where(real[..., None], x.astype(jnp.float32), 0.0)
     y = y.astype(x.dtype)
     return (y, state.mT) if return_state else y
 

@@ -52,11 +52,11 @@ def selective_scan(
     x_, dt_, A_, B_, C_ = (w.astype(jnp.float32) for w in (x, dt, A, B, C))
     drive = jnp.where(real[..., None, None], (dt_ * x_)[..., None] * _per_channel(B_, x), 0.0)  # [B, S, E, N]
     goes_on = (real & ~segment_starts(segment_ids))[..., None, None]
-    decay = jnp.where(goes_on, jnp.exp(dt_[..., None] * A_), 0.0)
+    decay = jnp.where(goes_on, jnp.exp(dt_[..., None] * A_[None, None]), 0.0)
     _, states = jax.lax.associative_scan(_compose, (decay, drive), axis=1)
     y = jnp.sum(states * _per_channel(C_, x), axis=-1)
     if D is not None:
-        y = y + D.astype(jnp.float32) * x_
+        y = y + D.astype(jnp.float32)[None, None] * x_
     if z is not None:
         y = y * jax.nn.silu(z.astype(jnp.float32))
     return jnp.where(real[..., None], y, 0.0).astype(x.dtype)

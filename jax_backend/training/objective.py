@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 INPUTS = ("input_ids", "segment_ids", "position_ids")  # of a model, in the order in which it is called
 
+_WORDS = {"mask": -1, "seg": 1, "pos": 2, "input": 0, "token": 0}  # in names of parameters: which of INPUTS
+
 # (model, microbatch) -> (loss sum, weight sum) or (loss sum, weight sum, extra values by name)
 LossFunction = Callable[[Any, dict[str, jax.Array]], tuple[Any, ...]]
 
@@ -43,21 +45,23 @@ def causal_lm_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Arra
 
 
 def check_signature(model: Any) -> None:
-    """Look at the names of the second and the third parameter of a module: they must not be those of something else.
+    """Look at the names of the first three parameters of a module: they must not be those of something else.
 
     Raises:
-        UnsupportedModelError: positions stand where segment ids are passed, or the other way round, or a mask, which
-            would make one document of all that is not 0.
+        UnsupportedModelError: one is named for another of `INPUTS` than it receives, or for a mask, which would make
+            one document of all that is not 0.
     """
     try:
         names = list(inspect.signature(model).parameters)
     except (TypeError, ValueError):  # a callable without a signature
         return
-    for at, foreign in ((1, ("position", "mask")), (2, ("segment", "mask"))):
-        if at < len(names) and any(word in names[at] for word in foreign):
+    for at, name in enumerate(names[: len(INPUTS)]):
+        # The first word that occurs says what it is: inputs_segment_ids are segment ids.
+        is_for = next((i for word, i in _WORDS.items() if word in name), at)
+        if is_for != at:
             raise UnsupportedModelError(
                 f"{type(model).__name__} takes {', '.join(names)}, and is called with {', '.join(INPUTS)} in this "
-                f"order, so {names[at]} would receive {INPUTS[at]}: rename it, or pass a loss_fn that calls the model"
+                f"order, so {name} would receive {INPUTS[at]}: rename it, or pass a loss_fn that calls the model"
             )
 
 
@@ -111,6 +115,15 @@ def check_optimizer(tx: Any) -> None:
         )
 
 
+def check_compute_dtype(dtype: Any) -> None:
+    """Raises UnsupportedError unless gradients that are computed in ``dtype`` keep small values."""
+    if dtype is not None and jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32, jnp.float64):
+        raise UnsupportedError(
+            f"compute_dtype={jnp.dtype(dtype)}: small gradients would become 0, and a training step does not scale "
+            "them: pass jnp.bfloat16, or None for the dtype of the layers"
+        )
+
+
 def check_vocabulary(batch: Mapping[str, Any], vocabulary: int) -> None:
     """Look at the ids of a batch in the host's memory; arrays of a device are not read.
 
@@ -130,6 +143,22 @@ def check_vocabulary(batch: Mapping[str, Any], vocabulary: int) -> None:
                 f"{name}{list(where)} is {ids[where]}, and the vocabulary is 0 to {vocabulary - 1}: compare the "
                 "tokenizer's vocabulary with the model's, and give targets that are not trained a loss weight of 0"
             )
+
+
+def has_microbatches(shapes: Mapping[str, tuple[int, ...]], stated: bool | None) -> bool:
+    """Returns True if the first axis of a batch's arrays counts microbatches, False if it counts rows.
+
+    Raises:
+        LayoutError: nothing tells.
+    """
+    if stated is not None:
+        return stated
+    if "input_ids" not in shapes:
+        raise LayoutError(
+            f"the batch has keys of its own ({', '.join(shapes)}), and without input_ids nothing tells [A, B, ...] "
+            "from [B, ...]: pass make_train_step(microbatched=True) or microbatched=False"
+        )
+    return len(shapes["input_ids"]) != 2
 
 
 def checked_sums(result: Any) -> tuple[jax.Array, jax.Array, Any]:
@@ -216,3 +245,11 @@ def fold_keys(rest: nnx.State, *numbers: jax.Array) -> nnx.State:
 def cast_weights(tree: Any, dtype: Any) -> Any:
     """The tree with its floating-point arrays in ``dtype``; keys and counters are left alone."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def quotient(value: Any) -> jax.Array:
+    """Returns a value, or of a pair (sum, weight) their quotient, 0 where the weight is 0."""
+    if not isinstance(value, tuple):
+        return value
+    total, weight = value
+    return jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1), 0)

@@ -19,19 +19,32 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_backend.batches import renamed
 from jax_backend.model.decoder import Decoder
-from jax_backend.placement import head_sharding, place_rows, rows_mesh, shares_rows, token_spec, weight_shardings
+from jax_backend.placement import (
+    head_sharding,
+    place_rows,
+    put_tree,
+    rows_mesh,
+    shares_rows,
+    token_spec,
+    weight_shardings,
+    with_sharding,
+)
 from jax_backend.segments import check_positions
 from jax_backend.training.objective import (
     LossFunction,
     cast_weights,
     causal_lm_loss,
+    check_compute_dtype,
     check_optimizer,
     check_shared_rows,
     check_variables,
     check_vocabulary,
     checked_sums,
     fold_keys,
+    has_microbatches,
+    quotient,
     refuse_donated,
     refuse_linen,
 )
@@ -92,9 +105,9 @@ class TrainStep:
     ) -> None:
         refuse_linen(model)
         check_optimizer(tx)
+        check_compute_dtype(compute_dtype)
         self.mesh = mesh = None if mesh is None else rows_mesh(mesh)
-        self.tx = tx
-        self.precision = precision
+        self.tx, self.precision = tx, precision
         self.compute_dtype = compute_dtype
         self.trainable = trainable
         self.microbatched = microbatched
@@ -119,8 +132,8 @@ class TrainStep:
         out: Any = None
         sums: Any = None
         if mesh is not None:
-            self.shapes = jax.tree.map(_with_sharding, self.shapes, self._shardings)
-            self._rest_shapes = jax.tree.map(_with_sharding, self._rest_shapes, self._rest_shardings)
+            self.shapes = jax.tree.map(with_sharding, self.shapes, self._shardings)
+            self._rest_shapes = jax.tree.map(with_sharding, self._rest_shapes, self._rest_shardings)
             whole: Any = NamedSharding(mesh, PartitionSpec())
             out, sums = (self._shardings, whole), Sums(whole, whole, self._shardings.params, whole, whole)
         self._step = jax.jit(self._accumulate_and_update, donate_argnums=0, out_shardings=out)
@@ -144,10 +157,12 @@ class TrainStep:
         elif self._params is None:
             raise PackingError("init(donate=True) gave the model's weights away: build a new step from a new model")
         else:
-            params = _put(self._params, self._shardings and self._shardings.params, donate=donate)
+            params = put_tree(self._params, self._shardings and self._shardings.params, donate=donate)
             self._params = None if donate else self._params
         opt_state = jax.jit(self.tx.init, out_shardings=self._shardings and self._shardings.opt_state)(params)
-        return TrainState(params, opt_state, _put(jnp.zeros((), jnp.int32), self._shardings and self._shardings.step))
+        return TrainState(
+            params, opt_state, put_tree(jnp.zeros((), jnp.int32), self._shardings and self._shardings.step)
+        )
 
     def model(self, state: TrainState) -> Any:
         """A model that holds the state's weights, for evaluation or :func:`jax_backend.model.weights.save`.
@@ -162,9 +177,9 @@ class TrainStep:
 
         Args:
             state: what :meth:`init` or the last step returned; its buffers are donated.
-            batch: integer ``input_ids``, ``segment_ids``, ``position_ids``, ``targets`` and float ``loss_weights`` (0
-                where nothing is trained), each [A, B, S], or [B, S] for a single microbatch. In a job of several
-                processes the rows are this process's own, as many in each.
+            batch: of `to_batch`, `GrainSource` or MaxText: integer ``input_ids``, ``segment_ids``, ``position_ids``,
+                ``targets`` and float ``loss_weights`` (0 where nothing is trained), each [A, B, S], or [B, S] for a
+                single microbatch. In a job of several processes the rows are this process's own, as many in each.
 
         Returns:
             The new state and ``loss`` (mean over the weights of the whole step), ``loss_sum``, ``weight_sum``,
@@ -204,23 +219,39 @@ class TrainStep:
         for batch in batches:
             more, heavier = self._evaluate(state, self._others(), self.place(batch))
             total, weight = total + more, weight + heavier
-        return {"loss": _quotient((total, weight)), "loss_sum": total, "weight_sum": weight}
+        return {"loss": quotient((total, weight)), "loss_sum": total, "weight_sum": weight}
 
-    def compile(self, *, rows: int, tokens: int, microbatches: int = 1) -> jax.stages.Compiled:
+    def compile(
+        self, *, rows: int, tokens: int, microbatches: int = 1, more: Mapping[str, Any] | None = None
+    ) -> jax.stages.Compiled:
         """The step for batches of one shape, compiled for its ``memory_analysis()`` and the like; nothing is allocated.
 
-        ``rows`` counts those of all processes.
+        Args:
+            rows: of all processes.
+            more: the keys of its own that a ``loss_fn`` reads, each with an array of a microbatch, [rows, ...], or its
+                ``jax.ShapeDtypeStruct``.
+
+        Raises:
+            PackingError: the ``loss_fn`` reads a key that is not among them.
         """
         spread = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, *token_spec(self.mesh)))
         shape = (microbatches, rows, tokens)
         dtypes = {key: jnp.float32 if key == "loss_weights" else jnp.int32 for key in BATCH_KEYS}
         batch = {key: jax.ShapeDtypeStruct(shape, dtype, sharding=spread) for key, dtype in dtypes.items()}
-        return self._step.lower(self.shapes, self._rest_shapes, batch).compile()
+        by_row = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, token_spec(self.mesh)[0]))
+        for key, like in (more or {}).items():
+            batch[key] = jax.ShapeDtypeStruct((microbatches, *like.shape), like.dtype, sharding=by_row)
+        try:
+            return self._step.lower(self.shapes, self._rest_shapes, batch).compile()
+        except KeyError as error:
+            if not self._own_loss:
+                raise
+            raise PackingError(f"loss_fn reads batch[{error}]: pass compile(more={{{error}: ...}}) an array") from error
 
     def place(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Check the batch and put it on the mesh: this process's rows are spread over its devices."""
-        missing = [] if self._own_loss else [key for key in BATCH_KEYS if key not in batch]
-        if missing:
+        batch = batch if self._own_loss else renamed(batch)
+        if missing := [] if self._own_loss else [key for key in BATCH_KEYS if key not in batch]:
             raise LayoutError(f"the batch lacks {', '.join(missing)}: jax_backend.to_batch makes all of them")
         keys = tuple(batch) if self._own_loss else BATCH_KEYS
         shapes = {key: np.shape(batch[key]) for key in keys}
@@ -231,7 +262,7 @@ class TrainStep:
         if not self._own_loss and not (self._looked and isinstance(batch["segment_ids"], jax.Array)):
             check_positions(batch["segment_ids"], batch["position_ids"])
             self._looked = True  # later batches on a device are not waited for
-        single = not self._has_microbatches(shapes)
+        single = not has_microbatches(shapes, self.microbatched)
         arrays = {key: batch[key][None] if single else batch[key] for key in keys}
         leading = {key: np.shape(array)[:2] for key, array in arrays.items()}
         if len(set(leading.values())) != 1 or len(next(iter(leading.values()))) != 2:
@@ -239,17 +270,6 @@ class TrainStep:
         if self.mesh is None:
             return {key: jnp.asarray(value) for key, value in arrays.items()}
         return place_rows(arrays, self.mesh, by_token=BATCH_KEYS)
-
-    def _has_microbatches(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """True if the arrays' first axis counts microbatches, False if it counts rows."""
-        if self.microbatched is not None:
-            return self.microbatched
-        if "input_ids" not in shapes:
-            raise LayoutError(
-                f"the batch has keys of its own ({', '.join(shapes)}), and without input_ids nothing tells [A, B, ...] "
-                "from [B, ...]: pass make_train_step(microbatched=True) or microbatched=False"
-            )
-        return len(shapes["input_ids"]) != 2
 
     def _split(self, model: Any) -> tuple[Any, nnx.State, nnx.State]:
         shared = self.mesh is not None and shares_rows(self.mesh)
@@ -335,11 +355,13 @@ class TrainStep:
 
     def _divide_and_update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
         # One division for the whole step: a mean of the microbatches' means would weigh their tokens unequally.
-        share = jnp.where(sums.weight > 0, 1 / jnp.where(sums.weight > 0, sums.weight, 1), 0)
+        # Weights may be negative (advantages), and so may their sum.
+        share = quotient((jnp.ones(()), sums.weight))
         grads = jax.tree.map(lambda grad: grad * share, sums.grads)
         # Rounded once: float32 gradients would turn the optimizer's moments of bfloat16 weights into float32.
         rounded = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, state.params)
-        with jax.named_scope("optimizer"):
+        # optax's own arithmetic promotes, which is no mistake of a shop that lets JAX raise at it
+        with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, opt_state = self.tx.update(rounded, state.opt_state, state.params)
         metrics = {
             "loss": sums.loss * share,
@@ -347,7 +369,7 @@ class TrainStep:
             "weight_sum": sums.weight,
             "grad_norm": optax.tree.norm(grads),
         }
-        metrics |= {name: _quotient(value) for name, value in sums.extra.items()}
+        metrics |= {name: quotient(value) for name, value in sums.extra.items()}
         return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
 
     def _accumulate_and_update(
@@ -410,7 +432,7 @@ def make_train_step(
         PackingError: ``trainable`` selects nothing; ``tx`` is no optax transformation; ``mesh`` is no mesh.
         LayoutError: heads do not divide over ``tensor``.
         UnsupportedError: an axis of the mesh is named for expert or pipeline parallelism, or is ``tensor`` or
-            ``context`` and the model cannot be cut so.
+            ``context`` and the model cannot be cut so; or ``compute_dtype`` needs a loss scale.
     """
     return TrainStep(
         model,
@@ -422,26 +444,3 @@ def make_train_step(
         precision=precision,
         microbatched=microbatched,
     )
-
-
-def _quotient(value: Any) -> jax.Array:
-    if not isinstance(value, tuple):
-        return value
-    total, weight = value
-    return jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1), 0)
-
-
-def _put(tree: Any, shardings: Any, *, donate: bool = False) -> Any:
-    """The tree's arrays where they belong: new ones, or with ``donate`` the same ones if they are there already."""
-    if shardings is None:
-        return tree if donate else jax.tree.map(jnp.copy, tree)
-    # A replica on the array's own device shares its memory, even with may_alias=False: hand over a copy, one at a time.
-    return jax.tree.map(
-        lambda leaf, sharding: jax.device_put(leaf if donate else jnp.copy(leaf), sharding, donate=True),
-        tree,
-        shardings,
-    )
-
-
-def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

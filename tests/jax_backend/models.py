@@ -14,11 +14,12 @@ _TINY = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+_MIXED = _TINY | {"num_hidden_layers": 2}  # of families whose layers are of two kinds
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -43,7 +44,7 @@ CONFIGS = {
         **_TINY, attention_bias=True, mlp_bias=True, rope_parameters=_LLAMA3
     ),
     "qwen2-window-tied": lambda: transformers.Qwen2Config(
-        **_TINY, tie_word_embeddings=True, use_sliding_window=True, sliding_window=5, max_window_layers=1
+        **_MIXED, tie_word_embeddings=True, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
     "qwen3-head-dim": lambda: transformers.Qwen3Config(**_TINY, head_dim=16),
     "llama-yarn": lambda: transformers.LlamaConfig(
@@ -54,16 +55,16 @@ CONFIGS = {
     ),
     "mistral": lambda: transformers.MistralConfig(**_TINY, sliding_window=7),
     "ministral": lambda: transformers.MinistralConfig(
-        **_TINY,
+        **_MIXED,
         head_dim=8,
         sliding_window=7,
         layer_types=_ALTERNATING,
         rope_parameters={"rope_type": "default", **_THETA},
     ),
-    "phi3": lambda: transformers.Phi3Config(**_TINY, sliding_window=9, pad_token_id=0),
     "phi3-longrope": lambda: transformers.Phi3Config(
         **_TINY,
         pad_token_id=0,
+        sliding_window=9,
         original_max_position_embeddings=20,
         rope_parameters={
             "rope_type": "longrope",
@@ -75,9 +76,9 @@ CONFIGS = {
         },
     ),
     "olmo2": lambda: transformers.Olmo2Config(**_TINY),
-    "olmo3": lambda: transformers.Olmo3Config(**_TINY, sliding_window=7, layer_types=_ALTERNATING),
+    "olmo3": lambda: transformers.Olmo3Config(**_MIXED, sliding_window=7, layer_types=_ALTERNATING),
     "gemma2": lambda: transformers.Gemma2Config(
-        **_TINY,
+        **_MIXED,
         head_dim=8,
         sliding_window=7,
         query_pre_attn_scalar=16,
@@ -85,14 +86,14 @@ CONFIGS = {
         final_logit_softcapping=3.0,
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
-        **_TINY, head_dim=8, sliding_window=7, query_pre_attn_scalar=16, layer_types=_ALTERNATING
+        **_MIXED, head_dim=8, sliding_window=7, query_pre_attn_scalar=16, layer_types=_ALTERNATING
     ),
     "mixtral": lambda: transformers.MixtralConfig(**_TINY, num_local_experts=4, sliding_window=7),
     "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
         **_TINY, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40
     ),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
-        **_TINY,
+        **_MIXED,
         head_dim=16,
         num_experts=6,
         num_experts_per_tok=3,
@@ -101,13 +102,13 @@ CONFIGS = {
         norm_topk_prob=True,
     ),
     "gpt-oss": lambda: transformers.GptOssConfig(
-        **_TINY, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=7, swiglu_limit=1.5
+        **_MIXED, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=7, swiglu_limit=1.5
     ),
     # The output of a delta rule may be tiny. A usual epsilon would blow its rounding errors up to the size of the norm:
     # torch itself, from weights changed by one part in ten million, is then 2e-4 away after fifty steps.
-    "qwen3.5": lambda: transformers.Qwen3_5TextConfig(**_TINY, **_DELTA_NET, rms_norm_eps=1e-2),
+    "qwen3.5": lambda: transformers.Qwen3_5TextConfig(**_MIXED, **_DELTA_NET, rms_norm_eps=1e-2),
     "qwen3-next": lambda: transformers.Qwen3NextConfig(
-        **_TINY,
+        **_MIXED,
         **_DELTA_NET,
         num_experts=6,
         num_experts_per_tok=3,

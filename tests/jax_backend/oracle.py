@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from conformance.draws import Rows, round_to, segment_ids
-from conformance.numerics import over_budget
 from packing_core import reference
+from packing_core.budget import over_budget
 from packing_core.protocol import segments
 
 Arrays = dict[str, np.ndarray]

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from conformance.draws import Rows, segment_ids
-from conformance.numerics import over_budget
 from packing_core import reference
+from packing_core.budget import over_budget
 from packing_core.protocol import segments
 
 Arrays = dict[str, np.ndarray]
@@ -79,38 +79,6 @@ def delta_rule_alone(
             if name in "qk":
                 gradient = gradient.reshape(stop - start, -1, group, gradient.shape[-1]).sum(axis=2)
             total[name][here] = gradient
-    return total
-
-
-def ssd_alone(
-    arrays: Arrays, ids: np.ndarray, dout: np.ndarray, arithmetic: reference.WorkingDtype = "float64"
-) -> Arrays:
-    """``out`` and the gradients by the reference of the selective scan, whose channels share what a head has."""
-    heads, channels = arrays["x"].shape[2:]
-    states = arrays["B"].shape[3]
-    total = {"out": np.zeros(dout.shape)} | {name: np.zeros(x.shape) for name, x in arrays.items()}
-    shared = {
-        "A": np.broadcast_to(arrays["A"][:, None, None], (heads, channels, states)).reshape(-1, states),
-        "D": np.repeat(arrays["D"], channels),
-    }
-    for row, start, stop in segments(ids):
-        here, length = (row, slice(start, stop)), stop - start
-        mine = {
-            "x": arrays["x"][here].reshape(length, -1),
-            "dt": np.repeat(arrays["dt"][here], channels, axis=1),
-            "B": arrays["B"][here],
-            "C": arrays["C"][here],
-            **shared,
-        }
-        out = reference.selective_scan(**mine, cu_seqlens=[0, length], dtype=arithmetic)  # type: ignore[arg-type]
-        total["out"][here] = out.reshape(length, heads, channels)
-        dy = dout[here].reshape(length, -1)
-        found = reference.selective_scan_vjp(**mine, cu_seqlens=[0, length], dy=dy, dtype=arithmetic)  # type: ignore[arg-type]
-        total["x"][here] = found["x"].reshape(length, heads, channels)
-        total["dt"][here] = found["dt"].reshape(length, heads, channels).sum(axis=2)
-        total["B"][here], total["C"][here] = found["B"], found["C"]
-        total["A"] += found["A"].reshape(heads, -1).sum(axis=1)
-        total["D"] += found["D"].reshape(heads, -1).sum(axis=1)
     return total
 
 

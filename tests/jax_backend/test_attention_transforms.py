@@ -132,8 +132,11 @@ def test_inside_a_shard_map_that_checks_axes_xla_attends() -> None:
     assert_same(jax.jit(local)(*arguments), jax.jit(attend)(*arguments))
 
 
-@pytest.mark.parametrize(("jitted", "in_context"), [(True, True), (True, False), (False, False)])
-@pytest.mark.parametrize("spec", [P("data"), P("data", None, "tensor")], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "jitted", "in_context"),
+    [(P("data"), True, True), (P("data", None, "tensor"), True, False), (P("data"), False, False)],
+    ids=str,
+)
 def test_explicit_axes_tell_without_a_mesh_how_inputs_are_sharded(spec: P, jitted: bool, in_context: bool) -> None:
     mesh = mesh_of({"data": 4, "tensor": 2}, AxisType.Explicit)
     *qkv, ids = operands()
@@ -227,7 +230,7 @@ def test_the_tpu_kernel_takes_64_bits_without_grouped_heads_and_refuses_them_by_
             segment_attention(q, k, v, ids, implementation="tpu")
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "pallas", "xla"])
+@pytest.mark.parametrize("implementation", ["chunked", "pallas"])
 def test_on_explicit_axes_the_ids_and_operands_may_be_whole(implementation: str) -> None:
     q, k, v, ids = operands()
     wanted = segment_attention(q, k, v, ids, implementation="xla")

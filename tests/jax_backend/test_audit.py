@@ -52,12 +52,11 @@ def params_of(module):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_linen_model_is_judged_as_a_function(dtype) -> None:
-    good, leaking = Linen(dtype=dtype), Linen(leaks=True, dtype=dtype)
-    params = params_of(good)
-    verdict = audit(params, call=call(good))
-    assert verdict.exact, verdict.line
-    verdict = audit(params, call=call(leaking))
-    assert not verdict.exact and verdict.moved > 0 and verdict.logits > 10 * verdict.allowed_logits
+    leaks = dtype == jnp.bfloat16
+    model = Linen(leaks=leaks, dtype=dtype)
+    verdict = audit(params_of(model), call=call(model))
+    assert verdict.exact == (not leaks), verdict.line
+    assert (verdict.moved > 0 and verdict.logits > 10 * verdict.allowed_logits) == leaks
 
 
 def test_an_nnx_model_is_judged_without_its_dropout() -> None:
@@ -77,9 +76,47 @@ def test_an_nnx_model_is_judged_without_its_dropout() -> None:
     assert not model.dropout.deterministic  # the model is left as it is
 
 
+class ShortTable(nnx.Module):
+    """Right, and its positions end after 100."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed, self.places = nnx.Embed(V, M, rngs=rngs), nnx.Embed(100, M, rngs=rngs)
+
+    def __call__(self, input_ids, segment_ids, position_ids):
+        x = (self.embed(input_ids) + self.places(position_ids))[:, :, None]
+        return self.embed.attend(segment_attention(x, x, x, segment_ids, implementation="xla")[:, :, 0])
+
+
+def test_a_model_with_a_short_table_of_positions_is_judged_up_to_its_end() -> None:
+    model = ShortTable(nnx.Rngs(0))
+    with pytest.raises(PackingError, match="logits of a document of 128 tokens by itself are not finite.*pass longest"):
+        audit(model)
+    verdict = audit(model, longest=100)
+    assert verdict.exact, verdict.line
+
+
+def test_logits_that_are_not_finite_are_never_exact() -> None:
+    model = ShortTable(nnx.Rngs(0))
+    model.embed.embedding[...] = model.embed.embedding[...].at[3].set(jnp.nan)
+    with pytest.raises(PackingError, match="look at its weights otherwise"):
+        audit(model, longest=100)
+
+    def broken_when_packed(weights, batch):
+        logits = jax.nn.one_hot(batch["input_ids"], V) * weights
+        return jnp.where((batch["segment_ids"] > 1).any(), jnp.nan, logits)
+
+    verdict = audit(jnp.ones(V), call=broken_when_packed)
+    assert verdict.logits == float("inf") and not verdict.exact
+
+
 def test_a_model_that_gives_no_logits_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"gives \(2, 640\) for inputs \[B, S\] = .*: return logits \[B, S, V\]"):
         audit({"w": jnp.ones(3)}, call=lambda params, batch: batch["input_ids"] * params["w"].sum())
+
+
+def test_what_is_no_argument_by_position_is_refused_by_name() -> None:
+    with pytest.raises(PackingError, match=r"audit\(\) takes model by position and got 512 beside: name .* call="):
+        audit({}, 512)
 
 
 def test_explain_names_what_serves_each_kind_of_layer_and_why_not_the_others() -> None:

@@ -9,11 +9,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import Array
 
-import jax_backend.auditing as auditing
 from jax_backend import audit, segment_attention
 
 V, M = 50, 16
@@ -51,15 +49,13 @@ def between_chunks(size: int) -> Callable[[Array], Array]:
 
 
 LEAKS: dict[str, Callable[[Array], Array]] = {
-    "forward": lambda x: x + 0.1 * previous(x),
     "from later documents": lambda x: x + 0.1 * following(x),
     "backward alone": leaking_backward,
     "between chunks of 64": between_chunks(64),
-    "between chunks of 128": between_chunks(128),
     "between chunks of 256": between_chunks(256),
     "absolute positions": lambda x: x + 0.1 * jnp.sin(jnp.arange(x.shape[1]))[:, None],
     "normalisation over the row": lambda x: x / jnp.sqrt(jnp.square(x).mean(1, keepdims=True)),
-    "by 1e-6": lambda x: x + 1e-6 * previous(x),
+    "forward, by 1e-6": lambda x: x + 1e-6 * previous(x),
 }
 
 
@@ -96,13 +92,3 @@ def test_a_leak_is_found(leak: str) -> None:
     if leak == "backward alone":
         assert verdict.moved == 0 and verdict.logits <= verdict.allowed_logits
         assert verdict.gradient_leak > 1e-3
-
-
-def test_a_parameter_without_a_gradient_decides_on_nothing_but_itself() -> None:
-    want = [np.float32([1.0, -1.0]), np.float32([1e-9])]
-    rounded = [np.float32([1.0 + 1e-7, -1.0]), np.float32([-4e-8])]
-    error, allowed = auditing._worst([want[0], np.float32([3e-8])], want, rounded)
-    assert error <= allowed
-    error, allowed = auditing._worst([np.float32([1.0 + 1e-4, -1.0]), want[1]], want, rounded)
-    assert error > allowed
-    assert auditing._worst([want[0], np.float32([np.nan])], want, rounded)[0] == float("inf")

@@ -11,7 +11,7 @@ from absl import flags
 from flax import nnx
 
 import packing_core
-from jax_backend.batches import to_batch
+from jax_backend.batches import renamed, to_batch
 from jax_backend.data import GrainSource, GrainStream
 from jax_backend.model.decoder import Decoder, DecoderConfig
 from jax_backend.training.train_step import make_train_step
@@ -133,16 +133,10 @@ def test_model_and_data_resume_from_one_checkpoint_of_orbax(kind, tmp_path) -> N
         rows = grain.MapDataset.source(GrainSource(dataset())).shuffle(seed=4).batch(2, drop_remainder=True)
         return iter(rows.to_iter_dataset())
 
-    def batch_of(row):
-        names = {"input_ids": "inputs", "segment_ids": "inputs_segment_ids", "position_ids": "inputs_positions"}
-        return {
-            name: row[key] for name, key in (names | {"targets": "targets", "loss_weights": "loss_weights"}).items()
-        }
-
     def run(state, batches, steps):
         losses = []
         for _ in range(steps):
-            state, metrics = step(state, batch_of(next(batches)))
+            state, metrics = step(state, next(batches))
             losses.append(float(metrics["loss"]))
         return state, losses
 
@@ -174,6 +168,15 @@ def test_the_train_steps_batch_is_shifted_inside_segments() -> None:
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 0]]
     assert batch["targets"].tolist() == [[6, 7, 0, 9, 0, 0]]
     assert batch["loss_weights"].tolist() == [[1, 1, 0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("convention", ["grain", "maxtext"])
+def test_the_train_step_reads_rows_under_the_names_of_a_pipeline(convention) -> None:
+    packed = packing_core.pack([[5, 6, 7], [8, 9], [3, 4]], 6, prompt_lengths=[2, 0, 0], seed=None)
+    rows = renamed(packed.to_dict(convention))
+    for name in ("input_ids", "segment_ids", "position_ids", "targets", "loss_weights"):
+        np.testing.assert_array_equal(rows[name], to_batch(packed)[name], strict=True)
+    assert renamed(to_batch(packed)).keys() == to_batch(packed).keys()
 
 
 def test_other_conventions_are_refused() -> None:

@@ -24,14 +24,13 @@ from tests.jax_backend.scans import (
     delta_rule_alone,
     out_and_gradients,
     quick_jit,
-    ssd_alone,
     ssd_operands,
 )
 
 IDS = segment_ids(EDGES)
 SCANS = {
-    "delta rule": (gated_delta_rule, delta_operands, delta_rule_alone, "v"),
-    "ssd": (ssd, ssd_operands, ssd_alone, "x"),
+    "delta rule": (gated_delta_rule, delta_operands, "v"),
+    "ssd": (ssd, ssd_operands, "x"),
 }
 
 
@@ -41,42 +40,13 @@ def cotangent(like: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(params=SCANS)
 def scan(request) -> Any:
-    function, operands, alone, values = SCANS[request.param]
+    function, operands, values = SCANS[request.param]
     arrays = operands(EDGES)
-    return function, arrays, alone, values, cotangent(arrays[values])
-
-
-def test_output_and_gradients_are_those_of_each_document_alone(scan) -> None:
-    function, arrays, alone, _, dout = scan
-    found = out_and_gradients(function, arrays, IDS, dout)
-    over = budgets(found, alone, arrays, IDS, dout)
-    assert over.keys() == {"out", *arrays}
-    assert max(over.values()) <= 1, over
-    for name, x in found.items():
-        assert x.shape[:2] != IDS.shape or not np.asarray(x)[IDS == 0].any(), f"{name} at padding must be exactly 0"
-
-
-def test_another_segment_moves_nothing_to_the_bit(scan) -> None:
-    function, arrays, _, values, dout = scan
-    changed = (0, slice(36, 68))  # the second document: 32 tokens over the first edge
-    other = {name: x.copy() for name, x in arrays.items()}
-    other[values][changed] *= 1e4
-    for name in {"g", "beta", "dt"} & arrays.keys():
-        other[name][changed] *= 0.5
-    moved_dout = dout.copy()
-    moved_dout[changed] *= 1e4
-    before = out_and_gradients(function, arrays, IDS, dout)
-    after = out_and_gradients(function, other, IDS, moved_dout)
-    elsewhere = np.ones(IDS.shape, bool)
-    elsewhere[changed] = False
-    for name in before.keys() - {"A", "D"}:
-        moved = np.asarray(before[name]) != np.asarray(after[name])
-        assert not moved[elsewhere].any(), name
-        assert moved[changed].any(), name
+    return function, arrays, cotangent(arrays[values])
 
 
 def test_what_stands_at_padding_does_not_matter_even_nan(scan) -> None:
-    function, arrays, _, _, dout = scan
+    function, arrays, dout = scan
     other = {name: x.copy() for name, x in arrays.items()}
     for name, x in other.items():
         if name not in "AD":
@@ -100,12 +70,9 @@ def test_one_trace_serves_every_segmentation() -> None:
     assert not outputs[2].any() and not np.array_equal(outputs[0], outputs[1])
 
 
-@pytest.mark.parametrize("decay", [0.0, 20.0, np.inf], ids=["none", "strong", "total at times"])
-def test_decays_of_any_strength(decay: float) -> None:
-    arrays = delta_operands(EDGES, decay=0.3 if np.isinf(decay) else decay)
-    forgotten = np.random.default_rng(2).random(arrays["g"].shape) < 0.1
-    if np.isinf(decay):
-        arrays["g"][forgotten] = -np.inf
+def test_decays_that_are_total_at_times() -> None:
+    arrays = delta_operands(EDGES, decay=0.3)
+    arrays["g"][np.random.default_rng(2).random(arrays["g"].shape) < 0.1] = -np.inf
     dout = cotangent(arrays["v"])
     found = out_and_gradients(gated_delta_rule, arrays, IDS, dout)
     finite = arrays | {"g": np.maximum(arrays["g"], -1000.0)}  # 0 as well, and no NaN in the reference
@@ -126,7 +93,7 @@ def test_half_precision_is_computed_in_float32() -> None:
 @pytest.mark.parametrize("cut", [64, 100], ids=["at a chunk", "inside one"])
 def test_a_row_in_two_parts_is_the_row(scan, cut: int) -> None:
     """The first part's last state is the second's first one, as context parallelism would hand it on."""
-    function, arrays, _, _, dout = scan
+    function, arrays, dout = scan
 
     def in_parts(segment_ids: jax.Array, **given: jax.Array) -> jax.Array:
         def part(tokens: slice) -> dict[str, jax.Array]:
@@ -161,7 +128,7 @@ def test_the_last_state_is_that_of_the_last_document() -> None:
 @pytest.mark.parametrize("scan", SCANS)
 def test_chunks_in_groups_are_those_one_by_one(scan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, through five chunks in groups of two."""
-    function, operands, _, values = SCANS[scan]
+    function, operands, values = SCANS[scan]
     arrays = operands(EDGES)
     dout = cotangent(arrays[values])
     one_by_one = out_and_gradients(function, arrays, IDS, dout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import runpy
 import sys
@@ -21,11 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_backend
 import packing_core
-from jax_backend import find_segments, segment_attention
+from jax_backend import find_segments
 from jax_backend.attention import IMPLEMENTATIONS, ORDER, choose, cudnn
 from jax_backend.attention.request import Request
 from packing_core.errors import LayoutError, UnsupportedError
-from tests.conformance.stacks import run
 from tests.jax_backend.maxtext import AttentionOp, AttentionType, logical_rules
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jax.md").read_text()
@@ -144,23 +142,6 @@ def test_the_order_table_is_the_order() -> None:
     assert table("order") == "| platform | order |\n|---|---|\n" + "".join(lines)
 
 
-# -- the conformance suite --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_suite_finds_the_leak_of_the_page_and_passes_its_cure(tmp_path) -> None:
-    (code,) = re.findall(r"<!-- file: mygate.py -->\n```python\n(.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "mygate.py").write_text(code)
-    chosen = [f"--requirement={name}" for name in ("ISO-01", "GRAD-01")]
-    outcome = run(tmp_path, "--backend=mygate:Present", "--backend=mygate:Cured", *chosen)
-    statuses = {
-        name: {i: v["status"] for i, v in backend["requirements"].items() if i in ("ISO-01", "GRAD-01")}
-        for name, backend in outcome.report["backends"].items()
-    }
-    assert set(statuses["mygate:Cured"].values()) == {"pass"}, outcome.output
-    assert statuses["mygate:Present"]["ISO-01"] == "fail", json.dumps(statuses)
-
-
 # -- MaxText's operator -----------------------------------------------------------------------------------------------
 
 
@@ -254,29 +235,6 @@ def test_the_function_with_the_arguments_of_jax_nn_gives_its_numbers_for_each_do
         wanted = jax.nn.dot_product_attention(*alone, **{"is_causal": True} | options)
         np.testing.assert_allclose(found[:, document], wanted, atol=2e-6)
     assert not found[:, 11].any()
-
-
-class Named:
-    """A stand-in for haliax's ``NamedArray``: an array and the names of its axes."""
-
-    def __init__(self, array: jax.Array, axes: tuple[str, ...]) -> None:
-        self.array, self.axes = array, axes
-
-    def rearrange(self, axes: tuple[str, ...]) -> Named:
-        return Named(self.array.transpose([self.axes.index(axis) for axis in axes]), axes)
-
-
-def test_the_function_for_named_axes_takes_them_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "haliax", types.SimpleNamespace(named=Named))
-    axes = ("batch", "position", "kv_heads", "group", "width")
-    q, k, v = (jax.random.normal(jax.random.key(i), (1, 12, heads, 8)) for i, heads in enumerate((4, 2, 2)))
-    segment_ids = ids("111112222220")
-    query = Named(q.reshape(1, 12, 2, 2, 8), axes).rearrange(axes[::-1])
-    key, value = (Named(x, ("batch", "key_position", "kv_heads", "width")) for x in (k, v))
-    names = {name: name for name in (*axes, "key_position")}
-    found = module("packed_levanter.py").packed_attention(query, key, value, segment_ids, **names)
-    assert found.axes == axes
-    np.testing.assert_allclose(found.array.reshape(q.shape), segment_attention(q, k, v, segment_ids), atol=1e-6)
 
 
 def test_the_arguments_for_easydel_mark_padding_as_ejkernel_does(monkeypatch: pytest.MonkeyPatch) -> None:

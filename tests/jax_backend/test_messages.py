@@ -24,7 +24,7 @@ from jax_backend import (
     segment_attention,
     ssd,
 )
-from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
+from packing_core.errors import PackingError, UnsupportedError
 from tests.jax_backend.models import CONFIGS
 
 IDS = jnp.asarray([[1] * 6 + [2] * 7 + [0] * 3])
@@ -50,19 +50,14 @@ def step(result: Callable[[Any, Any], Any]) -> Any:
 
 attend = partial(segment_attention, Q, Q, Q, IDS)
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
-    "window as a tuple": (lambda: attend(window=(3, 3)), r"window must be an int or None, got \(3, 3\)"),
-    "window as a float": (lambda: attend(window=3.0), "window must be an int or None, got 3.0"),
     "softcap as an array": (lambda: attend(softcap=np.ones(2)), r"softcap must be one number, got an array .*\(2,\)"),
     "causal as a string": (lambda: attend(causal="yes"), "causal must be True or False, got 'yes'"),
     "sinks as words": (lambda: attend(sinks=["a", "b"]), r"sinks must have one logit per query head, shape \(2,\)"),
-    "mesh as a tuple": (lambda: attend(mesh=(4, 2)), "mesh must be a jax.sharding.Mesh or the NamedSharding of q"),
     "context mesh": (
         lambda: context_attention(Q, Q, Q, IDS, mesh=(4, 2)),
         r"mesh must be a jax.sharding.Mesh, got tuple: make one with .*\('context',\)",
     ),
     "decoder's mesh": (lambda: decoder(mesh=(4, 2)), "mesh must be a jax.sharding.Mesh, got tuple"),
-    "loss alone": (lambda: step(lambda loss, weight: loss), r"loss_fn must return \(loss_sum, weight_sum\)"),
-    "loss in a dictionary": (lambda: step(lambda loss, weight: {"loss": loss}), "and it returned dict"),
     "loss without weight": (lambda: step(lambda loss, weight: (loss, None)), "both numbers, and they are .*NoneType"),
     "loss with metrics for its weight": (
         lambda: step(lambda loss, weight: (loss, {"weight": weight})),
@@ -71,10 +66,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "further values that are words": (
         lambda: step(lambda loss, weight: (loss, weight, {"name": "x"})),
         "extra maps names to numbers: ",
-    ),
-    "tx that holds a model": (
-        lambda: make_train_step(decoder(), nnx.Optimizer(decoder(), optax.sgd(0.1), wrt=nnx.Param)),
-        "pass the optax transformation, tx.tx",
     ),
     "audit of linen": (lambda: jax_backend.audit(Linen()), "audit takes an nnx module, got Linen: .* module.apply"),
     "log-probabilities of linen": (
@@ -90,12 +81,6 @@ def test_a_wrong_argument_is_named_with_what_to_pass(call: str) -> None:
     function, message = CALLS[call]
     with pytest.raises(PackingError, match=message):
         function()
-
-
-@pytest.mark.parametrize("model", [Linen(), Linen], ids=["module", "class"])
-def test_a_step_names_how_to_wrap_linen(model: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"Linen is a flax.linen module.*nnx.bridge.ToNNX"):
-        make_train_step(model, optax.sgd(0.1))
 
 
 def test_a_mask_of_0_and_1_is_no_segment_ids_where_positions_begin_again() -> None:
@@ -130,22 +115,14 @@ FORWARD: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("function", FORWARD)
-def test_forward_mode_names_what_has_it(function: str, jitted: bool) -> None:
+def test_forward_mode_names_what_has_it(function: str) -> None:
     call, message = FORWARD[function]
-    call = jax.jit(call) if jitted else call
-    with pytest.raises(UnsupportedError, match=message):
-        jax.jvp(call, (1.0,), (1.0,))
-    assert np.isfinite(jax.grad(call)(1.0))
-
-
-@pytest.mark.parametrize("function", FORWARD)
-def test_compiled_jacobians_in_forward_mode_name_what_has_it(function: str) -> None:
-    call, message = FORWARD[function]
-    for jacobian in (jax.jit(jax.jacfwd(call)), jax.jacfwd(jax.jit(call))):
+    of_one = [lambda x, call=each: jax.jvp(call, (x,), (x,)) for each in (call, jax.jit(call))]
+    for forward in (*of_one, jax.jit(jax.jacfwd(call)), jax.jacfwd(jax.jit(call))):
         with pytest.raises(UnsupportedError, match=message):
-            jacobian(1.0)
+            forward(1.0)
+    assert np.isfinite(jax.jit(jax.grad(call))(1.0))
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "pallas", "tpu"])
@@ -153,13 +130,12 @@ def test_gradients_of_rows_under_vmap_are_no_forward_mode(implementation: str) -
     call = squares(implementation)
     each = jax.jit(jax.vmap(jax.grad(jax.jit(call))))(jnp.array([1.0, 2.0]))
     wanted = each[0] + 2 * each[1]
-    for rows in (
-        lambda x: jax.vmap(call)(x * jnp.array([1.0, 2.0])).sum(),
-        lambda x: jax.vmap(jax.vmap(call))(x * jnp.array([[1.0, 2.0]])).sum(),
-        lambda x: call(x) + call(2 * x),
-    ):
-        assert abs(jax.jit(jax.grad(rows))(1.0) - wanted) < 1e-4 * abs(wanted)
-    assert abs(jax.jit(jax.jacrev(call))(1.0) - each[0]) < 1e-4 * abs(each[0])
+    rows = {
+        "chunked": lambda x: jax.vmap(jax.vmap(call))(x * jnp.array([[1.0, 2.0]])).sum(),
+        "pallas": lambda x: jax.vmap(call)(x * jnp.array([1.0, 2.0])).sum(),
+        "tpu": lambda x: call(x) + call(2 * x),
+    }[implementation]
+    assert abs(jax.jit(jax.jacrev(rows))(1.0) - wanted) < 1e-4 * abs(wanted)
 
 
 def test_forward_mode_of_a_decoder_says_that_there_is_none() -> None:
@@ -182,19 +158,19 @@ SECOND: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "pallas", "tpu"])
 @pytest.mark.parametrize("order", SECOND)
-def test_second_derivatives_name_xla_which_has_them(order: str, implementation: str) -> None:
-    for jitted in (lambda f: f, jax.jit):
+def test_second_derivatives_name_xla_which_has_them(order: str) -> None:
+    for implementation in ("chunked", "pallas", "tpu"):
         with pytest.raises(UnsupportedError, match="for second derivatives pass implementation='xla'"):
-            jitted(SECOND[order](squares(implementation)))(1.0)
+            jax.jit(SECOND[order](squares(implementation)))(1.0)
+    with pytest.raises(UnsupportedError, match="for second derivatives pass implementation='xla'"):
+        SECOND[order](squares("chunked"))(1.0)
     assert np.isfinite(jax.jit(SECOND[order](squares("xla")))(1.0))
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "pallas"])
-def test_a_gradient_that_is_held_constant_is_no_second_derivative(implementation: str) -> None:
+def test_a_gradient_that_is_held_constant_is_no_second_derivative() -> None:
     def sharpness_aware(f: Callable[[Any], Any]) -> Any:
         return jax.jit(jax.grad(lambda x: f(x + 0.01 * jax.lax.stop_gradient(jax.grad(f)(x)))))(1.0)
 
     wanted = sharpness_aware(squares("xla"))
-    assert abs(sharpness_aware(squares(implementation)) - wanted) < 1e-4 * abs(wanted)
+    assert abs(sharpness_aware(squares("chunked")) - wanted) < 1e-4 * abs(wanted)

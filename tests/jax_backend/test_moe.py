@@ -108,7 +108,7 @@ def test_padding_is_not_counted_and_an_even_router_costs_k() -> None:
     assert float(Balance.zero(E).loss()) == 0.0
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe"])
 def test_the_auxiliary_loss_and_its_gradients_are_those_of_the_real_tokens_in_torch(name, tmp_path) -> None:
     reference = saved(name, tmp_path)
     (tmp_path / "config.json").write_text(
@@ -151,23 +151,23 @@ def test_the_auxiliary_loss_and_its_gradients_are_those_of_the_real_tokens_in_to
 def test_rows_spread_over_devices_train_as_on_one(tmp_path) -> None:
     saved("qwen2-moe", tmp_path)
     batch = to_batch(packed(12))
-    batch = {name: array[: len(array) // 2 * 2] for name, array in batch.items()}
+    batch = {name: array[: len(array) // 4 * 4] for name, array in batch.items()}
     losses = []
-    for axes in ({}, {"data": 2}, {"fsdp": 2}):
+    for axes in ({}, {"data": 2, "fsdp": 2}):
         mesh = jax.make_mesh(tuple(axes.values()), tuple(axes)) if axes else None
         step = make_train_step(weights.load(tmp_path, mesh=mesh, implementation="xla"), optax.sgd(0.5), mesh)
         state = step.init(donate=True)
         state, first = step(state, batch)
         _, second = step(state, batch)
         losses.append((float(first["loss"]), float(second["loss"])))
-    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-6)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
     assert losses[0][1] < losses[0][0]
 
 
 @pytest.mark.slow
 def test_no_document_moves_another_through_the_experts(tmp_path) -> None:
-    saved("gpt-oss", tmp_path)
-    verdict = audit(weights.load(tmp_path))
+    saved("mixtral", tmp_path)
+    verdict = audit(weights.load(tmp_path, implementation="xla"))
     assert verdict.exact, verdict.line
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from conformance.numerics import over_budget
 from jax_backend import linear_cross_entropy
 from jax_backend.attention.request import LOG2E
 from jax_backend.losses.mosaic_powers import powers
+from packing_core.budget import over_budget
 from tests.jax_backend.test_linear_cross_entropy import plain_powers
 
 

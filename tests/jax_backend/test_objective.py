@@ -183,7 +183,7 @@ def test_what_is_no_optimizer_mesh_or_loss_is_named() -> None:
         make_train_step(decoder(), optax.sgd(0.1), jax.make_mesh((2, 4), ("data", "expert")))
     make_train_step(decoder(), optax.sgd(0.1), jax.make_mesh((8, 1), ("data", "expert")))  # one device: nothing to cut
     wrong = {
-        "it returned dict": lambda total: {"loss": total},
+        r"loss_fn must return \(loss_sum, weight_sum\).*it returned dict": lambda total: {"loss": total},
         "it returned ArrayImpl|Tracer": lambda total: total,
         r"shapes \(3,\) and \(\)": lambda total: (total * jnp.ones(3), 1.0),
         "extra maps names to values": lambda total: (total, 1.0, 2.0),
@@ -237,8 +237,9 @@ class Linen(linen.Module):
 
 def test_linen_modules_are_refused_with_the_way_out_that_works() -> None:
     module = Linen()
-    with pytest.raises(UnsupportedModelError, match="Linen is a flax.linen module.*nnx.bridge.ToNNX"):
-        make_train_step(module, optax.sgd(0.1))
+    for given in (module, Linen):
+        with pytest.raises(UnsupportedModelError, match="Linen is a flax.linen module.*nnx.bridge.ToNNX"):
+            make_train_step(given, optax.sgd(0.1))
     wrapped = nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)), BATCHES[0]["input_ids"])
 
     def loss(model, batch):
@@ -269,3 +270,32 @@ def test_any_module_trains_and_casts_its_weights_for_the_computation() -> None:
     own = make_train_step(decoder(), optax.sgd(0.1), compute_dtype=jnp.bfloat16)
     _, metrics = own(own.init(), BATCHES[0])
     assert float(metrics["loss"]) == pytest.approx(wanted[0], rel=1e-2) and float(metrics["loss"]) != wanted[0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, "float16", jnp.int8])
+def test_a_dtype_in_which_small_gradients_become_0_is_refused(dtype) -> None:
+    with pytest.raises(UnsupportedError, match="small gradients would become 0"):
+        make_train_step(decoder(), optax.sgd(0.1), compute_dtype=dtype)
+
+
+def test_weights_of_a_negative_sum_train_as_their_quotient_says() -> None:
+    """Advantages weigh targets, and a batch of bad answers has a sum below 0."""
+    batch = BATCHES[0] | {"loss_weights": -BATCHES[0]["loss_weights"]}
+    (_, wanted, losses), (_, state, found) = (run([each], tx=optax.sgd(0.1)) for each in (BATCHES[0], batch))
+    assert found == pytest.approx(losses, rel=1e-6)
+    assert largest_difference(state.params, wanted.params) < 1e-6
+
+
+def test_a_step_is_compiled_for_the_keys_that_a_loss_of_ones_own_reads() -> None:
+    def loss_fn(model, batch):
+        total, weight = model.loss(batch)
+        return total + (batch["advantages"] * batch["loss_weights"].sum(1)).sum(), weight
+
+    rows_of = BATCHES[0]["input_ids"].shape
+    for mesh in (None, jax.make_mesh((8,), ("data",))):
+        train_step = make_train_step(decoder(), optax.sgd(0.1), mesh, loss_fn=loss_fn)
+        shape = {"rows": rows_of[0], "tokens": rows_of[1]}
+        compiled = train_step.compile(**shape, more={"advantages": jax.ShapeDtypeStruct(rows_of[:1], "float32")})
+        assert compiled.memory_analysis() is not None
+        with pytest.raises(PackingError, match=r"loss_fn reads batch\['advantages'\]: pass compile\(more="):
+            train_step.compile(**shape)

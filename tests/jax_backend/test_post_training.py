@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import pytest
 import torch
 from flax import nnx
 
@@ -27,7 +26,7 @@ def example(name: str) -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="example")
 
 
-def step_over_devices(folder: Path, loss_fn: Any, batch: Any, devices: int) -> tuple[float, dict[str, np.ndarray]]:
+def step_over_devices(folder: Path, loss_fn: Any, batch: Any, devices: int = 4) -> tuple[float, dict[str, np.ndarray]]:
     """The loss of a step over a mesh, and the gradients by their names in checkpoints."""
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
     model = weights.load(folder, implementation="chunked")
@@ -70,8 +69,7 @@ def of_document(values: np.ndarray, batch: Any, document: int) -> torch.Tensor:
     return torch.from_numpy(values[here])
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_dpo_over_a_mesh_is_that_of_torch(devices: int, tmp_path: Path) -> None:
+def test_dpo_over_a_mesh_is_that_of_torch(tmp_path: Path) -> None:
     dpo = example("jax_dpo")
     model = saved("llama", tmp_path)
     answers = documents(2 * dpo["PAIRS"], longest=24)
@@ -80,15 +78,14 @@ def test_dpo_over_a_mesh_is_that_of_torch(devices: int, tmp_path: Path) -> None:
     batch = dpo["rows_of"](answers, prompts, devices=4)
     batch["reference"] = drawn(batch, seed=1)
 
-    loss, gradients = step_over_devices(tmp_path, dpo["dpo_loss"], batch, devices)
+    loss, gradients = step_over_devices(tmp_path, dpo["dpo_loss"], batch)
     sums = torch.stack([alone(model, ids, prompt).sum() for ids, prompt in zip(answers, prompts, strict=True)])
     expected = torch.stack([of_document(batch["reference"], batch, i).sum() for i in range(len(answers))])
     pairs = dpo_loss(sums[::2], sums[1::2], expected[::2], expected[1::2], beta=dpo["BETA"])
     assert_as_torch(model, pairs.mean(), loss, gradients)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_grpo_over_a_mesh_is_that_of_torch(devices: int, tmp_path: Path) -> None:
+def test_grpo_over_a_mesh_is_that_of_torch(tmp_path: Path) -> None:
     grpo = example("jax_grpo")
     model = saved("llama", tmp_path)
     count, prompt, clip = grpo["GROUPS"] * grpo["SAMPLES"], grpo["PROMPT"], grpo["CLIP"]
@@ -97,7 +94,7 @@ def test_grpo_over_a_mesh_is_that_of_torch(devices: int, tmp_path: Path) -> None
     batch = grpo["rows_of"](completions, rewards, devices=4)
     batch["old"] = drawn(batch, seed=2)
 
-    loss, gradients = step_over_devices(tmp_path, grpo["grpo_loss"], batch, devices)
+    loss, gradients = step_over_devices(tmp_path, grpo["grpo_loss"], batch)
     groups = torch.from_numpy(rewards).reshape(grpo["GROUPS"], -1)
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     means: list[torch.Tensor] = []

@@ -136,6 +136,15 @@ def test_on_a_gpu_no_two_numbers_are_added_at_one_place(what):
     assert set(scatters) <= {"true"}
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_no_tokens_are_no_documents(how):
+    empty = {"document_ids": jnp.zeros((2, 0), jnp.int32), "document_positions": jnp.zeros((2, 0), jnp.int32)}
+    found = reduce(jnp.zeros((2, 0, 3), jnp.bfloat16), empty, how, documents=4)
+    assert found.shape == (4, 3) and not found.any()
+    assert found.dtype == (jnp.float32 if how in ("sum", "mean") else jnp.bfloat16)
+    assert spread(jnp.ones(4), empty).shape == (2, 0)
+
+
 def test_what_cannot_be_reduced_is_refused():
     batch = to_batch(packed(3))
     with pytest.raises(LayoutError, match=r"values must be \[3, 8, \.\.\.\] or \[24, \.\.\.\]"):

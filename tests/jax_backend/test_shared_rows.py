@@ -24,15 +24,16 @@ def mesh_of(axes: dict[str, int]) -> jax.sharding.Mesh:
 
 
 def decoder(family: str, **options: Any) -> Decoder:
-    config = DecoderConfig.from_hf(CONFIGS[family]().to_dict())
+    layers = {"num_hidden_layers": 2} if options.get("scan_layers") else {}
+    config = DecoderConfig.from_hf(CONFIGS[family]().to_dict() | layers)
     return Decoder(config, rngs=nnx.Rngs(0), **{"implementation": "xla", **options})
 
 
 def trained(family: str, mesh: Any, **options: Any) -> tuple[nnx.State, list[float]]:
-    """Weights and losses after three steps of plain descent, and the loss of an evaluation."""
+    """Weights and losses after two steps of plain descent, and the loss of an evaluation."""
     train_step = make_train_step(decoder(family, **options), optax.sgd(0.1), mesh)
     state, losses = train_step.init(), []
-    for batch in BATCHES:
+    for batch in BATCHES[:2]:
         state, metrics = train_step(state, batch)
         losses.append(float(metrics["loss"]))
     return state.params, [*losses, float(train_step.evaluate(state, BATCHES[:1])["loss"])]
@@ -44,9 +45,7 @@ on_one_device = cache(lambda family, scan_layers: trained(family, None, scan_lay
 @pytest.mark.parametrize(
     ("family", "axes", "options"),
     [
-        ("llama3-rope-biases", {"tensor": 2}, {}),
         ("llama3-rope-biases", {"fsdp": 2, "tensor": 2}, {"scan_layers": True, "remat": "dots"}),
-        ("llama3-rope-biases", {"context": 4}, {}),
         ("llama3-rope-biases", {"data": 2, "context": 2, "tensor": 2}, {"implementation": "chunked"}),
         ("gpt-oss", {"data": 2, "tensor": 2}, {}),
         ("gpt-oss", {"data": 2, "context": 2}, {}),

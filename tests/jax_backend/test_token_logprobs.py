@@ -15,11 +15,19 @@ from packing_core.reference import token_logprobs as reference
 from tests.jax_backend.models import documents, packed, saved
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2-window-tied"])
-def model(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    saved(request.param, folder)
+def loaded(family, folder):
+    saved(family, folder)
     return weights.load(folder, implementation="xla")  # the quickest to compile
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return loaded("qwen2-window-tied", tmp_path_factory.mktemp("model"))
+
+
+@nnx.jit
+def of_batch(model, batch):
+    return token_logprobs(model, batch).logprobs
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +43,9 @@ def of_logits(model, batch, temperature):
     return jnp.where(trained, picked, 0), jnp.where(trained, -(jnp.exp(log_p) * log_p).sum(-1), 0)
 
 
-@pytest.mark.parametrize(("temperature", "tokens"), [(1.0, 48), (0.6, 7)])
-def test_they_are_those_of_the_logits(model, batch, temperature, tokens):
+@pytest.mark.parametrize(("family", "temperature", "tokens"), [("llama", 1.0, 48), ("qwen2-window-tied", 0.6, 7)])
+def test_they_are_those_of_the_logits(family, batch, temperature, tokens, tmp_path):
+    model = loaded(family, tmp_path)
     cotangents = jax.random.normal(jax.random.key(0), (2, *batch["targets"].shape))
     rows, words = len(batch["targets"]), model.config.vocab_size
 
@@ -60,10 +69,12 @@ def test_they_are_those_of_the_logits(model, batch, temperature, tokens):
 
 @pytest.mark.slow
 def test_each_document_gets_what_it_gets_alone(model, batch):
-    found = reduce(token_logprobs(model, batch).logprobs, batch, "sum", documents=9)
+    found = reduce(of_batch(model, batch), batch, "sum", documents=9)
+    forward = nnx.jit(lambda model, *inputs: model(*inputs))
     for document, ids in enumerate(documents(9)):
-        alone = model(ids[None], np.ones((1, len(ids)), np.int32), np.arange(len(ids))[None])
-        logprobs, _ = reference(np.asarray(alone[0]), np.append(ids[1:], -100))
+        padded = np.pad(ids, (0, 30 - len(ids)))  # one shape
+        alone = forward(model, padded[None], np.int32(np.arange(30) < len(ids))[None], np.arange(30)[None])
+        logprobs, _ = reference(np.asarray(alone[0, : len(ids)]), np.append(ids[1:], -100))
         assert float(found[document]) == pytest.approx(logprobs.sum(), rel=1e-4)
 
 
@@ -77,12 +88,30 @@ def test_candidates_are_the_most_likely_ids_or_those_that_are_named(model, batch
     assert not chosen.candidate_logprobs[~trained].any()
 
 
-@pytest.mark.parametrize("wrong", [64, -3])
-def test_a_target_that_is_no_class_has_nan(model, batch, wrong):
-    place = tuple(np.argwhere(batch["loss_weights"] > 0)[3])
-    found = token_logprobs(model, dict(batch, targets=batch["targets"].at[place].set(wrong))).logprobs
+def test_a_target_that_is_no_class_has_nan(model, batch):
     assert model.config.vocab_size == 64
-    np.testing.assert_array_equal(np.argwhere(np.isnan(found)), [place])
+    places = np.argwhere(batch["loss_weights"] > 0)[[3, 7]]
+    targets = batch["targets"].at[tuple(places.T)].set(jnp.asarray([64, -3]))
+    np.testing.assert_array_equal(np.argwhere(np.isnan(of_batch(model, dict(batch, targets=targets)))), places)
+
+
+class Bare:
+    """A model of one's own: ``hidden`` and ``logits`` and nothing else."""
+
+    def hidden(self, input_ids, segment_ids, position_ids):
+        return jax.nn.one_hot(input_ids, 8)
+
+    def logits(self, hidden):
+        return hidden @ jnp.arange(64.0).reshape(8, 8)
+
+
+def test_a_model_needs_hidden_and_logits_alone_and_rows_may_be_empty():
+    ids, targets = jnp.asarray([[1, 2, 3, 4]]), jnp.asarray([[2, 3, 4, 0]], jnp.uint8)
+    batch = {"input_ids": ids, "segment_ids": ids, "position_ids": ids, "targets": targets, "loss_weights": ids}
+    found = token_logprobs(Bare(), batch, chunk_bytes=64)
+    np.testing.assert_allclose(found.logprobs[0], jax.nn.log_softmax(jnp.arange(8.0))[targets[0]], rtol=1e-5)
+    empty = token_logprobs(Bare(), {name: x[:, :0] for name, x in batch.items()}, entropy=True)
+    assert empty.logprobs.shape == empty.entropy.shape == (1, 0)
 
 
 def test_what_cannot_be_done_is_refused(model, batch):

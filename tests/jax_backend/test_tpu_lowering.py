@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,8 +30,6 @@ from jax_backend import (
 )
 from jax_backend.attention import IMPLEMENTATIONS, request_for, tpu
 from packing_core.errors import UnsupportedError
-
-ROOT = Path(__file__).parents[2]
 
 KERNELS = {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
 CHIPS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
@@ -158,18 +155,6 @@ def test_the_blocks_of_each_kernel_fit_into_vector_memory(width: int, dtype: str
         block, found = held(chip, width, dtype)
         assert found.keys() == {"fwd", "dq", "dkv"}
         assert max(found.values()) <= tpu.vector_memory(block, request) <= tpu.SCOPED_VMEM < capacity(chip)
-
-
-def test_the_table_of_the_page_is_what_the_kernels_hold() -> None:
-    lines = [["width", "dtype", "block", "forward", "dq", "dk and dv", *(f"of {chip}" for chip in CHIPS)]]
-    lines.append(["---"] * len(lines[0]))
-    for width, dtype in SHAPES:
-        block, found = held("v5e", width, dtype)
-        mib = [f"{found[kernel] / 2**20:.1f} MiB" for kernel in ("fwd", "dq", "dkv")]
-        shares = [f"{max(found.values()) / capacity(chip):.0%}" for chip in CHIPS]
-        lines.append([str(width), dtype, str(block), *mib, *shares])
-    wanted = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    assert wanted in (ROOT / "docs" / "jax.md").read_text(), wanted
 
 
 def test_heads_whose_blocks_do_not_fit_are_refused_by_name() -> None:
