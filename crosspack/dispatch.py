@@ -7,7 +7,7 @@ names the other's way where it is given the other's objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -37,49 +37,17 @@ def backend_of(values: Iterator[Any]) -> Backend | None:
     return None
 
 
-def _given(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[Any]:
-    yield from arguments
-    yield from options.values()
+def _shared(name: str, does: str) -> Callable[..., Any]:
+    """Returns the verb of this name, which runs ``torch_backend``'s or, given objects of JAX, ``jax_backend``'s."""
 
+    def verb(*arguments: Any, **options: Any) -> Any:
+        backend = backend_of(iter([*arguments, *options.values()])) or "torch_backend"
+        return getattr(import_module(backend), name)(*arguments, **options)
 
-def _call(name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    backend = backend_of(_given(arguments, options)) or "torch_backend"
-    return getattr(import_module(backend), name)(*arguments, **options)
-
-
-def audit(*arguments: Any, **options: Any) -> Any:
-    """Audits a model or a trainer: ``torch_backend.audit``, or ``jax_backend.audit`` of a flax model or JAX weights."""
-    return _call("audit", arguments, options)
-
-
-def explain(*arguments: Any, **options: Any) -> Any:
-    """Explains what runs: ``torch_backend.explain``, or ``jax_backend.explain`` of a decoder or JAX arrays."""
-    return _call("explain", arguments, options)
-
-
-def make_train_step(*arguments: Any, **options: Any) -> Any:
-    """Builds a training step: ``torch_backend.make_train_step``, or JAX's for a flax model and an optax optimizer."""
-    return _call("make_train_step", arguments, options)
-
-
-def packed_cross_entropy(*arguments: Any, **options: Any) -> Any:
-    """Computes the loss of packed logits: ``torch_backend.packed_cross_entropy``, or JAX's for JAX arrays."""
-    return _call("packed_cross_entropy", arguments, options)
-
-
-def reduce(*arguments: Any, **options: Any) -> Any:
-    """Reduces values of tokens to documents: ``torch_backend.reduce``, or ``jax_backend.reduce`` for JAX arrays."""
-    return _call("reduce", arguments, options)
-
-
-def spread(*arguments: Any, **options: Any) -> Any:
-    """Spreads values of documents over tokens: ``torch_backend.spread``, or ``jax_backend.spread`` for JAX arrays."""
-    return _call("spread", arguments, options)
-
-
-def token_logprobs(*arguments: Any, **options: Any) -> Any:
-    """Computes log-probabilities of tokens: ``torch_backend.token_logprobs``, or JAX's for a flax model."""
-    return _call("token_logprobs", arguments, options)
+    verb.__name__ = verb.__qualname__ = name
+    verb.__module__ = "crosspack"  # where pickle finds it
+    verb.__doc__ = f"{does}: ``torch_backend.{name}``, or ``jax_backend.{name}`` for objects of JAX."
+    return verb
 
 
 def patch(*arguments: Any, **options: Any) -> Any:
@@ -108,19 +76,19 @@ def load(*arguments: Any, **options: Any) -> Any:
         raise MissingExtraError(
             f"crosspack.load reads a folder for JAX, which is not installed: pip install 'crosspack[jax]'; {way}"
         )
-    if backend_of(_given(arguments, options)) == "torch_backend":
+    if backend_of(iter([*arguments, *options.values()])) == "torch_backend":
         raise UnsupportedError(f"crosspack.load reads a folder for JAX, and was given an argument of torch: {way}")
     return import_module("jax_backend").load(*arguments, **options)
 
 
-SHARED = (
-    "audit",
-    "explain",
-    "load",
-    "make_train_step",
-    "packed_cross_entropy",
-    "patch",
-    "reduce",
-    "spread",
-    "token_logprobs",
-)
+SHARED: dict[str, Callable[..., Any]] = {
+    "patch": patch,
+    "load": load,
+    "audit": _shared("audit", "Audits a model or a trainer"),
+    "explain": _shared("explain", "Explains what runs"),
+    "make_train_step": _shared("make_train_step", "Builds a training step of a model and an optimizer"),
+    "packed_cross_entropy": _shared("packed_cross_entropy", "Computes the loss of packed logits"),
+    "reduce": _shared("reduce", "Reduces values of tokens to documents"),
+    "spread": _shared("spread", "Spreads values of documents over tokens"),
+    "token_logprobs": _shared("token_logprobs", "Computes log-probabilities of tokens"),
+}

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import crosspack
 
 accelerator = Accelerator(cpu=not torch.cuda.is_available())
-rank, world = accelerator.process_index, accelerator.num_processes
 rng = np.random.default_rng(0)
 documents = [rng.integers(1, 500, n) for n in rng.integers(5, 200, 256)]
 
@@ -31,14 +30,12 @@ model = LlamaForCausalLM(
 model = accelerator.prepare(crosspack.patch(model)).train()  # patched first; DDP if there are several ranks
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-rows = crosspack.PackedDataset(documents, 1024)
-dealt = crosspack.balance(rows.plan, world, cost=crosspack.Cost.from_config(accelerator.unwrap_model(model).config))
-mine = dealt.rank(rank)[: len(rows) // world]  # steps in which every rank has a row; accelerate need not deal
-loader = DataLoader(rows, batch_sampler=[list(step) for step in mine], collate_fn=crosspack.PackedCollator())
+cost = crosspack.Cost.from_config(accelerator.unwrap_model(model).config)
+rows = crosspack.StreamedRows(documents, 1024, seed=0, equal_cost=True, cost=cost)  # every document on one rank
+loader = DataLoader(rows, batch_size=None)  # not prepared: accelerate would deal the rows again
 
 step = crosspack.make_train_step(model, optimizer, max_grad_norm=1.0)
 for number, batch in enumerate(loader):
     metrics = step(batch)  # targets are counted, and gradients reduced, over all ranks
     accelerator.print(f"step {number}: {int(metrics['tokens'])} targets, loss {metrics['loss'].item():.3f}")
-accelerator.print(f"{world} ranks, slowest over mean {dealt.imbalance:.3f}")
 accelerator.print(crosspack.explain(step))

@@ -49,5 +49,7 @@ if __name__ == "__main__":
         done = subprocess.run(
             [*command, "--requirement", "ISO-01"], cwd=Path(__file__).parent, capture_output=True, text=True
         )
-        reason = next((line.strip() for line in done.stdout.splitlines() if "moved" in line), "every test passed")
-        print(f"{name}: exit status {done.returncode}: {reason}")
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        broken = [line.strip() for line in lines if "moved" in line] or lines[-1:]
+        verdict = "every test passed" if done.returncode == 0 else "".join(broken[:1])
+        print(f"{name}: exit status {done.returncode}: {verdict}")

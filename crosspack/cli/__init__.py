@@ -6,8 +6,12 @@ command. An error ends the command with one line on standard error and an exit s
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
+import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -20,6 +24,7 @@ from typer.core import TyperGroup
 
 from crosspack.cli.console import fail, with_output_options
 from crosspack.cli.help import GroupedCommand
+from crosspack.cli.settings import meant
 from packing_core.errors import PackingError, first_line
 from packing_core.hints import NO_SWITCH, SWITCHES
 
@@ -40,27 +45,8 @@ _BY_PYTEST = ("conform",)  # commands whose output is pytest's
 logger = logging.getLogger(__name__)
 
 _UsageError: Any = typer.BadParameter.__base__  # click's in one release of typer, and its own in the next
-# Errors name a function's keywords; these are the console's names for them.
-_KEYWORDS = {
-    r'\boverflow="(\w+)"': r"--overflow \1",
-    r'\bimplementation="(\w+)"': r"--attention \1",
-    r"\bcontext=([\d,]+)": r"--context \1",
-    r"\bmin_piece=([\d,]+)": r"--min-piece \1",
-    r"^context must be\b": "--context must be",
-    r"\bmin_piece is\b": "--min-piece is",
-    r"\bleave context out\b": "leave --context out",
-    r"\bleave min_piece out\b": "leave --min-piece out",
-    r"\blower min_piece or context\b": "lower --min-piece or --context",
-    r"\bequal_cost=True\b": "--equal-cost",
-    r"\brows_per_step=([\d,]+)": r"--rows-per-step \1",
-    r"\bleave equal_cost out\b": "leave --equal-cost out",
-    r"^compile=True\b": "--compile",
-    r"\bleave split out\b": "leave --split out",
-    r"\bpass another split\b": "pass another --split",
-    r"\bas split$": "as --split",
-    r'\bpass compile="auto"': "leave --compile out",
-}
-_BESIDE_KEYWORDS = {r'(?<=\s)"(\w+)"': r"\1", r"\braise capacity\b": "raise --capacity"}
+# keywords whose options have other names
+_NAMES = {"implementation": "attention", "keys": "order-by", "strategy": "packing"}
 
 
 class Status(IntEnum):
@@ -120,7 +106,7 @@ def _errors_in_one_line() -> Iterator[None]:
 def _described(error: Exception) -> tuple[str, Status]:
     """Returns the message of an error as users read it, and the exit status."""
     if isinstance(error, PackingError):
-        return with_console_names(str(error)), Status.ERROR
+        return error.with_names(_console_name), Status.ERROR
     if isinstance(error, _UsageError):
         command: Any = getattr(error, "ctx", None)
         option = getattr(error, "option_name", "")
@@ -128,6 +114,10 @@ def _described(error: Exception) -> tuple[str, Status]:
             return f"No such option: {option}: {NO_SWITCH}", Status.ERROR
         help = f"{command.command_path if command else 'crosspack'} --help"
         message = error.format_message().rstrip(".")
+        if option and command and type(error).__name__ == "NoSuchOption":
+            options = [name.removeprefix("--") for parameter in command.command.params for name in parameter.opts]
+            right = meant(option.lstrip("-"), options)
+            message = f"No such option: {option}" + ("" if right is None else f", is it --{right}?")
         if (typed := re.fullmatch(r"No such command '(\S+)'", message)) and (
             near := get_close_matches(typed[1], COMMANDS, n=1)
         ):
@@ -142,20 +132,8 @@ def _described(error: Exception) -> tuple[str, Status]:
     )
 
 
-def with_console_names(message: str) -> str:
-    """The message of a library function with the options of the console in place of the function's keywords.
-
-    >>> with_console_names('pass overflow="split", "truncate" or "drop", or raise capacity')
-    'pass --overflow split, truncate or drop, or raise --capacity'
-    """
-    named = _replaced(message, _KEYWORDS)
-    return message if named == message else _replaced(named, _BESIDE_KEYWORDS)
-
-
-def _replaced(text: str, replacements: dict[str, str]) -> str:
-    for pattern, replacement in replacements.items():
-        text = re.sub(pattern, replacement, text)
-    return text
+def _console_name(keyword: str) -> str:
+    return "--" + _NAMES.get(keyword, keyword).replace("_", "-")
 
 
 app = typer.Typer(
@@ -185,4 +163,17 @@ def _crosspack(
 
 def main() -> None:
     """Run the command that ``sys.argv`` names."""
-    app(prog_name="crosspack")
+    if sys.stdout is None:  # closed by whoever started this process
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, until the process ends
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of a terminal or file that cannot show a character
+    try:
+        app(prog_name="crosspack")
+    except KeyboardInterrupt:  # while a command's module is imported
+        raise SystemExit(130) from None
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EBADF):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # standard output is closed, and Python flushes it at its end
+        raise SystemExit(Status.ERROR) from None

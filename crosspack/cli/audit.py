@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from crosspack.cli.console import OUT, figures
-from crosspack.cli.progress import tracked
+from crosspack.cli.progress import counted
 from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.extras import loaded, registered
 
@@ -41,7 +41,7 @@ def audit(
     results: dict[str, list[Any]] = {}
     unbuilt: dict[str, str] = {}
     names = list(module.families()) if all_families else [str(model)]
-    for name in tracked(OUT, "families", names) if all_families else names:
+    for name in counted(OUT, "families", names, len(names)) if all_families else names:
         try:
             results[name] = module.survey(module.config_of(name), trainer)
         except UnsupportedModelError as reason:

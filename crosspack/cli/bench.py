@@ -7,7 +7,7 @@ each way to train on it; here are the table, the JSON and the exit status.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Annotated, Any, Literal
 
@@ -15,13 +15,19 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from crosspack.cli import options
 from crosspack.cli.console import OUT, figures
-from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_tokens
-from crosspack.cli.options import EncodedRecords, check_data
+from crosspack.cli.models import SMALL_LLAMA, model_source, special_tokens, tokenizer_source
+from crosspack.cli.options import (
+    CapacityOptions,
+    DataOptions,
+    EncodedRecords,
+    LossOn,
+    ModelOptions,
+    OverflowPolicy,
+    check_data,
+)
 from crosspack.cli.progress import counted
-from crosspack.cli.tables import lengths_table
-from crosspack.cli.trainresult import warn_if_busy
+from crosspack.cli.tables import lengths_table, warn_if_busy
 from crosspack.encoding.text import Policy
 from packing_core.errors import ContaminationError, PackingError, plural
 from packing_core.extras import loaded, registered
@@ -34,56 +40,49 @@ GROUP = "crosspack.benches"
 Race = Callable[[TrainJob, float], Iterator[Measured]]
 
 
-def bench(
-    model: Annotated[
-        str | None,
-        typer.Option(help="A folder, a hub name, or a config.json (random weights). Default: a small random Llama."),
-    ] = None,
-    data: options.Data = None,
-    split: options.Split = "train",
-    tokenizer: options.TokenizerName = None,
-    capacity: options.Capacity = 2048,
-    overflow: options.OverflowPolicy = "truncate",
-    padded_batch: Annotated[int, typer.Option(min=1, help="Documents in a padded batch.")] = 8,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Of training steps for each of 4 ways.")] = 10,
-    precision: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the forward pass.")] = "float32",
-    backend: Annotated[str, typer.Option(help="Which installed backend measures.")] = "torch",
-    device: Annotated[str, typer.Option(help="What the backend calls the device; auto takes the fastest.")] = "auto",
-    attention: Annotated[str, typer.Option(help="Attention implementation of the packed run.")] = "auto",
-    loss: options.LossOn = "completion",
-    seed: options.Seed = 0,
-    trust_remote_code: options.TrustRemoteCode = False,
-) -> None:
+@dataclass(frozen=True)
+class BenchOptions(CapacityOptions, ModelOptions, DataOptions):
+    """The options of ``crosspack bench``."""
+
+    overflow: OverflowPolicy = "truncate"
+    padded_batch: Annotated[int, typer.Option(min=1, help="Documents in a padded batch.")] = 8
+    seconds: Annotated[float, typer.Option(min=0.0, help="Of training steps for each of 4 ways.")] = 10
+    precision: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the forward pass.")] = "float32"
+    backend: Annotated[str, typer.Option(help="Which installed backend measures.")] = "torch"
+    loss: LossOn = "completion"
+
+
+def bench(options: BenchOptions) -> None:
     """Measure padded, stock packed and crosspack training of your model on your data and your machine."""
-    entry = registered(GROUP, backend)
-    built_from, folder = model_source(model)
-    check_name("--tokenizer", tokenizer)
-    check_data(data, split, tokenizer or folder)
-    race: Race = loaded(entry, extra=backend)
-    source = EncodedRecords.open(
-        data, split, tokenizer or folder, Policy(loss, None, None), trust_remote_code=trust_remote_code
+    entry = registered(GROUP, options.backend)
+    built_from = model_source(options.model)
+    options = replace(options, tokenizer=tokenizer_source(options.model, options.tokenizer))
+    records = check_data(options.data, options.split, options.tokenizer)
+    race: Race = loaded(entry, extra=options.backend)
+    source = EncodedRecords.of(
+        records, options.tokenizer, Policy(options.loss), trust_remote_code=options.trust_remote_code
     )
-    if model is None:
+    if options.model is None:
         built_from = SMALL_LLAMA | special_tokens(source.encoder.tokenizer)
-    corpus = Corpus.collect(counted(OUT, "documents read", source.documents(capacity, overflow)))
-    planned = make_plan(corpus.documents.lengths, capacity, overflow=overflow, seed=seed)
-    pad = source.encoder.tokenizer.pad_token_id
-    schedule = Schedule(corpus, (planned,), 1, padded_batch, seed=seed, pad_id=0 if pad is None else pad)
-    name = model or "a small Llama, random weights"
-    OUT.print(f"[bold]{escape(name)}[/] on {source.describe()}", highlight=False)
+    corpus = Corpus.collect(counted(OUT, "documents read", source.documents(options.capacity, options.overflow)))
+    planned = make_plan(corpus.documents.lengths, options.capacity, overflow=options.overflow, seed=options.seed)
+    schedule = Schedule(corpus, (planned,), 1, options.padded_batch, seed=options.seed, pad_id=source.pad_id)
+    OUT.print(f"[bold]{escape(options.name)}[/] on {source.describe()}", highlight=False)
     OUT.print(lengths_table(corpus.documents.lengths, trained=corpus.n_trained))
-    OUT.print(f"rows of {capacity:,}: {planned.n_rows:,}, {planned.efficiency:.1%} real tokens", highlight=False)
+    OUT.print(
+        f"rows of {options.capacity:,}: {planned.n_rows:,}, {planned.efficiency:.1%} real tokens", highlight=False
+    )
     job = TrainJob(
         model=built_from,
         schedule=schedule,
-        options=Options(lr=1e-5, precision=precision, seed=seed),
+        options=Options(lr=1e-5, precision=options.precision, seed=options.seed),
         runs=("padded", "packed"),
-        device=device,
-        attention=attention,
-        trust_remote_code=trust_remote_code,
+        device=options.device,
+        attention=options.attention,
+        trust_remote_code=options.trust_remote_code,
         on_phase=lambda line: OUT.print(line, style="dim", highlight=False),
     )
-    measured = list(race(job, seconds))
+    measured = list(race(job, options.seconds))
     ours = measured[-1]
     OUT.print(_table(measured))
     OUT.print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -10,7 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.errors import plural
+from crosspack.encoding.kinds import Where
+from crosspack.encoding.text import Encoder
+from crosspack.encoding.tokens import check_length, token_documents
+from crosspack.packing.run import PieceJob, each_piece
+from crosspack.packing.unit import Key
+from crosspack.reading.places import Piece, Row, strictly
+from packing_core.errors import PackingError, plural
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.plan import plan
 from packing_core.training.schedule import Document
@@ -18,6 +25,7 @@ from packing_core.training.schedule import Document
 Int64 = NDArray[np.int64]
 
 ROWS_PER_STEP = 8
+KEPT = 20_000  # documents of which it is remembered which tokens carry loss, for the rows that the page shows
 NEAR_EMPTY = 0.1  # of the targets of the median step
 FULL = 0.95  # of shorter rows
 FEW, TAIL = 0.01, 4  # documents that are the tail, and how many times shorter rows would hold the others
@@ -44,20 +52,37 @@ class DocumentFigures:
     Attributes:
         one_token: documents of one token, which are no segments of rows here: nothing predicts their token.
         unanswered: longer documents of which no token is trained.
+        left_out: all documents that have nothing to train on.
+        masks: of the first ``KEPT`` documents which tokens are trained, as bits.
     """
 
     def __init__(self) -> None:
         self._lengths, self._trained, self._digests = array("q"), array("q"), array("Q")
-        self.one_token = self.unanswered = 0
+        self.one_token = self.unanswered = self.left_out = 0
+        self.masks: list[NDArray[np.uint8]] = []
 
     def add(self, document: Document) -> None:
         """Keep the figures of a document that is packed."""
         self._lengths.append(len(document.ids))
         self._trained.append(int(np.count_nonzero(document.trained[1:])))
         self._digests.append(int.from_bytes(blake2b(document.ids.tobytes(), digest_size=8).digest(), "little"))
+        if len(self.masks) < KEPT:
+            self.masks.append(np.packbits(document.trained))
+
+    def extend(self, later: DocumentFigures) -> None:
+        """Keep the figures of documents that follow."""
+        for name in ("_lengths", "_trained", "_digests"):
+            getattr(self, name).extend(getattr(later, name))
+        for name in ("one_token", "unanswered", "left_out"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        self.masks += later.masks[: KEPT - len(self.masks)]
+
+    def __len__(self) -> int:
+        return len(self._lengths)
 
     def leave_out(self, where: Any, tokens: int) -> None:
         """Count a document that has nothing to train on; an empty one is no concern."""
+        self.left_out += 1
         self.one_token += tokens == 1
         self.unanswered += tokens > 1
 
@@ -75,6 +100,50 @@ class DocumentFigures:
     def repeated(self) -> int:
         """Documents that repeat an earlier one, token for token."""
         return len(self._digests) - len(np.unique(np.array(self._digests, np.uint64)))
+
+
+@dataclass(frozen=True)
+class FigureReader:
+    """Reads pieces of the data, each into the figures of its documents; this is what is pickled to processes.
+
+    Attributes:
+        encoder: of the records; None where they hold token ids.
+        size: bytes of a piece.
+        capacity: a longer document is an error that names its place; None if there is none.
+    """
+
+    encoder: Encoder | None
+    size: int
+    capacity: int | None
+
+    def __call__(self, job: PieceJob) -> Iterator[tuple[Key, int, DocumentFigures]]:
+        """Yields the number, the bytes and the figures of each piece."""
+        return each_piece(job, self.size, self._figures)
+
+    def _figures(self, key: Key, piece: Piece) -> tuple[Key, int, DocumentFigures]:
+        seen = DocumentFigures()
+        if self.encoder is None:
+            documents = _held(strictly(piece.items), seen)
+        else:
+            encoded = self.encoder.encoded(strictly(piece.items), left_out=seen.leave_out)
+            documents = ((found.where, found.document) for found in encoded)
+        for where, document in documents:
+            if self.capacity is not None:
+                check_length(str(where), document, self.capacity)
+            seen.add(document)
+        return key, piece.size, seen
+
+
+def _held(records: Iterator[Row], seen: DocumentFigures) -> Iterator[tuple[Where, Document]]:
+    """Yields the documents of records of token ids; packed rows are cut into theirs."""
+    for record in records:
+        if record.get("input_ids") is None:
+            raise PackingError(f"{record.where} holds no token ids, as the records before it do: pass --tokenizer")
+        for document, _ in token_documents(record, record.where):
+            if document.has_target:
+                yield record.where, document
+            else:
+                seen.leave_out(record.where, len(document.ids))
 
 
 def concerns(seen: DocumentFigures, rows: PackPlan) -> list[Concern]:

@@ -15,22 +15,24 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import fields, is_dataclass
 from functools import wraps
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-# What would act on a terminal, but for new lines and tabs; and the password of a URL.
+from crosspack.reading.files import masked
+
+# What would act on a terminal, but for new lines and tabs.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]*@")
 
 
 def shown(text: str) -> str:
     """The text as it is printed: names of files may hold control characters, and URLs a password."""
-    return _PASSWORD.sub(r"\1:***@", _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text))
+    return masked(_CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text))
 
 
 class _Shown(Console):
@@ -58,7 +60,9 @@ _figures: TextIO | None = None
 
 
 def with_output_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``command`` with ``--verbose``, ``--quiet`` and ``--json``."""
+    """``command`` with ``--verbose``, ``--quiet`` and ``--json``, and an option for each field of its dataclasses."""
+    hints = get_type_hints(command)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
 
     @wraps(command)
     def run(*, verbose: bool, quiet: bool, as_json: bool, **options: Any) -> Any:
@@ -67,19 +71,37 @@ def with_output_options(command: Callable[..., Any]) -> Callable[..., Any]:
         _log(verbose)
         if not (sys.stdout.isatty() and sys.stderr.isatty()):
             os.environ.update(dict.fromkeys(_OTHERS_BARS, "1"))
+        for name, kind in groups.items():
+            options[name] = kind(**{field.name: options.pop(field.name) for field in fields(kind)})
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             vars(OUT).update(vars(_Shown(quiet=quiet)))  # every module holds this console by its name
             return command(**options)
 
-    signature = inspect.signature(command, eval_str=True)
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
         for name, annotation in _OPTIONS.items()
     ]
-    parameters = [*signature.parameters.values(), *added]
-    vars(run)["__signature__"] = signature.replace(parameters=parameters)
+    parameters = [*parameters_of(command), *added]
+    vars(run)["__signature__"] = inspect.signature(command).replace(parameters=parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def parameters_of(command: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Returns the parameters of a command, each that takes a dataclass replaced by the fields of it."""
+    found: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if is_dataclass(group := parameter.annotation):
+            hints = get_type_hints(group, include_extras=True)
+            found += [
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+                )
+                for field in fields(group)
+            ]
+        else:
+            found.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    return found
 
 
 def figures(data: Any) -> None:

@@ -174,9 +174,23 @@ def _figure(width: float, height: float) -> Any:
     return require("matplotlib.figure", extra="plot").Figure(figsize=(width, height), layout="constrained")
 
 
+def _number_plainly(axis: Any) -> None:
+    """Writes the numbers of an axis in full; a logarithmic one of less than two decades has ticks at 1, 2 and 5."""
+    ticker = require("matplotlib.ticker", extra="plot")
+    if axis.get_scale() == "log":
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(ticker.LogLocator(subs=(1.0,) if high >= 100 * low else (1.0, 2.0, 5.0)))
+        axis.set_minor_formatter("")
+    elif not isinstance(axis.get_major_formatter(), ticker.ScalarFormatter):
+        return  # names
+    axis.set_major_formatter(lambda value, place: f"{value:,.6f}".rstrip("0").rstrip("."))
+
+
 def _save(figure: Any, path: Path, title: str) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
+        for axis in (axes.xaxis, axes.yaxis):
+            _number_plainly(axis)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

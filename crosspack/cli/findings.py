@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crosspack.cli.speed import GPUS, Speed
+from crosspack.cli.tables import packed_name, padded_batches
 from packing_core.errors import PackingError
 from packing_core.planning.balance import balance
 from packing_core.planning.cost import Cost
 from packing_core.planning.packplan import PackPlan
-from packing_core.planning.pieces import CUTS, OverflowRule
+from packing_core.planning.pieces import CUTS, Overflow
 from packing_core.planning.plan import Strategy, plan
+from packing_core.planning.rule import RowRule
 from packing_core.training.memory_model import GIB, LEVELS, MemoryModel
 
 Int64 = NDArray[np.int64]
@@ -70,12 +73,13 @@ def by_policy(lengths: Int64, capacity: int, *, context: int | None = None, min_
     long = lengths[lengths > capacity]
     lost = {"truncate": int((long - capacity).sum()), "drop": int(long.sum())}
     found = []
-    for policy in ("truncate", *CUTS, "drop"):
+    policies: tuple[Overflow, ...] = ("truncate", *CUTS, "drop")
+    for policy in policies:
         pieces, shown_again = len(long) * (policy == "truncate"), 0
         if policy in CUTS and len(long):
-            rule = OverflowRule.checked(capacity, policy, None if policy == "split" else context, min_piece)
+            rule = RowRule(capacity, policy, None if policy == "split" else context, min_piece)
             pieces = len(rule.cut(long).length)
-            shown_again = (pieces - len(long)) * rule.context
+            shown_again = (pieces - len(long)) * rule.context_tokens
         left_out = lost.get(policy, 0)
         found.append(
             {
@@ -90,15 +94,17 @@ def by_policy(lengths: Int64, capacity: int, *, context: int | None = None, min_
     return found
 
 
-def by_cap(lengths: Int64, capacity: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+def by_cap(lengths: Int64, rule: RowRule, seed: int) -> list[dict[str, Any]]:
     """Rows and efficiency without a cap on the documents of a row, and under caps around their mean number."""
     found: list[dict[str, Any]] = []
-    free = plan(lengths, capacity, **options | {"max_segments": None})
+    free = plan(lengths, replace(rule, max_segments=None), seed=seed)
     mean = free.n_pieces / free.n_rows
-    caps = {max(1, round(mean * times)) for times in (0.5, 1, 2, 4)} | {options["max_segments"]}
-    for cap in [*sorted(caps - {None}), None]:
-        made = free if cap is None else plan(lengths, capacity, **options | {"max_segments": cap})
-        found.append({"max_segments": cap, "rows": made.n_rows, "efficiency": made.efficiency})
+    caps = {max(1, round(mean * times)) for times in (0.5, 1, 2, 4)}
+    if rule.max_segments is not None:
+        caps.add(rule.max_segments)
+    for cap in [*sorted(caps), None]:
+        rows = free if cap is None else plan(lengths, replace(rule, max_segments=cap), seed=seed)
+        found.append({"max_segments": cap, "rows": rows.n_rows, "efficiency": rows.efficiency})
     return found
 
 
@@ -128,21 +134,16 @@ def hours(rows: PackPlan, speed: Speed, batches: Sequence[int], seed: int) -> li
 
     Padding costs what real tokens cost, in attention too.
     """
-    shuffled = np.random.default_rng(seed).permutation(rows.length)
-    found = []
-    for name, order in (("random", shuffled), ("sorted", -np.sort(-rows.length))):
-        for size in batches:
-            starts = np.arange(0, len(order), size)
-            longest = np.maximum.reduceat(order, starts).astype(np.float64)
-            counts = np.diff(np.append(starts, len(order)))
-            taken = speed.hours(float((counts * speed.cost.of_segments(longest)).sum()))
-            found.append({"arrangement": f"batches of {size}, {name}", "hours": taken})
-    return [*found, {"arrangement": f"rows of {rows.capacity:,}, packed", "hours": speed.of_rows(rows)}]
+    padded = [
+        {"arrangement": name, "hours": speed.hours(float((counts * speed.cost.of_segments(longest)).sum()))}
+        for name, counts, longest in padded_batches(rows, batches, seed)
+    ]
+    return [*padded, {"arrangement": packed_name(rows), "hours": speed.of_rows(rows)}]
 
 
-def histogram(values: NDArray[Any], bins: int = 32) -> tuple[list[int], list[float]]:
+def histogram(values: NDArray[Any], bins: int = 32) -> dict[str, list[Any]]:
     """Counts in bins of equal width on a logarithmic scale, and the edges of the bins."""
     low, high = float(values.min()), float(values.max())
     edges = np.geomspace(low, max(high, low * 2) * 1.0001, bins + 1)
     counts, _ = np.histogram(values, edges)
-    return counts.tolist(), edges.tolist()
+    return {"counts": counts.tolist(), "edges": edges.tolist()}

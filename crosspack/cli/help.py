@@ -20,6 +20,8 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
+from crosspack.cli.console import parameters_of
+
 Groups = Mapping[str, tuple[str, str]]
 
 ALL = "--help-all"
@@ -69,8 +71,8 @@ def options_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _given(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters that the command line gives."""
-    parameters = inspect.signature(function, eval_str=True).parameters.values()
-    return [x for x in parameters if get_origin(x.annotation) is Annotated or x.annotation in (int, float, str, bool)]
+    kinds = (int, float, str, bool)
+    return [x for x in parameters_of(function) if get_origin(x.annotation) is Annotated or x.annotation in kinds]
 
 
 def _is_argument(parameter: inspect.Parameter) -> bool:

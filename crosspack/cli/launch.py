@@ -11,10 +11,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+
+import typer
 
 from crosspack.cli.runfile import RUN_FILE
 
@@ -37,19 +38,20 @@ def restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def start_again(command: str, given: Mapping[str, Any], run_file: str) -> int:
-    """Runs the same options as ``--nproc`` processes; returns the exit status.
+def start_again(context: typer.Context, run_file: str) -> int:
+    """Runs a command with the same options as ``--nproc`` processes; returns the exit status.
 
     Args:
-        command: the name of the command.
-        given: its parameters.
+        context: of the command.
         run_file: its options, as ``--config`` takes them.
     """
+    given = context.params
     with TemporaryDirectory() as folder:
         path = Path(folder, RUN_FILE)
         path.write_text(run_file)
         chosen = [f"--{flag}" for flag in ("resume", "overwrite", "verbose", "quiet") if given[flag]]
-        return start(given["nproc"], [command, "--config", str(path), *chosen, *["--json"] * given["as_json"]])
+        chosen += ["--json"] * given["as_json"]
+        return start(given["nproc"], [str(context.info_name), "--config", str(path), *chosen])
 
 
 def start(processes: int, arguments: Sequence[str]) -> int:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from crosspack.reading.folders import LISTING
 from packing_core.errors import PackingError
 from packing_core.training.files import inside, is_plain, replace, sha256, sync
 
-LISTING, LOCK, TEMPORARY = "crosspack-files.json", ".crosspack-lock", ".crosspack-partial-"
+LOCK, TEMPORARY = ".crosspack-lock", ".crosspack-partial-"
 _FORMAT = "crosspack files 1"
 
 

@@ -23,6 +23,7 @@ from uuid import uuid4
 from packing_core.errors import PackingError
 
 BEAT, SILENT = 5.0, 60.0  # seconds between signs of life, and without one
+EMPTY = 1.0  # seconds after which an empty lock is nobody's
 
 
 class Lock:
@@ -114,11 +115,14 @@ def _take_over(path: Path, temporary: str) -> None:
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise PackingError(f"--output {path.parent}: {path} is a link or no file, so it is no lock: remove it")
+        if not path.stat().st_size:
+            time.sleep(EMPTY)  # whoever makes a lock writes into it at once, unless it ends in between
         text, silent = path.read_text(errors="replace"), _silence(path, temporary)
     except FileNotFoundError:
         return
-    holder = _holder(text)
-    if holder is None:
+    if not text:
+        who, dead, beats = "", True, False
+    elif (holder := _holder(text)) is None:
         who, dead, beats = "another process is about to write there", False, True
     else:
         who = f"process {holder['pid']} on {holder['host']} has been writing there since {holder['since']}"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from crosspack.encoding.tokenizer import entries
+from crosspack.encoding.tokenizer import entries, vocabulary_digest
+from crosspack.reading import Records
+from crosspack.reading.files import is_url, remote
 from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
 from packing_core.training.job import is_hub_name
 
+DIGEST = "tokenizer_digest"  # key of the manifest of packed rows
 # The model that is trained from random weights when none is named: small enough for two cores.
 SMALL_LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -26,20 +30,33 @@ SMALL_LLAMA: dict[str, Any] = {
 }
 
 
-def model_source(model: str | None) -> tuple[str | dict[str, Any], str | None]:
-    """Returns the source of the model, and the folder or hub name of its tokenizer."""
+def tokenizer_source(model: str | None, tokenizer: str | None) -> str | None:
+    """Returns the folder or hub name of a command's tokenizer: that of --tokenizer, or else of --model.
+
+    None of a model without one: a tokenizer is trained on the data.
+    """
+    check_name("--tokenizer", tokenizer)
+    check_name("--model", model)
+    if tokenizer is not None or model is None or not Path(model).is_file():
+        return tokenizer or model
+    folder = Path(model).parent
+    return str(folder) if (folder / "tokenizer_config.json").is_file() else None
+
+
+def model_source(model: str | None) -> str | dict[str, Any]:
+    """Returns the folder or hub name of a model, or the contents of its config."""
     if model is None:
-        return SMALL_LLAMA, None  # the tokenizer is not known yet
+        return SMALL_LLAMA  # the tokenizer is not known yet
     check_name("--model", model)
     path = Path(model)
     if not path.is_file():
-        return model, model
+        return model
     try:
         config = json.loads(path.read_text())
         config["model_type"]
     except (ValueError, KeyError, TypeError) as error:
         raise PackingError(f"--model {model}: a file must be a config.json with a model_type") from error
-    return config, str(path.parent) if (path.parent / "tokenizer_config.json").is_file() else None
+    return dict(config)
 
 
 def model_config(model: str) -> Any:
@@ -49,7 +66,7 @@ def model_config(model: str) -> Any:
         PackingError: there is none.
         MissingExtraError: transformers is absent.
     """
-    source, _ = model_source(model)
+    source = model_source(model)
     transformers = require("transformers", extra="hf")
     try:
         if isinstance(source, dict):
@@ -69,3 +86,31 @@ def special_tokens(tokenizer: Any) -> dict[str, Any]:
     """Returns the special tokens of a tokenizer, as a config names them."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {"vocab_size": entries(tokenizer), **{name: getattr(tokenizer, name) for name in names}}
+
+
+def check_rows_of(records: Records, tokenizer: Any) -> None:
+    """Checks that rows that ``crosspack pack`` wrote hold token ids of this tokenizer.
+
+    Raises:
+        PackingError: their manifest names another.
+    """
+    for folder in dict.fromkeys(os.path.dirname(file.path) or "." for file in records.all_files()):
+        try:
+            packed_by = json.loads(_content(f"{folder}/manifest.json") or "{}").get(DIGEST)
+        except (ValueError, AttributeError):  # somebody else's
+            continue
+        if packed_by not in (None, vocabulary_digest(tokenizer)):
+            name = tokenizer.name_or_path
+            raise PackingError(
+                f"{folder} was packed with another tokenizer than {name}, so its token ids mean other texts: pack the "
+                f"data again with --tokenizer {name}"
+            )
+
+
+def _content(path: str) -> bytes | None:
+    """Returns the content of a file or a URL; None if there is none."""
+    if not is_url(path):
+        return Path(path).read_bytes() if Path(path).is_file() else None
+    with remote(path) as (system, name):
+        content: bytes | None = system.cat_file(name) if system.isfile(name) else None
+    return content

@@ -2,102 +2,194 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
 
 from crosspack.cli.console import OUT
+from crosspack.cli.models import check_rows_of
 from crosspack.cli.progress import counted
-from crosspack.cli.records import join, open_records, weighted
+from crosspack.cli.records import join, open_records, option_of_split, weighted
 from crosspack.encoding.keys import key_of
-from crosspack.encoding.kinds import Refuse, Where, kind_of, raise_error
-from crosspack.encoding.layouts import canonical
+from crosspack.encoding.kinds import Refuse, kind_of, raise_error
+from crosspack.encoding.layouts import LOOKED_AT, canonical
 from crosspack.encoding.text import Encoder, Loss, Policy, plain_texts
 from crosspack.encoding.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from crosspack.encoding.tokens import check_length
 from crosspack.reading import Records
 from crosspack.reading.files import MAX_RECORD
 from crosspack.reading.lines import SampleBy
-from crosspack.reading.places import BadRecord, Row
-from packing_core.errors import PackingError
+from crosspack.reading.places import Row, strictly
+from packing_core.errors import PackingError, plural
+from packing_core.planning.rule import RowRule
 from packing_core.training.schedule import Document
 
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data",
-        help="A file, a folder or a URL of either (.jsonl, .json, .csv, .txt, .parquet, .arrow; also .gz, .zst), or a "
-        "hub data set. Several: one after the other, or mixed by weight, FILE:0.3. Default: the docstrings of the "
-        "Python standard library, as questions and answers.",
-    ),
-]
 Split = Annotated[str, typer.Option(help="Which split of a folder or a hub data set.")]
-TokenizerName = Annotated[
-    str | None,
-    typer.Option("--tokenizer", help="A folder or a hub name. Default: that of --model, or a byte-level BPE."),
-]
-LossOn = Annotated[Loss, typer.Option("--loss", help="Train completions and assistant turns only, or every token.")]
-Bos = Annotated[
-    bool | None, typer.Option("--bos/--no-bos", help="BOS first. Default: as the tokenizer does by itself.")
-]
-Eos = Annotated[bool | None, typer.Option("--eos/--no-eos", help="EOS last, trained. Default: if there is one.")]
-Capacity = Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens a row can hold.")]
-OverflowPolicy = Annotated[
-    Literal["error", "truncate", "split", "overlap", "restart", "drop"],
-    typer.Option("--overflow", help="What to do with a document longer than the capacity."),
-]
-Context = Annotated[
-    int | None,
-    typer.Option(
-        "--context",
-        min=0,
-        help="Under --overflow overlap and restart: tokens that begin each later piece and are not trained there. "
-        "Default: an eighth of the capacity.",
-    ),
-]
-MinPiece = Annotated[
-    int, typer.Option("--min-piece", min=1, help="The least tokens of each piece of a document that is cut.")
-]
-MaxSegments = Annotated[
-    int | None, typer.Option("--max-segments", min=1, help="Most documents, or pieces of them, in a row.")
-]
-Packing = Annotated[
-    Literal["mixed", "best_fit"],
-    typer.Option("--packing", help="Fill rows with a random mix of lengths, or by length, which is as nearly full."),
-]
-OrderOfTraining = Annotated[
-    Literal["random", "curriculum", "sorted", "grouped"],
-    typer.Option(
-        "--order",
-        help="In which order documents are trained: at random, short ones first, sorted by --order-by, or those of one "
-        "--order-by next to each other. Rows follow it up to about 64 of them.",
-    ),
-]
-OrderBy = Annotated[
-    str | None, typer.Option("--order-by", help="The column to sort or group by, a number or a text in each record.")
-]
-EqualCost = Annotated[
-    bool,
-    typer.Option(
-        "--equal-cost",
-        help="Make the rows of a step for its ranks, so that they cost the same, where the slowest would take 2% more "
-        "than the mean.",
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Let Python code in the model's folder run. Off: refuse such models."),
 ]
+LossOn = Annotated[Loss, typer.Option("--loss", help="Train completions and assistant turns only, or every token.")]
+OverflowPolicy = Annotated[
+    Literal["error", "truncate", "split", "overlap", "restart", "drop"],
+    typer.Option("--overflow", help="What to do with a document longer than the capacity."),
+]
 
-Engine = Literal["local", "ray"]
-TextFiles = Literal["line", "document"]
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Selects the records that are read, and their tokenizer."""
+
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            help="A file, a folder or a URL of either (.jsonl, .json, .csv, .txt, .parquet, .arrow; also .gz, .zst), "
+            "or a hub data set. Several: one after the other, or mixed by weight, FILE:0.3. Default: the docstrings of "
+            "the Python standard library, as questions and answers.",
+        ),
+    ] = None
+    split: Split = "train"
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", help="A folder or a hub name. Default: that of --model, or a byte-level BPE."),
+    ] = None
+    trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Selects the model, the device and the attention."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(help="A folder, a hub name, or a config.json (random weights). Default: a small random Llama."),
+    ] = None
+    device: Annotated[str, typer.Option(help="What the backend calls the device; auto takes the fastest.")] = "auto"
+    attention: Annotated[str, typer.Option(help="Attention implementation of the packed run.")] = "auto"
+
+    @property
+    def name(self) -> str:
+        """Names the model for people."""
+        return self.model or "a small Llama, random weights"
+
+
+@dataclass(frozen=True)
+class TokenOptions:
+    """Says which tokens documents get and which of them are trained."""
+
+    loss: LossOn = "completion"
+    bos: Annotated[
+        bool | None, typer.Option("--bos/--no-bos", help="BOS first. Default: as the tokenizer does by itself.")
+    ] = None
+    eos: Annotated[bool | None, typer.Option("--eos/--no-eos", help="EOS last, trained. Default: if there is one.")] = (
+        None
+    )
+
+    @property
+    def policy(self) -> Policy:
+        """The rules for tokens, and the columns that are read."""
+        return Policy(self.loss, self.bos, self.eos, self.named_columns)
+
+    @property
+    def named_columns(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of what is read and the column that holds it, as ``Policy.fields``."""
+        return ()
+
+
+@dataclass(frozen=True)
+class CapacityOptions:
+    """Says how long rows are, and seeds what is random."""
+
+    capacity: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens a row can hold.")] = 2048
+    overflow: OverflowPolicy = "error"
+    seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0
+
+
+@dataclass(frozen=True)
+class PlanOptions(CapacityOptions):
+    """Says how documents become rows."""
+
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            min=0,
+            help="Under --overflow overlap and restart: tokens that begin each later piece and are not trained there. "
+            "Default: an eighth of the capacity.",
+        ),
+    ] = None
+    min_piece: Annotated[
+        int, typer.Option("--min-piece", min=1, help="The least tokens of each piece of a document that is cut.")
+    ] = 1
+    max_segments: Annotated[
+        int | None, typer.Option("--max-segments", min=1, help="Most documents, or pieces of them, in a row.")
+    ] = None
+    packing: Annotated[
+        Literal["mixed", "best_fit"],
+        typer.Option(
+            "--packing", help="Fill rows with a random mix of lengths, or by length, which is as nearly full."
+        ),
+    ] = "mixed"
+
+    def row_rule(self) -> RowRule:
+        """Returns the rule of these options.
+
+        Raises:
+            PackingError: they contradict each other.
+        """
+        return RowRule(
+            self.capacity, self.overflow, self.context, self.min_piece, self.max_segments, strategy=self.packing
+        )
+
+
+@dataclass(frozen=True)
+class OrderOptions(PlanOptions):
+    """Says how documents become rows, in which order, and of which cost."""
+
+    order: Annotated[
+        Literal["random", "curriculum", "sorted", "grouped"],
+        typer.Option(
+            "--order",
+            help="In which order documents are trained: at random, short ones first, sorted by --order-by, or those of "
+            "one --order-by next to each other. Rows follow it up to about 64 of them.",
+        ),
+    ] = "random"
+    order_by: Annotated[
+        str | None,
+        typer.Option("--order-by", help="The column to sort or group by, a number or a text in each record."),
+    ] = None
+    equal_cost: Annotated[
+        bool,
+        typer.Option(
+            "--equal-cost",
+            help="Make the rows of a step for its ranks, so that they cost the same, where the slowest would take 2% "
+            "more than the mean.",
+        ),
+    ] = False
+
+    def row_rule(self) -> RowRule:
+        """Returns the rule of these options; its keys are the column of ``--order-by``."""
+        if self.equal_cost and self.packing != "mixed":
+            raise PackingError(f"--equal-cost chooses the rows of a step by cost: leave --packing {self.packing} out")
+        return replace(super().row_rule(), order=self.order, keys=self.order_by, equal_cost=self.equal_cost)
+
+    def check_step(self, rows: int | None) -> None:
+        """Refuses steps of equal cost of one row or of unknown rows, and rows of a step that has no effect."""
+        if self.equal_cost and rows is None:
+            raise PackingError("--equal-cost needs --rows-per-step, how many rows of the files are trained together")
+        if self.equal_cost and rows == 1:
+            raise PackingError("--equal-cost evens the rows of a step, and --rows-per-step 1 gives it one: pass more")
+        if rows is not None and not self.equal_cost:
+            raise PackingError(f"--rows-per-step {rows} has no effect without --equal-cost: pass both or neither")
+
 
 VOCABULARY = 2048  # entries of the byte-level BPE that is trained when no tokenizer is named
 
@@ -110,30 +202,22 @@ class EncodedRecords:
     encoder: Encoder
     tokenizer: str
 
+    def __post_init__(self) -> None:
+        check_rows_of(self.records, self.encoder.tokenizer)
+
+    @property
+    def pad_id(self) -> int:
+        """The tokenizer's padding token, or 0."""
+        token: int | None = self.encoder.tokenizer.pad_token_id
+        return token or 0
+
     def describe(self) -> str:
         """Describes the data and how they are read, in rich markup, and what was left out, once they are read."""
         lines = [f"[bold]{escape(self.records.name)}[/], tokenizer: {escape(self.tokenizer)}"]
         lines.append(escape(self.encoder.describe()))
         if self.encoder.left_out:
-            lines.append(f"{self.encoder.left_out:,} documents have nothing to train on and are left out")
+            lines.append(f"left out, nothing to train on: {plural(self.encoder.left_out, 'document')}")
         return "\n".join(lines)
-
-    @staticmethod
-    def open(
-        data: Sequence[str] | None,
-        split: str,
-        tokenizer: str | None,
-        policy: Policy,
-        *,
-        trust_remote_code: bool = False,
-    ) -> EncodedRecords:
-        """Open the data and load the tokenizer, or train one on the data when none is named.
-
-        The names and the first record are checked before a library is imported.
-        """
-        return EncodedRecords.of(
-            check_data(data, split, tokenizer), tokenizer, policy, trust_remote_code=trust_remote_code
-        )
 
     @staticmethod
     def of(
@@ -144,7 +228,7 @@ class EncodedRecords:
         trust_remote_code: bool = False,
         lenient: bool = False,
     ) -> EncodedRecords:
-        """The same of records that are open; ``lenient`` trains a tokenizer on the records that can be used."""
+        """Load the tokenizer, or train one on the records, of which ``lenient`` takes those that can be used."""
         if tokenizer is not None:
             loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
             return EncodedRecords(records, Encoder(loaded, policy), Path(tokenizer).name)
@@ -165,7 +249,6 @@ class EncodedRecords:
         self,
         capacity: int,
         overflow: str,
-        left_out: Callable[[Where, int], None] | None = None,
         *,
         key: str | None = None,
         skip: Refuse | None = None,
@@ -174,7 +257,6 @@ class EncodedRecords:
 
         Args:
             capacity, overflow: as in ``packing_core.plan``.
-            left_out: is called with the place and the tokens of each document that has nothing to train on.
             key: the column that holds the key of each document.
             skip: is called with each record that cannot be used, in place of an error.
 
@@ -182,25 +264,12 @@ class EncodedRecords:
             CapacityError: a document is too long.
             PackingError: a record has no key that is a number or a text.
         """
-        records = self.records if skip is None else _usable(self.records, skip)
-        for found in self.encoder.encoded(records, skip or raise_error, left_out):
+        refuse = skip or raise_error
+        records = strictly(self.records.items(), lambda item: refuse(item, item.error()))
+        for found in self.encoder.encoded(records, refuse):
             if overflow == "error":
                 check_length(str(found.where), found.document, capacity)
             yield found.document if key is None else found.document._replace(key=key_of(found.where, found.record, key))
-
-
-def _usable(records: Records, skip: Refuse) -> Iterator[Row]:
-    """The records that can be read; ``skip`` is called with the others."""
-    for item in records.items():
-        if isinstance(item, BadRecord):
-            skip(item, item.error())
-        else:
-            yield item
-
-
-def option_of_split(option: str) -> str:
-    """The option that names a split of what ``option`` names: ``--eval-split`` for ``--eval-data``."""
-    return option.removesuffix("data") + "split"
 
 
 def check_data(
@@ -211,6 +280,7 @@ def check_data(
     option: str = "--data",
     policy: Policy | None = None,
     more: Iterable[str] = (),
+    keep: Iterable[str] = (),
     sample_by: SampleBy = "line",
     max_record: int = MAX_RECORD,
     lenient: bool = False,
@@ -224,6 +294,7 @@ def check_data(
         option: the option that names the data, for errors.
         policy: says which columns are read.
         more: other columns that are read.
+        keep: columns that ``--keep`` names, of which the first records must have each.
         sample_by, max_record: as of :func:`crosspack.read`.
         lenient: look at the first record that can be used.
 
@@ -233,31 +304,38 @@ def check_data(
     if tokenizer is not None:
         check_tokenizer(tokenizer)
     policy = policy or Policy()
-    sources, firsts = [], []
-    try:
-        for name, weight in map(weighted, data) if data else [(None, None)]:
-            columns = (*policy.columns, *more)
-            records = open_records(name, split=split, columns=columns, sample_by=sample_by, max_record=max_record)
-            sources.append((records, weight))
-            firsts.append(next(usable(records, policy) if lenient else iter(records), None))
-        joined = join(sources)
-    except PackingError as error:
-        text = str(error).replace("--data", option)
-        named = re.sub(r"\b(leave|pass another|as) split\b", rf"\1 {option_of_split(option)}", text)
-        raise type(error)(named) from error
+    columns = (*policy.columns, *more, *keep)
+    named: list[Any] = [weighted(text, option) for text in data] if data else [(None, None)]
+    limits: dict[str, Any] = {"sample_by": sample_by, "max_record": max_record}
+    sources = [(open_records(x, split=split, option=option, columns=columns, **limits), weight) for x, weight in named]
+    firsts = [next(usable(records, policy) if lenient else iter(records), None) for records, _ in sources]
+    joined = join(sources, option)
     for (records, _), first in zip(sources, firsts, strict=True):
         if first is None:
             what = "records that can be used" if lenient else "records"
             raise PackingError(f"{option} {records.name} has no {what}: check the file and {option_of_split(option)}")
         kind_of(canonical(first, first.where, policy.fields), first.where)
+    _check_columns((records for records, _ in sources), {*keep} - {"where"}, policy)
     return joined
+
+
+def _check_columns(sources: Iterable[Records], keep: set[str], policy: Policy) -> None:
+    """Raises PackingError if none of the first records of all data sets has one of the columns of ``--keep``."""
+    seen: dict[str, None] = {}
+    for records in sources:
+        if keep <= seen.keys():
+            return
+        for record in islice(usable(records, policy), LOOKED_AT):
+            seen.update(dict.fromkeys(record))
+    if absent := sorted(keep - seen.keys()):
+        near = get_close_matches(absent[0], seen, n=1)
+        hint = f"is it {near[0]}?" if near else f"they have {', '.join(seen)}"
+        raise PackingError(f"--keep {absent[0]}: none of the first {LOOKED_AT} records has it: {hint}")
 
 
 def usable(records: Records, policy: Policy) -> Iterator[Row]:
     """The records that hold a text or token ids; what is wrong with others is said where they are packed."""
-    for item in records.items():
-        if isinstance(item, BadRecord):
-            continue
+    for item in strictly(records.items(), lambda _: None):
         with suppress(PackingError):
             if kind_of(canonical(item, item.where, policy.fields), item.where) != "input_ids":
                 list(plain_texts([item], policy.fields))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,8 +19,9 @@ from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path, PurePosixPath
 from uuid import uuid4
 
-from crosspack.cli.listing import LISTING, LOCK, TEMPORARY, Listed, is_one_of, is_result_of, read_listing, write_listing
+from crosspack.cli.listing import LOCK, TEMPORARY, Listed, is_one_of, is_result_of, read_listing, write_listing
 from crosspack.cli.lock import Lock, locked
+from crosspack.reading.folders import LISTING
 from packing_core.errors import PackingError, first_line
 from packing_core.training.checkpoints import FOLDER as CHECKPOINTS
 from packing_core.training.files import (
@@ -180,6 +182,7 @@ def writing(
     overwrite: bool = False,
     ways: str = "--overwrite",
     run: str | None = None,
+    checkpoints: bool = False,
 ) -> Iterator[Output]:
     """Lock ``folder`` and hand out a temporary folder in it; without ``publish`` nothing of the folder changes.
 
@@ -192,6 +195,7 @@ def writing(
         run: a digest of all that decides the result. With it, ``work`` is what an earlier run left when it was killed,
             of this digest or another, a publication that was interrupted is completed first, and a result that is
             complete is not made again without ``overwrite``.
+        checkpoints: whether the run puts checkpoints into the folder before it has a result.
 
     Raises:
         PackingError: the folder holds files that are not ours to replace, another process writes there, or the
@@ -199,16 +203,46 @@ def writing(
     """
     if "\0" in str(folder):
         raise PackingError("--output holds a null character: pass a folder")
-    try:
-        made = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
+    with _errors_of(folder), _made(folder), locked(folder / LOCK, TEMPORARY) as lock:
+        work = folder / _WORK
+        resumable = run is not None
+        check_own_folder(work)
+        interrupted = resumable and (work / _MOVES).exists()
+        if interrupted:
+            moves = _Moves.read(work / _MOVES)
+            moves.check(folder, work / "result", work / _MOVES, overwrite=overwrite)
+            moves.make(folder, work / "result")
+            _remove_work(work)
+            _remove_stale(folder, None)
+        if run is not None and (interrupted or not overwrite) and is_result_of(folder, run):
+            _remove_stale(folder, None)
+            yield Output(folder, folder, summary, lock, finished=True)
+            return
+        old = _check(folder, [summary, *names], overwrite, ways)
+        _remove_stale(folder, work if resumable else None)
+        marked = checkpoints and not (folder / LISTING).exists()
+        if marked:
+            write_listing(folder, [])  # says whose checkpoints these are, should the run be interrupted
+        partial = work / "result" if resumable else folder / f"{TEMPORARY}{uuid4().hex}"
+        partial.mkdir(parents=True, exist_ok=resumable)
+        output = Output(folder, partial, summary, lock, old, work if resumable else None, run=run)
         try:
-            with locked(folder / LOCK, TEMPORARY) as lock:
-                yield from _written(folder, summary, names, overwrite, ways, run, lock)
+            yield output
         finally:
-            if made:
-                with suppress(OSError):  # it holds the result
-                    folder.rmdir()
+            if not output.keep:
+                if resumable:
+                    _remove_work(work)
+                elif partial.exists():  # whoever took the folder over has removed it
+                    shutil.rmtree(partial)
+            if marked and set(os.listdir(folder)) <= {LISTING, LOCK}:
+                (folder / LISTING).unlink()
+
+
+@contextmanager
+def _errors_of(folder: Path) -> Iterator[None]:
+    """Names the folder in errors of the operating system, also in those that libraries raise as their own."""
+    try:
+        yield
     except OSError as error:
         if error.errno is None:  # a library's own message, about something else
             raise
@@ -217,46 +251,23 @@ def writing(
             raise PackingError(f"{named}: {error.strerror}") from error
         raise PackingError(f"--output {folder}: {_reason(error)}") from error
     except Exception as error:
-        if type(error).__name__ != "SafetensorError" or "I/O error" not in str(error):
+        # safetensors and tokenizers raise errors of their own, and name the operating system's in the text
+        if not re.search(r"I/O error|os error \d+", str(error)):
             raise
         raise PackingError(f"--output {folder}: {first_line(error)}: pass a folder that can be written") from error
 
 
-def _written(
-    folder: Path, summary: str, names: Sequence[str], overwrite: bool, ways: str, run: str | None, lock: Lock
-) -> Iterator[Output]:
-    work = folder / _WORK
-    resumable = run is not None
-    check_own_folder(work)
-    interrupted = resumable and (work / _MOVES).exists()
-    if interrupted:
-        moves = _Moves.read(work / _MOVES)
-        moves.check(folder, work / "result", work / _MOVES, overwrite=overwrite)
-        moves.make(folder, work / "result")
-        _remove_work(work)
-        _remove_stale(folder, None)
-    if run is not None and (interrupted or not overwrite) and is_result_of(folder, run):
-        _remove_stale(folder, None)
-        yield Output(folder, folder, summary, lock, finished=True)
-        return
-    old = _check(folder, [summary, *names], overwrite, ways)
-    _remove_stale(folder, work if resumable else None)
-    listed = (folder / LISTING).exists()
-    if not listed:
-        write_listing(folder, [])  # says whose folder it is, should the run be interrupted
-    partial = work / "result" if resumable else folder / f"{TEMPORARY}{uuid4().hex}"
-    partial.mkdir(parents=True, exist_ok=resumable)
-    output = Output(folder, partial, summary, lock, old, work if resumable else None, run=run)
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Makes the folder if need be, and removes it again if it is left empty."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield output
+        yield
     finally:
-        if not output.keep:
-            if resumable:
-                _remove_work(work)
-            elif partial.exists():  # whoever took the folder over has removed it
-                shutil.rmtree(partial)
-        if not listed and set(os.listdir(folder)) <= {LISTING, LOCK}:
-            (folder / LISTING).unlink()
+        if is_new:
+            with suppress(OSError):  # it holds the result
+                folder.rmdir()
 
 
 def clean(folder: Path) -> None:

@@ -10,68 +10,91 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from crosspack.cli.checks import check_order, check_steps
+import typer
+
 from crosspack.cli.console import OUT, warn
 from crosspack.cli.listing import digest
-from crosspack.cli.options import EncodedRecords, Engine, check_data
+from crosspack.cli.models import DIGEST
+from crosspack.cli.options import DataOptions, EncodedRecords, OrderOptions, TokenOptions, check_data
 from crosspack.cli.outputs import PART, Output, writing
 from crosspack.cli.packprogress import PackProgress
-from crosspack.encoding.text import Encoder, Policy
+from crosspack.encoding.text import Encoder
+from crosspack.encoding.tokenizer import vocabulary_digest
 from crosspack.packing.journal import journal, read_journal
 from crosspack.packing.mixture import Mixed
 from crosspack.packing.run import Part, Run, Worker
-from crosspack.packing.unit import UNFINISHED, Key, OnError, Rules, Strategy, bad_file, notes_file
-from crosspack.packing.workers import Inline, Pool, Processes
-from crosspack.packing.writers import PACKED, Format, mds_index
+from crosspack.packing.unit import UNFINISHED, Key, OnError, Rules, bad_file, notes_file
+from crosspack.packing.workers import Inline, Pool, Processes, Work
+from crosspack.packing.writers import PACKED, Format
 from crosspack.reading import Records
-from crosspack.reading.files import Unchanged, is_url
+from crosspack.reading.files import Unchanged, is_url, to_size
 from crosspack.reading.lines import SampleBy
 from crosspack.reading.places import Stretch
 from packing_core.errors import PackingError
-from packing_core.planning.order import Order
-from packing_core.planning.pieces import Overflow, OverflowRule, check_seed
+from packing_core.planning.pieces import check_seed
 from packing_core.training.files import sync
 
 MANIFEST, NOTES, BAD = "manifest.json", "incomplete.jsonl", "bad_records.jsonl"
-RESULT = (NOTES, BAD, "train*", "shard.*", "index.json", "tokenizer/*")  # what a result may hold beside the manifest
+RESULT = (NOTES, BAD, "train*", "tokenizer/*")  # what a result may hold beside the manifest
 PART_FILE = "part.json"
+Engine = Literal["local", "ray"]
 COUNTS = ("left_out", "truncated", "dropped", "untrained")
 INLINE_BYTES = 1 << 21  # less input than this is packed before a worker process has started
 
 
-@dataclass(frozen=True)
-class PackOptions:
-    """The options of ``crosspack pack``."""
+def _column(name: str, what: str) -> Any:
+    return typer.Option(f"--{name}-column", help=f"The column that holds {what}; other columns do not count then.")
 
-    data: tuple[str, ...]
-    split: str
-    tokenizer: str | None
-    policy: Policy
-    capacity: int
-    overflow: Overflow
-    context: int | None
-    min_piece: int
-    max_segments: int | None
-    packing: Strategy
-    order: Order
-    order_by: str | None
-    equal_cost: bool
-    rows_per_step: int | None
-    form: Format
-    rows_per_file: int
-    keep: tuple[str, ...]
-    sample_by: SampleBy
-    block_size: int | None
-    seed: int
-    workers: int | None
-    engine: Engine
-    on_error: OnError
-    max_record: int
-    log: Path | None
-    overwrite: bool
-    trust_remote_code: bool
+
+@dataclass(frozen=True)
+class PackOptions(TokenOptions, OrderOptions, DataOptions):
+    """The options of ``crosspack pack`` that say what is packed and how."""
+
+    rows_per_step: Annotated[
+        int | None,
+        typer.Option("--rows-per-step", min=1, help="With --equal-cost: consecutive rows that are trained together."),
+    ] = None
+    format: Annotated[Format, typer.Option(help="Of the packed files.")] = "parquet"
+    rows_per_file: Annotated[int, typer.Option(min=1, help="Rows after which a new file begins.")] = 65_536
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one for each core.")] = None
+    engine: Annotated[
+        Engine, typer.Option(help="Run the workers here, or on the Ray cluster that RAY_ADDRESS names.")
+    ] = "local"
+    on_error: Annotated[
+        OnError, typer.Option("--on-error", help="A record that cannot be used: stop, skip it, or keep it in a file.")
+    ] = "stop"
+    max_record: Annotated[
+        str, typer.Option("--max-record", help="Bytes that a record may take, decompressed; a longer one is an error.")
+    ] = "64MB"
+    keep: Annotated[list[str] | None, typer.Option(help="A column that the packed files keep; also `where`.")] = None
+    text_column: Annotated[str | None, _column("text", "the text")] = None
+    prompt_column: Annotated[str | None, _column("prompt", "prompts")] = None
+    completion_column: Annotated[str | None, _column("completion", "completions")] = None
+    messages_column: Annotated[str | None, _column("messages", "chats")] = None
+    tokens_column: Annotated[str | None, _column("tokens", "token ids")] = None
+    text_files: Annotated[
+        SampleBy, typer.Option("--text-files", help="Each line of a text file is a document, or the file.")
+    ] = "line"
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of input that a worker packs at once. Default: by the size.")
+    ] = None
+    log: Annotated[Path | None, typer.Option(help="A file to which progress is added, a line every ten seconds.")] = (
+        None
+    )
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run wrote.")] = False
+
+    @property
+    def named_columns(self) -> tuple[tuple[str, str], ...]:
+        named = {
+            "text": self.text_column,
+            "prompt": self.prompt_column,
+            "completion": self.completion_column,
+            "messages": self.messages_column,
+            "input_ids": self.tokens_column,
+        }
+        return tuple((name, column) for name, column in named.items() if column is not None)
 
 
 @dataclass(frozen=True)
@@ -98,72 +121,63 @@ class Job:
     inputs: Unchanged | None = None
 
 
-def open_job(given: PackOptions, part: Part) -> Job:
+def open_job(options: PackOptions, part: Part) -> Job:
     """Open the data and the tokenizer.
 
     Raises:
         PackingError: one of them cannot be used.
     """
-    check_seed(given.seed)
-    check_order(asdict(given))
-    check_steps(given.equal_cost, given.rows_per_step)
-    rule = OverflowRule.checked(given.capacity, given.overflow, given.context, given.min_piece)
-    if own := [name for name in given.keep if name in PACKED]:
+    check_seed(options.seed)
+    rows, policy, keep = options.row_rule(), options.policy, tuple(options.keep or ())
+    options.check_step(options.rows_per_step)
+    max_record, lenient = to_size(options.max_record), options.on_error != "stop"
+    if own := [name for name in keep if name in PACKED]:
         raise PackingError(
             f"--keep {own[0]}: packed files have a column of that name themselves: rename it in the data"
         )
     records = check_data(
-        given.data,
-        given.split,
-        given.tokenizer,
-        policy=given.policy,
-        more=(*given.keep, *([given.order_by] if given.order_by else [])),
-        sample_by=given.sample_by,
-        max_record=given.max_record,
-        lenient=given.on_error != "stop",
+        options.data,
+        options.split,
+        options.tokenizer,
+        policy=policy,
+        more=[options.order_by] if options.order_by else (),
+        keep=keep,
+        sample_by=options.text_files,
+        max_record=max_record,
+        lenient=lenient,
     )
     inputs = Unchanged(records.all_files())
     source = EncodedRecords.of(
-        records,
-        given.tokenizer,
-        given.policy,
-        trust_remote_code=given.trust_remote_code,
-        lenient=given.on_error != "stop",
+        records, options.tokenizer, policy, trust_remote_code=options.trust_remote_code, lenient=lenient
     )
-    source.encoder.carried = given.keep
-    source.encoder.limit(given.max_record)
+    source.encoder.carried = keep
+    source.encoder.limit(max_record)
     OUT.print(source.describe(), highlight=False)
     if isinstance(records, Mixed):
         for name, share in records.left_over().items():
             warn(f"about {share:.0%} of {name} is not read: by the weights another data set ends first")
     size = records.size()
     rules = Rules(
-        given.capacity,
-        given.overflow,
-        given.packing,
-        given.seed,
-        given.block_size or unit_size(size, given.capacity, records),
+        rows,
+        options.seed,
+        options.block_size or unit_size(size, options.capacity, records),
         "uint16" if source.encoder.entries <= 1 << 16 else "int32",
-        given.keep,
-        rule.context,
-        rule.min_piece,
-        given.max_segments,
-        given.order,
-        given.order_by,
-        given.rows_per_step,
+        keep,
+        options.rows_per_step,
     )
     run = {
         "kind": "run",
         "crosspack": version("crosspack"),
         "data": records.state(),
-        "split": given.split,
-        "sample_by": given.sample_by,
-        "max_record": given.max_record,
+        "split": options.split,
+        "sample_by": options.text_files,
+        "max_record": max_record,
         "tokenizer": _digest_of(source.encoder.tokenizer),
-        "policy": asdict(given.policy),
+        DIGEST: vocabulary_digest(source.encoder.tokenizer),
+        "policy": asdict(policy),
         "rules": asdict(rules),
-        "format": given.form,
-        "rows_per_file": given.rows_per_file,
+        "format": options.format,
+        "rows_per_file": options.rows_per_file,
         "part": list(part),
     }
     return Job(
@@ -174,8 +188,8 @@ def open_job(given: PackOptions, part: Part) -> Job:
         source.tokenizer,
         source.encoder.describe(),
         rules,
-        given.form,
-        given.rows_per_file,
+        options.format,
+        options.rows_per_file,
         json.loads(json.dumps(run)),
         source.encoder.tokenizer.save_pretrained,
         inputs,
@@ -207,60 +221,67 @@ def cores() -> int:
 
 
 @contextmanager
-def _pool(given: PackOptions, worker: Worker, jobs: int, size: int) -> Iterator[tuple[Pool, int]]:
-    """Yields the pool that runs the jobs, and how many it runs at a time."""
-    count = min(given.workers or cores(), jobs)
-    if given.engine == "ray":
+def opened_pool(
+    worker: Work, jobs: int, size: int, workers: int | None = None, engine: Engine = "local"
+) -> Iterator[tuple[Pool, int]]:
+    """Yields the pool that runs the jobs, and how many it runs at a time.
+
+    Args:
+        size: bytes of input.
+        workers: how many processes; by default one for each core, and none for little input.
+    """
+    count = min(workers or cores(), jobs)
+    if engine == "ray":
         from crosspack.packing.onray import RayPool
 
-        pool = RayPool(worker, given.workers)
+        pool = RayPool(worker, workers)
         yield pool, pool.count
-    elif count <= 1 or (given.workers is None and size < INLINE_BYTES):
+    elif count <= 1 or (workers is None and size < INLINE_BYTES):
         yield Inline(worker), 1
     else:
         with Processes(worker, count) as processes:
             yield processes, count
 
 
-def pack_data(output: str, given: PackOptions) -> dict[str, Any]:
+def pack_data(output: str, options: PackOptions) -> dict[str, Any]:
     """Pack all of the data; returns the manifest."""
     if is_url(output):
         from crosspack.cli.remote import staged
 
-        with staged(output, MANIFEST, overwrite=given.overwrite) as folder:
-            return _pack_here(folder, replace(given, overwrite=True), staged=True)
-    return _pack_here(Path(output), given)
+        with staged(output, MANIFEST, overwrite=options.overwrite) as folder:
+            return _pack_here(folder, replace(options, overwrite=True), staged=True)
+    return _pack_here(Path(output), options)
 
 
-def _pack_here(folder: Path, given: PackOptions, *, staged: bool = False) -> dict[str, Any]:
-    job = open_job(given, Part())
+def _pack_here(folder: Path, options: PackOptions, *, staged: bool = False) -> dict[str, Any]:
+    job = open_job(options, Part())
     run_digest = digest(job.run)
     if staged and (folder / MANIFEST).exists():  # what was not uploaded before the run was killed
         manifest = read_json(folder / MANIFEST)
         if manifest["run"] == run_digest:
             return manifest
-    with writing(folder, MANIFEST, names=RESULT, overwrite=given.overwrite, run=run_digest) as target:
+    with writing(folder, MANIFEST, names=RESULT, overwrite=options.overwrite, run=run_digest) as target:
         if target.finished:
             return read_json(folder / MANIFEST)
         units = units_folder(target, job)
-        with _progress(job, given) as seen:
-            run = make_units(target, job, given, Part(), units, seen)
-            manifest = finish_job(target, run, given, job, lambda key: units)
+        with _progress(job, options) as seen:
+            run = make_units(target, job, options, Part(), units, seen)
+            manifest = finish_job(target, run, options, job, lambda key: units)
         target.publish()
     return manifest
 
 
-def pack_part(output: str, given: PackOptions, part: Part) -> dict[str, Any]:
+def pack_part(output: str, options: PackOptions, part: Part) -> dict[str, Any]:
     """Do one part of the work, in a folder of its own inside the output; returns its result."""
     if is_url(output):
         raise PackingError("--part: pass an --output that all parts share, on a network file system")
-    job = open_job(given, part)
+    job = open_job(options, part)
     folder = Path(output) / f"{PART}{part.number + 1:05d}-of-{part.parts:05d}"
-    with writing(folder, PART_FILE, names=("units/*",), overwrite=given.overwrite, run=digest(job.run)) as target:
+    with writing(folder, PART_FILE, names=("units/*",), overwrite=options.overwrite, run=digest(job.run)) as target:
         if target.finished:
             return read_json(folder / PART_FILE)
-        with _progress(job, given) as seen:
-            run = make_units(target, job, given, part, units_folder(target, job, in_result=True), seen)
+        with _progress(job, options) as seen:
+            run = make_units(target, job, options, part, units_folder(target, job, in_result=True), seen)
         job.save_tokenizer(target.partial / "tokenizer")
         content = {
             "run": {name: value for name, value in job.run.items() if name != "part"},
@@ -293,22 +314,22 @@ def units_folder(target: Output, job: Job, *, in_result: bool = False) -> Path:
     return folder
 
 
-def _progress(job: Job, given: PackOptions) -> PackProgress:
-    return PackProgress(OUT, job.size, given.capacity, given.log)
+def _progress(job: Job, options: PackOptions) -> PackProgress:
+    return PackProgress(OUT, job.size, options.capacity, options.log)
 
 
-def make_units(target: Output, job: Job, given: PackOptions, part: Part, units: Path, seen: PackProgress) -> Run:
+def make_units(target: Output, job: Job, options: PackOptions, part: Part, units: Path, seen: PackProgress) -> Run:
     """Make all units of a part, or those that an earlier run did not make."""
     assert target.work is not None
-    worker = Worker(job.encoder, job.rules, given.on_error, job.form, units, target.partial)
+    worker = Worker(job.encoder, job.rules, options.on_error, job.form, units, target.partial)
     with journal(target.work / "journal", job.run) as log:
         run = Run(job.stretches, worker, log, part=part, watch=seen.update, inputs=job.inputs)
         if run.resumed:
             OUT.print(f"going on: {run.resumed:,} units are finished", style="dim", highlight=False)
         seen.begin(run.totals)
-        jobs = sum(1 for _ in run.jobs(given.workers or cores()))
+        jobs = sum(1 for _ in run.jobs(options.workers or cores()))
         try:
-            with _pool(given, worker, jobs, job.size) as (pool, count):
+            with opened_pool(worker, jobs, job.size, options.workers, options.engine) as (pool, count):
                 run.make_units(pool, count)
         except BaseException:
             target.keep = bool(run.outcomes)
@@ -317,43 +338,42 @@ def make_units(target: Output, job: Job, given: PackOptions, part: Part, units: 
 
 
 def finish_job(
-    target: Output, run: Run, given: PackOptions, job: Job, folder_of: Callable[[Key], Path]
+    target: Output, run: Run, options: PackOptions, job: Job, folder_of: Callable[[Key], Path]
 ) -> dict[str, Any]:
     """Pack the leftovers and write the files and the manifest."""
-    totals, rules = run.totals, job.rules
+    totals, rules, rows = run.totals, job.rules, job.rules.rows
     if not totals.documents:
         target.keep = False
         raise PackingError("no document has a token to train on: check --data, its columns and --loss")
     assert target.work is not None
     sequence = run.pack_leftovers(folder_of)
-    rows_per_file = totals.rows if job.form == "megatron" else job.rows_per_file
     with journal(target.work / "journal", job.run) as log:
         run.journal = log
-        files = -(-totals.rows // rows_per_file)
-        with _pool(given, replace(run.worker, encoder=None), files, totals.size) as (pool, _):
-            run.write_files(pool, sequence, rows_per_file)
+        files = -(-totals.rows // job.rows_per_file)
+        writer = replace(run.worker, encoder=None)
+        with opened_pool(writer, files, totals.size, options.workers, options.engine) as (pool, _):
+            run.write_files(pool, sequence, job.rows_per_file)
     for name, kind in ((NOTES, notes_file), (BAD, bad_file)):
         lines = run.notes(folder_of, kind)
         if (first := next(lines, None)) is not None:
             with open(target.partial / name, "wb") as out:
                 out.writelines([first])
                 out.writelines(lines)
-    if job.form == "mds":
-        (target.partial / "index.json").write_text(mds_index(run.files, rules.dtype))
     job.save_tokenizer(target.partial / "tokenizer")
     manifest = {
         "crosspack": version("crosspack"),
         "data": job.name,
         "tokenizer": job.tokenizer,
+        DIGEST: job.run[DIGEST],
         "policy": job.policy,
-        "capacity": rules.capacity,
-        "overflow": rules.overflow,
-        "context": rules.context,
-        "min_piece": rules.min_piece,
-        "max_segments": rules.max_segments,
-        "packing": rules.packing,
-        "order": rules.order,
-        "order_by": rules.order_by,
+        "capacity": rows.capacity,
+        "overflow": rows.overflow,
+        "context": rows.context_tokens,
+        "min_piece": rows.min_piece,
+        "max_segments": rows.max_segments,
+        "packing": rows.strategy,
+        "order": rows.order,
+        "order_by": rows.keys,
         "equal_cost": rules.equal_step is not None,
         "rows_per_step": rules.equal_step,
         "seed": rules.seed,
@@ -364,19 +384,14 @@ def finish_job(
         "rows": totals.rows,
         "tokens": totals.tokens,
         "trained_tokens": totals.trained,
-        "efficiency": totals.tokens / (totals.rows * rules.capacity),
+        "efficiency": totals.tokens / (totals.rows * rows.capacity),
         "format": job.form,
         "input_ids": rules.dtype,
         "run": digest(job.run),
-        "files": [_listed(file) for file in run.files],
+        "files": [asdict(file) for file in run.files],
     }
     (target.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
     return manifest
-
-
-def _listed(file: Any) -> dict[str, Any]:
-    listed = {"name": file.name, "rows": file.rows, "tokens": file.tokens, "sha256": file.sha256}
-    return listed | ({"beside": file.beside} if file.beside else {})
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from crosspack.cli.listing import TEMPORARY, digest
 from crosspack.cli.outputs import PART, Output, clean, writing
@@ -25,7 +25,9 @@ from crosspack.cli.packjob import (
 from crosspack.packing.journal import journal
 from crosspack.packing.run import Part, Run, Worker
 from crosspack.packing.unit import Key, Outcome, Rules
+from crosspack.packing.writers import Format
 from packing_core.errors import PackingError
+from packing_core.planning.rule import RowRule
 
 
 def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
@@ -45,9 +47,15 @@ def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
         raise PackingError(f"--merge: {folder} holds no part: run --part 1/N to N/N with this --output first")
     first = next(iter(parts.values()))
     count = first["part"][1]
+    if first["run"]["format"] not in get_args(Format):
+        raise PackingError(
+            f"--merge: the parts are for {first['run']['format']} files, which are written no more: make them again "
+            f"with --format {' or '.join(get_args(Format))}"
+        )
     for path, content in parts.items():
         if content["run"] != first["run"] or content["part"][1] != count:
             raise PackingError(f"--merge: {path} was made of other data or with other options: make that part again")
+    saved = first["run"]["rules"]
     job = Job(
         name=first["data"],
         stretches=[],
@@ -55,7 +63,7 @@ def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
         encoder=None,
         tokenizer=first["tokenizer"],
         policy=first["policy"],
-        rules=Rules(**first["run"]["rules"] | {"keep": tuple(first["run"]["rules"]["keep"])}),
+        rules=Rules(**saved | {"rows": RowRule(**saved["rows"]), "keep": tuple(saved["keep"])}),
         form=first["run"]["format"],
         rows_per_file=first["run"]["rows_per_file"],
         run={**first["run"], "merged": count},

@@ -1,4 +1,4 @@
-"""Progress of ``crosspack pack``: documents/s, MB/s, tokens/s, efficiency so far and the time left."""
+"""Progress of ``crosspack pack`` and ``report``: documents/s, MB/s, tokens/s, efficiency so far and the time left."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ class PackProgress:
     def _line(self, totals: Totals) -> str:
         now = self.figures(totals)
         left = timedelta(seconds=round(now["seconds_left"]))
+        full = f", efficiency {now['efficiency']:.2%}" if totals.rows else ""
         return (
             f"{now['documents']:,} documents ({now['documents_per_second']:,.0f}/s), {now['megabytes_per_second']:.2f} "
-            f"MB/s, {now['tokens_per_second']:,.0f} tokens/s, efficiency {now['efficiency']:.2%}, {left} left"
+            f"MB/s, {now['tokens_per_second']:,.0f} tokens/s{full}, {left} left"
         )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from math import log
 from typing import Any
 
 from crosspack.cli import charts
 from crosspack.cli.charts import Bar, Segment
-from crosspack.cli.speed import duration
+from crosspack.cli.tables import duration
 from packing_core.errors import plural
 
 # Text has a contrast of at least 4.5 to its background and the colours of charts of at least 3, in both (tested).
@@ -118,7 +119,8 @@ def _summary(found: dict[str, Any]) -> str:
     packed = computed[_packed_name(found)]
     batches, padded = next(iter(computed.items()))
     return (
-        f"{found['documents']:,} documents, {found['tokens']:,} tokens, {found['trained_tokens']:,} of them with loss. "
+        f"{plural(found['documents'], 'document')}, {plural(found['tokens'], 'token')}, "
+        f"{found['trained_tokens']:,} of them with loss. "
         f"In padded {batches.partition(',')[0]} in random order a model computes {padded:,} tokens an epoch; packed "
         f"into rows of {found['capacity']:,} it computes {packed:,}: <strong>{_less(packed, padded)}</strong>."
     )
@@ -144,8 +146,6 @@ def _lengths(found: dict[str, Any]) -> str:
 
 
 def _place(edges: list[float], value: float) -> float:
-    from math import log
-
     return log(value / edges[0]) / log(edges[-1] / edges[0])
 
 
@@ -186,7 +186,7 @@ def _strategies(found: dict[str, Any]) -> str:
     if not made:
         return "<p>No document fits a row.</p>"
     lines = [
-        [f"{x['capacity']:,} {x['strategy']}", f"{x['rows']:,}", f"{x['efficiency']:.2%}", duration(x["hours"])]
+        [f"{x['capacity']:,} {x['strategy']}", f"{x['rows']:,}", f"{x['efficiency']:.2%}", duration(3600 * x["hours"])]
         for x in made
     ]
     bars = [Bar(f"{x['capacity']:,}, {x['strategy']}", 1, x["efficiency"], f"{x['efficiency']:.1%}") for x in made]
@@ -200,8 +200,8 @@ def _strategies(found: dict[str, Any]) -> str:
 
 def _attention(found: dict[str, Any]) -> str:
     counts, edges = found["row_cost_histogram"]["counts"], found["row_cost_histogram"]["edges"]
-    lines = [[f"{a:,.3g} to {b:,.3g}", f"{n:,}"] for a, b, n in zip(edges, edges[1:], counts, strict=False) if n]
-    ends = [(0.0, f"{edges[0]:.3g}"), (1.0, f"{edges[-1]:.3g}")]
+    lines = [[f"{a:,.0f} to {b:,.0f}", f"{n:,}"] for a, b, n in zip(edges, edges[1:], counts, strict=False) if n]
+    ends = [(0.0, f"{edges[0]:,.0f}"), (1.0, f"{edges[-1]:,.0f}")]
     drawn = charts.columns("Histogram of the attention cost of rows, on a logarithmic scale", counts, ends)
     shown = charts.table("Rows by attention cost", ["squared tokens", "rows"], lines)
     text = charts.figure(drawn, "Rows by attention cost: the sum of the squared lengths of their segments.", shown)
@@ -217,18 +217,17 @@ def _attention(found: dict[str, Any]) -> str:
 
 def _time(found: dict[str, Any]) -> str:
     time = found["time"]
-    longest = max(x["hours"] for x in time["hours"])
+    longest, packed = 3600 * max(x["hours"] for x in time["hours"]), 3600 * time["hours"][-1]["hours"]
     bars = [
         Bar(
             x["arrangement"],
             x["hours"],
             x["hours"],
-            duration(x["hours"]),
+            duration(3600 * x["hours"]),
             "main" if "packed" in x["arrangement"] else "warm",
         )
         for x in time["hours"]
     ]
-    packed = time["hours"][-1]["hours"]
     if "run" in time:
         of = f"By the run in {time['run']} on {time['device']}, {time['tokens_per_second']:,.0f} tokens a second."
     else:
@@ -236,12 +235,12 @@ def _time(found: dict[str, Any]) -> str:
             f"An estimate: a model of the shape of {time['shape']} on one {time['gpu']}, at {time['utilisation']:.0%} "
             "of its stated bfloat16 speed."
         )
-    row = {name: duration(seconds / 3600) for name, seconds in time["row_seconds"].items()}
-    caption = escape(
+    row = {name: duration(seconds) for name, seconds in time["row_seconds"].items()}
+    caption = (
         f"{of} Packing saves {duration(longest - packed)} of {duration(longest)} at most. A row takes {row['mean']} on "
         f"average and {row['most']} at most.{_of_step(time)}"
     )
-    lines = [[x["arrangement"], duration(x["hours"])] for x in time["hours"]]
+    lines = [[x["arrangement"], duration(3600 * x["hours"])] for x in time["hours"]]
     shown = charts.table("Estimated time of an epoch", ["arrangement", "time"], lines)
     return charts.figure(charts.bars("Estimated time of an epoch by arrangement", bars), caption, shown)
 
@@ -251,7 +250,7 @@ def _of_step(time: dict[str, Any]) -> str:
     if "step_seconds" not in time:
         return ""
     count, mean, most = (time["step_seconds"][name] for name in ("rows", "mean", "most"))
-    taken = f"{duration(mean / 3600)} on average and {duration(most / 3600)} at most"
+    taken = f"{duration(mean)} on average and {duration(most)} at most"
     return f" A step of {plural(count, 'row')} takes {taken}."
 
 

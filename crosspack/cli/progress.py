@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as Remaining
-from rich.progress import track as bar
 
 from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run
@@ -91,27 +90,24 @@ class TrainProgress:
             self.phase(f"after step {done:,}: evaluation loss {record.eval_loss:.4f}")
 
 
-def tracked(console: Console, what: str, items: Sequence[Item]) -> Iterator[Item]:
-    """The items, with a bar on a terminal and elsewhere a line now and then."""
-    if console.is_terminal:
-        yield from bar(items, what, console=console)
-        return
-    ticker = Ticker()
-    for number, item in enumerate(items):
-        if ticker.due():
-            console.print(f"{what}: {number:,} of {len(items):,}", highlight=False)
-        yield item
+def counted(console: Console, what: str, items: Iterable[Item], total: int | None = None) -> Iterator[Item]:
+    """The items, counted while they come: in one changing line on a terminal, elsewhere in a line now and then.
 
-
-def counted(console: Console, what: str, items: Iterable[Item]) -> Iterator[Item]:
-    """The items, counted while they come: in one changing line on a terminal, elsewhere in a line now and then."""
+    Args:
+        console: where to print.
+        what: what is counted.
+        items: what comes.
+        total: how many there are, if that is known.
+    """
+    of = "" if total is None else f" of {total:,}"
     if console.is_terminal:
-        columns = TextColumn("{task.description}"), TextColumn("{task.completed:,}"), TimeElapsedColumn()
+        bar = [] if total is None else [BarColumn()]
+        columns = TextColumn("{task.description}"), *bar, TextColumn(f"{{task.completed:,}}{of}"), TimeElapsedColumn()
         with Progress(*columns, console=console, transient=True) as progress:
-            yield from progress.track(items, description=what, total=0)
+            yield from progress.track(items, description=what, total=total or 0)
         return
     ticker = Ticker(SECONDS)
     for number, item in enumerate(items):
         if ticker.due():
-            console.print(f"{what}: {number:,}", highlight=False)
+            console.print(f"{what}: {number:,}{of}", highlight=False)
         yield item

@@ -19,6 +19,7 @@ def open_records(
     data: str | None,
     *,
     split: str | None = "train",
+    option: str = "--data",
     columns: Iterable[str] = (),
     sample_by: SampleBy = "line",
     max_record: int = MAX_RECORD,
@@ -26,17 +27,25 @@ def open_records(
     """Open one data set, as :func:`crosspack.read` does; without a ``split``, a file, or the split ``validation``.
 
     Raises:
-        PackingError: it cannot be opened; the error names the option.
+        PackingError: it cannot be opened; the error names ``option``, which names the data.
     """
     if split is None:
         split = "train" if data is None or Path(data).is_file() else "validation"
     try:
         return read(data, split=split, columns=columns, sample_by=sample_by, max_record=max_record)
     except PackingError as error:
-        raise type(error)(f"--data {error}") from error
+        named = error.reworded(f"{option} {error}")
+        if option == "--eval-data":
+            named = type(error)(named.with_names(lambda _: option_of_split(option)))
+        raise named from error
 
 
-def weighted(data: str) -> tuple[str, float | None]:
+def option_of_split(option: str) -> str:
+    """The option that names a split of what ``option`` names."""
+    return "--eval-split" if option == "--eval-data" else "--split"
+
+
+def weighted(data: str, option: str = "--data") -> tuple[str, float | None]:
     """Splits ``a.jsonl:0.3`` into the data and its weight, unless there is a file of that name.
 
     >>> weighted("a.jsonl:0.3"), weighted("s3://bucket/a"), weighted("a.jsonl")
@@ -46,7 +55,7 @@ def weighted(data: str) -> tuple[str, float | None]:
     if match is None or os.path.exists(data):
         return data, None
     if not 0 < (weight := float(match[2])) < float("inf"):
-        raise PackingError(f"--data {data}: a weight is a number above 0: leave the data out, or give it one")
+        raise PackingError(f"{option} {data}: a weight is a number above 0: leave the data out, or give it one")
     return match[1], weight
 
 
@@ -76,7 +85,7 @@ def read_columns(given: Sequence[str] | None, known: Sequence[str] = ()) -> tupl
     return tuple(pairs)
 
 
-def join(sources: Sequence[tuple[Records, float | None]]) -> Records:
+def join(sources: Sequence[tuple[Records, float | None]], option: str = "--data") -> Records:
     """Joins data sets: one after the other, or mixed if they have weights.
 
     Raises:
@@ -85,9 +94,9 @@ def join(sources: Sequence[tuple[Records, float | None]]) -> Records:
     if len(sources) == 1 and sources[0][1] is None:
         return sources[0][0]
     if len({weight is None for _, weight in sources}) > 1:
-        raise PackingError("--data: some have a weight and some have none: give all of them one, FILE:0.3, or none")
+        raise PackingError(f"{option}: some have a weight and some have none: give all of them one, FILE:0.3, or none")
     if any(records.listed for records, _ in sources):
-        raise PackingError("--data: a hub data set is read by itself: pass its files, as hf://datasets/owner/name")
+        raise PackingError(f"{option}: a hub data set is read by itself: pass its files, as hf://datasets/owner/name")
     weights = [weight for _, weight in sources if weight is not None]
     if weights:
         name = ", ".join(f"{records.name}:{weight:g}" for records, weight in sources)

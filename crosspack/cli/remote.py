@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from crosspack.cli.listing import LISTING, parse_listing
-from crosspack.reading.files import remote
+from crosspack.cli.listing import parse_listing
+from crosspack.reading.files import masked, remote
+from crosspack.reading.folders import LISTING
 from packing_core.errors import PackingError
 from packing_core.training.files import check_own_folder
 
@@ -35,11 +36,13 @@ def staged(url: str, manifest: str, *, overwrite: bool) -> Iterator[Path]:
     with remote(url) as (system, path):
         held = system.find(path) if system.exists(path) else []
         if held and not overwrite:
-            raise PackingError(f"--output {url} is not empty: pass --overwrite or another folder")
+            raise PackingError(f"--output {masked(url)} is not empty: pass --overwrite or another folder")
         if held and not system.exists(f"{path.rstrip('/')}/{LISTING}"):
-            raise PackingError(f"--overwrite: {url} has no {LISTING}, so it holds something else: pass another folder")
+            raise PackingError(
+                f"--overwrite: {masked(url)} has no {LISTING}, so it holds something else: pass another folder"
+            )
         listing = f"{path.rstrip('/')}/{LISTING}"
-        old = [file.name for file in parse_listing(system.cat(listing), f"{url}/{LISTING}")] if held else []
+        old = [file.name for file in parse_listing(system.cat(listing), masked(f"{url}/{LISTING}"))] if held else []
     yield folder
     with remote(url) as (system, path):
         path = path.rstrip("/")

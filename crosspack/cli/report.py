@@ -5,8 +5,8 @@ The lengths of the documents are kept, and of the first ones what carries loss; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,9 +14,8 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from crosspack.cli import options
 from crosspack.cli.charts import Segment
-from crosspack.cli.concerns import DocumentFigures, Int64, concerns
+from crosspack.cli.concerns import KEPT, DocumentFigures, FigureReader, Int64, concerns
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import report_figure
 from crosspack.cli.findings import (
@@ -29,10 +28,18 @@ from crosspack.cli.findings import (
     hours,
     longest_rows,
 )
-from crosspack.cli.models import check_name, model_config
-from crosspack.cli.options import EncodedRecords, check_data
+from crosspack.cli.models import model_config, tokenizer_source
+from crosspack.cli.options import (
+    DataOptions,
+    EncodedRecords,
+    OverflowPolicy,
+    PlanOptions,
+    TokenOptions,
+    check_data,
+)
+from crosspack.cli.packjob import cores, opened_pool, unit_size
+from crosspack.cli.packprogress import PackProgress
 from crosspack.cli.page import page
-from crosspack.cli.progress import counted
 from crosspack.cli.speed import Speed, said_of
 from crosspack.cli.tables import (
     cap_line,
@@ -43,100 +50,115 @@ from crosspack.cli.tables import (
     memory_table,
     savings_table,
 )
-from crosspack.encoding.kinds import Where, kind_of
+from crosspack.encoding.kinds import kind_of
 from crosspack.encoding.layouts import canonical
-from crosspack.encoding.text import Policy
-from crosspack.encoding.tokens import check_length, token_documents
+from crosspack.encoding.text import Encoder
+from crosspack.packing.run import Totals, piece_jobs, piece_results
+from crosspack.packing.unit import Key, Outcome
+from crosspack.reading import Records
 from packing_core.errors import PackingError, plural
 from packing_core.extras import require
 from packing_core.planning.cost import Cost
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.plan import plan as make_plan
-from packing_core.training.schedule import Document
+from packing_core.training.files import written_beside
 
 BATCHES = (8, 16)  # sizes of the padded batches that packing is compared with
 PAGES, PICTURES = (".html",), (".png", ".pdf", ".svg")
-KEPT = 20_000  # documents of which it is remembered which tokens carry loss, for the rows that the page shows
 SHOWN = 16  # rows that the page shows
 Shape = Literal["llama-1b", "llama-8b", "llama-70b"]
 
 
-def report(
-    data: options.Data = None,
-    split: options.Split = "train",
-    tokenizer: options.TokenizerName = None,
-    capacity: options.Capacity = 2048,
-    overflow: options.OverflowPolicy = "truncate",
-    context: options.Context = None,
-    min_piece: options.MinPiece = 1,
-    max_segments: options.MaxSegments = None,
-    packing: options.Packing = "mixed",
-    loss: options.LossOn = "completion",
-    bos: options.Bos = None,
-    eos: options.Eos = None,
-    seed: options.Seed = 0,
+@dataclass(frozen=True)
+class ReportOptions(TokenOptions, PlanOptions, DataOptions):
+    """The options of ``crosspack report``."""
+
+    overflow: OverflowPolicy = "truncate"
     output: Annotated[
         Path | None, typer.Option(help="Write a page (.html) or draw a picture (.png, .pdf or .svg) there.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that --output names.")] = False,
-    shape: Annotated[Shape, typer.Option(help="The model whose time is estimated.")] = "llama-8b",
+    ] = None
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that --output names.")] = False
+    shape: Annotated[
+        Shape | None, typer.Option(help="The model whose time is estimated. Default: --model, or else llama-8b.")
+    ] = None
     gpu: Annotated[
         str,
         typer.Option(help="The GPU whose time and memory are estimated: a100, h100, h200, b200, l4, rtx4090, or GiB."),
-    ] = "h100",
+    ] = "h100"
     measured: Annotated[
         Path | None,
         typer.Option("--run", help="The --output of a run of crosspack train: its model and speed are taken instead."),
-    ] = None,
+    ] = None
     model: Annotated[
-        str | None, typer.Option(help="Also show the longest rows of this model that fit: a folder, file or hub name.")
-    ] = None,
+        str | None,
+        typer.Option(
+            help="Whose tokens and time count, and whose longest rows that fit are shown: folder, file, hub name."
+        ),
+    ] = None
     adapters: Annotated[
         int | None, typer.Option(min=1, help="With --model: only low-rank adapters of this rank are trained.")
-    ] = None,
-    ranks: Annotated[int, typer.Option(min=2, max=1 << 16, help="Ranks that rows are balanced over.")] = 8,
-    trust_remote_code: options.TrustRemoteCode = False,
-) -> None:
-    """Show what packing would save on your data."""
-    if output is not None:
-        _check_output(output, overwrite=overwrite)
-    check_name("--tokenizer", tokenizer)
-    if adapters is not None and model is None:
-        raise PackingError(f"--adapters {adapters} has an effect with --model alone: name the model, or leave it out")
+    ] = None
+    ranks: Annotated[int, typer.Option(min=2, max=1 << 16, help="Ranks that rows are balanced over.")] = 8
+    compare_rows: Annotated[
+        bool, typer.Option("--composition", help="Also show what rows are made of, beside rows in random order.")
+    ] = False
+
+
+def report(options: ReportOptions) -> None:
+    """Show what packing would save on your data.
+
+    All documents are read, by a process for each core; 24 bytes of each are kept, beside about 0.3 GB for the libraries
+    and 0.1 GB for each process.
+    """
+    if options.output is not None:
+        _check_output(options.output, overwrite=options.overwrite)
+    capacity, seed, model, gpu = options.capacity, options.seed, options.model, options.gpu
+    options = replace(options, tokenizer=tokenizer_source(model, options.tokenizer))
+    if options.adapters is not None and model is None:
+        raise PackingError(
+            f"--adapters {options.adapters} has an effect with --model alone: name the model, or leave it out"
+        )
     card, gib = gpu_of(gpu)
-    memory = None if model is None else longest_rows(model_config(model), gib, adapters)
-    if memory is not None:
-        OUT.print(memory_table(memory, gib, adapters=adapters))
-        if data is None:
-            figures({"model": model, "gpu_gib": gib, "longest_rows": memory})
+    config = None if model is None else model_config(model)
+    about_model: dict[str, Any] = {}
+    if config is not None:
+        memory = longest_rows(config, gib, options.adapters)
+        about_model = {"model": model, "gpu_gib": gib, "longest_rows": memory}
+        OUT.print(memory_table(memory, gib, adapters=options.adapters))
+        if options.data is None:
+            figures(about_model)
             return
-    opened = _open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
-    seen, masks = _read(opened, capacity, overflow)
-    documents, trained = seen.lengths, int(seen.trained.sum())
-    limits: dict[str, Any] = {
-        "overflow": overflow,
-        "context": context,
-        "min_piece": min_piece,
-        "max_segments": max_segments,
-    }
-    packed = make_plan(documents, capacity, strategy=packing, seed=seed, **limits)
+    source = _Source.open(options)
+    seen = source.figures(capacity, options.overflow)
+    if not len(seen):
+        raise PackingError("no document has a token to train on: check --data, its columns and --loss")
+    documents, trained, rule = seen.lengths, int(seen.trained.sum()), options.row_rule()
+    packed = make_plan(documents, rule, seed=seed)
     shuffled = np.random.default_rng(seed).permutation(packed.length)
     random = make_plan(shuffled, capacity, strategy="sequential", seed=None)
-    OUT.print(opened.describe(), highlight=False)
+    OUT.print(source.describe(), highlight=False)
+    if options.tokenizer is None and source.encoder is not None:
+        OUT.print("tokens of that tokenizer: pass the --model or --tokenizer to be trained, whose count differs")
     OUT.print(lengths_table(documents, trained=trained))
     cut = _cut(documents, packed)
-    _print_cut(cut, documents, packed, overflow)
+    _print_cut(cut, documents, packed, options.overflow)
     composition = packed.composition()
-    speed = Speed.stated(shape, card) if measured is None else Speed.measured(measured, packed)
+    name = options.shape or model or "llama-8b"
+    if options.measured is None:
+        speed = Speed.stated(name, card, config if options.shape is None else None)
+    else:
+        speed = Speed.measured(options.measured, packed)
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
-    if max_segments is not None:
-        free = make_plan(documents, capacity, strategy=packing, seed=seed, **limits | {"max_segments": None})
-        OUT.print(cap_line(packed, free, max_segments), highlight=False)
-    OUT.print(composition_table(composition, random.composition()))
+    if rule.max_segments is not None:
+        free = make_plan(documents, replace(rule, max_segments=None), seed=seed)
+        OUT.print(cap_line(packed, free, rule.max_segments), highlight=False)
+    if options.compare_rows:
+        OUT.print(composition_table(composition, random.composition()))
     taken = hours(packed, speed, BATCHES, seed)
-    if measured is None:
+    if options.measured is None:
+        place = f"on one {card}" if gpu == card else f"at the speed of one {card}, as {gpu} GiB name no card"
         ways = {way["arrangement"]: way["hours"] for way in taken}
-        OUT.print(epoch_line(ways, f"estimated for {shape} on one {card}"), highlight=False)
+        OUT.print(epoch_line(ways, f"estimated for {name} {place}"), highlight=False)
     warnings = concerns(seen, packed)
     for concern in warnings:
         warn(concern.text)
@@ -144,60 +166,45 @@ def report(
     if step_seconds := speed.of_step(packed):
         timing["step_seconds"] = step_seconds
     found: dict[str, Any] = {
-        "data": opened.name,
-        "tokenizer": opened.tokenizer,
+        "data": source.records.name,
+        "tokenizer": source.tokenizer,
         "documents": len(documents),
         "tokens": int(documents.sum()),
         "trained_tokens": trained,
         "longest": int(documents.max()),
         "capacity": capacity,
-        "overflow": overflow,
-        "packing": packing,
+        "overflow": options.overflow,
+        "packing": options.packing,
         **cut,
-        "max_segments": max_segments,
-        "caps": by_cap(documents, capacity, {**limits, "strategy": packing, "seed": seed}),
+        "max_segments": rule.max_segments,
+        "caps": by_cap(documents, rule, seed),
         "warnings": [asdict(concern) for concern in warnings],
         "computed_tokens": computed_tokens(packed, batches=BATCHES, seed=seed),
         "composition": asdict(composition),
-        "length_histogram": _histogram(documents),
-        "row_cost_histogram": _histogram(Cost(tokens=0, squares=1).of_rows(packed)),
-        "strategies": by_strategy(documents, capacity, overflow, seed, speed),
-        "policies": by_policy(documents, capacity, context=context, min_piece=min_piece),
-        "ranks": by_rank(packed, ranks, speed.cost, seed),
+        "length_histogram": histogram(documents),
+        "row_cost_histogram": histogram(Cost(tokens=0, squares=1).of_rows(packed)),
+        "strategies": by_strategy(documents, capacity, options.overflow, seed, speed),
+        "policies": by_policy(documents, capacity, context=options.context, min_piece=options.min_piece),
+        "ranks": by_rank(packed, options.ranks, speed.cost, seed),
         "time": timing,
     }
-    if measured is not None:
+    if options.measured is not None:
         OUT.print(said_of(timing), highlight=False)
-    figures(found if memory is None else found | {"model": model, "gpu_gib": gib, "longest_rows": memory})
-    if output is None:
+    figures(found | about_model)
+    if options.output is None:
         return
-    if output.suffix.lower() in PAGES:
-        some, said = packed, ""
-        if len(documents) > KEPT:
-            some = make_plan(documents[:KEPT], capacity, strategy=packing, seed=seed, **limits)
-            said = f"They are made of the first {KEPT:,} documents."
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(page({**found, "pictured": said}, pictured(some, masks)), encoding="utf-8")
-        OUT.print(f"page: {output}", highlight=False)
-    else:
-        title = f"Packing {opened.name}"
-        report_figure(documents, packed, random, output, batches=BATCHES, seed=seed, title=title)
-        OUT.print(f"picture: {output}", highlight=False)
-
-
-def _read(
-    opened: _Tokenised | _Encoded, capacity: int, overflow: str
-) -> tuple[DocumentFigures, list[NDArray[np.uint8]]]:
-    """Reads the documents; the second result has the trained tokens of the first ``KEPT`` of them, as bits."""
-    masks: list[NDArray[np.uint8]] = []
-    seen = DocumentFigures()
-    for document in counted(OUT, "documents read", opened.documents(capacity, overflow, seen.leave_out)):
-        seen.add(document)
-        if len(masks) < KEPT:
-            masks.append(np.packbits(document.trained))
-    if not len(seen.lengths):
-        raise PackingError("no document has a token to train on: check --data, its columns and --loss")
-    return seen, masks
+    with written_beside(options.output) as partial:
+        if options.output.suffix.lower() in PAGES:
+            some, said = packed, ""
+            if len(documents) > KEPT:
+                some = make_plan(documents[:KEPT], rule, seed=seed)
+                said = f"They are made of the first {KEPT:,} documents."
+            partial.write_text(page({**found, "pictured": said}, pictured(some, seen.masks)), encoding="utf-8")
+        else:
+            title = f"Packing {source.records.name}"
+            report_figure(documents, packed, random, partial, batches=BATCHES, seed=seed, title=title)
+    kind = "page" if options.output.suffix.lower() in PAGES else "picture"
+    OUT.print(f"{kind}: {options.output}", highlight=False)
 
 
 def _cut(documents: Int64, packed: PackPlan) -> dict[str, int]:
@@ -247,56 +254,56 @@ def pictured(rows: PackPlan, masks: list[NDArray[np.uint8]]) -> list[list[Segmen
     return shown
 
 
-class _Tokenised:
-    """Data that holds token ids, packed or not, for which no tokenizer is needed."""
+@dataclass(frozen=True)
+class _Source:
+    """The data, read by the processes and in the pieces of ``crosspack pack``.
 
-    tokenizer = "none, the data holds token ids"
+    Attributes:
+        records: the data.
+        encoder: of the records; None where they hold token ids, for which no tokenizer is needed.
+        tokenizer: what the figures call it.
+        describe: describes the data and how they are read.
+    """
 
-    def __init__(self, records: Any) -> None:
-        self.records, self.name = records, records.name
-        self.left_out = 0
+    records: Records
+    encoder: Encoder | None
+    tokenizer: str
+    describe: Callable[[], str]
 
-    def describe(self) -> str:
-        """Describes the data that are read."""
-        left = f"\n{plural(self.left_out, 'document')} with nothing to train on, left out" if self.left_out else ""
-        return f"{self.name}, which holds token ids{left}"
+    @staticmethod
+    def open(options: ReportOptions) -> _Source:
+        records = check_data(options.data, options.split, options.tokenizer)
+        first = next(iter(records))
+        if options.tokenizer is None and kind_of(canonical(first, first.where, ()), first.where) == "input_ids":
+            return _Source(
+                records, None, "none, the data holds token ids", lambda: f"{records.name}, which holds token ids"
+            )
+        source = EncodedRecords.of(
+            records, options.tokenizer, options.policy, trust_remote_code=options.trust_remote_code
+        )
+        return _Source(records, source.encoder, source.tokenizer, source.describe)
 
-    def documents(self, capacity: int, overflow: str, left_out: Callable[[Where, int], None]) -> Iterator[Document]:
-        """The documents; packed rows are cut into theirs. See :meth:`.EncodedRecords.documents`."""
-        for record in self.records:
-            if record.get("input_ids") is None:
-                raise PackingError(f"{record.where} holds no token ids, as the records before it do: pass --tokenizer")
-            for document, _ in token_documents(record, record.where):
-                if not document.has_target:
-                    self.left_out += 1
-                    left_out(record.where, len(document.ids))
-                    continue
-                if overflow == "error":
-                    check_length(record.where, document, capacity)
-                yield document
-
-
-class _Encoded:
-    """Data that is tokenised."""
-
-    def __init__(self, source: EncodedRecords) -> None:
-        self.name, self.tokenizer = source.records.name, source.tokenizer
-        self.describe, self.documents = source.describe, source.documents
-
-
-def _open(
-    data: Sequence[str] | None, split: str, tokenizer: str | None, policy: Policy, **options: Any
-) -> _Tokenised | _Encoded:
-    records = check_data(data, split, tokenizer)
-    first = next(iter(records))
-    if tokenizer is None and kind_of(canonical(first, first.where, ()), first.where) == "input_ids":
-        return _Tokenised(records)
-    return _Encoded(EncodedRecords.open(data, split, tokenizer, policy, **options))
-
-
-def _histogram(values: NDArray[Any]) -> dict[str, Any]:
-    counts, edges = histogram(values)
-    return {"counts": counts, "edges": edges}
+    def figures(self, capacity: int, overflow: str) -> DocumentFigures:
+        """Reads the documents; the figures are in their order, however many processes read."""
+        total = self.records.size()
+        size = unit_size(total, capacity, self.records)
+        jobs = list(piece_jobs(list(self.records.stretches(size)), size, cores()))
+        reader = FigureReader(self.encoder, size, capacity if overflow == "error" else None)
+        parts: dict[Key, DocumentFigures] = {}
+        read = Totals()
+        with PackProgress(OUT, total, capacity, None) as progress, opened_pool(reader, len(jobs), total) as (pool, _):
+            for _, (key, taken, seen) in piece_results(pool, jobs):
+                if sum(len(part.masks) for before, part in parts.items() if before < key) >= KEPT:
+                    seen.masks.clear()
+                parts[key] = seen
+                read.add(Outcome(key[0], key[1], taken, documents=len(seen), left_tokens=int(seen.lengths.sum())))
+                progress.update(read)
+        whole = DocumentFigures()
+        for key in sorted(parts):
+            whole.extend(parts.pop(key))
+        if self.encoder is not None:
+            self.encoder.left_out = whole.left_out
+        return whole
 
 
 def _check_output(path: Path, *, overwrite: bool) -> None:

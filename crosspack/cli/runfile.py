@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from crosspack.cli.settings import meant
 from crosspack.reading.yaml_text import MAX_TEXT, load_yaml
 from packing_core.errors import PackingError, first_line
 
@@ -44,8 +44,8 @@ def take_file(context: typer.Context, path: Path | None) -> Path | None:
     given = {str(key).replace("_", "-"): value for key, value in content.items()}
     for key, value in given.items():
         if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"is it {near[0]}?" if near else "see its --help"
+            near = meant(key, known)
+            hint = "see its --help" if near is None else f"is it {near}?"
             raise PackingError(f"--config {path}: the command has no option --{key}: {hint}")
         parts = value if isinstance(value, list) and known[key] in several else [value]
         if not all(isinstance(part, bool | int | float | str | None) for part in parts):

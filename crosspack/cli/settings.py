@@ -6,12 +6,13 @@ that have a meaning there, and the others are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from crosspack.reading.yaml_text import load_yaml
 from packing_core.errors import PackingError, UnsupportedError, first_line
+from packing_core.hints import names_here
 
 # fields that an option sets
 BY_OPTION = {
@@ -58,12 +59,31 @@ _OF_SFT = {
 }
 
 
-def of_sft(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def meant(name: str, options: Iterable[str]) -> str | None:
+    """Returns the option that other trainers and packers call by this name, or the nearest name; None without one.
+
+    >>> meant("learning-rate", ["lr", "limit"]), meant("max_length", ["capacity"]), meant("lmit", ["lr", "limit"])
+    ('lr', 'capacity', 'limit')
+
+    Args:
+        name: of an option that the command has not, without dashes in front.
+        options: those of the command, likewise.
+    """
+    options = list(options)
+    field = name.replace("-", "_")
+    by_option = (BY_OPTION.get(field) or _OF_SFT.get(field, "")).split(" ")[0].removeprefix("--")
+    for candidate in (by_option, *(ours.replace("_", "-") for ours in names_here(field))):
+        if candidate in options:
+            return candidate
+    return next(iter(get_close_matches(name.replace("_", "-"), options, n=1)), None)
+
+
+def of_sft(settings: Mapping[str, Any], options: object) -> dict[str, Any]:
     """The fields of ``--set`` for ``--task sft`` as attributes of Options.
 
     Args:
         settings: field -> value, as :func:`read_settings` returns them.
-        given: the parameters of the command.
+        options: the options of the command.
 
     Raises:
         PackingError: an option sets the same, or a value is of another type.
@@ -76,7 +96,7 @@ def of_sft(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
             raise PackingError(f"--set {name}: pass {_OF_SFT[name]} in its place")
         if name in _OF_OPTIONS:
             option = _OF_OPTIONS[name]
-            if given.get(option) not in (None, "cosine"):
+            if getattr(options, option, None) not in (None, "cosine"):
                 raise PackingError(f"--set {name} and --{option.replace('_', '-')} are the same: keep one of them")
             found[option] = value
         elif name in _SETTINGS:
@@ -94,7 +114,7 @@ def of_sft(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     return {**found, **({"settings": further} if further else {})}
 
 
-def read_settings(given: Sequence[str] | None) -> dict[str, Any]:
+def read_settings(options: Sequence[str] | None) -> dict[str, Any]:
     """The fields and values of ``--set``, each value read as YAML.
 
     >>> read_settings(["beta=0.2", "loss_type=ipo", "neftune_noise_alpha=5"])
@@ -104,7 +124,7 @@ def read_settings(given: Sequence[str] | None) -> dict[str, Any]:
         PackingError: one is no ``NAME=VALUE``, comes twice, or is what an option sets.
     """
     found: dict[str, Any] = {}
-    for text in given or ():
+    for text in options or ():
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name.isidentifier():

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crosspack.cli.tables import duration
 from packing_core.errors import PackingError, plural
 from packing_core.planning.cost import Cost
 from packing_core.planning.packplan import PackPlan
@@ -50,10 +51,16 @@ class Speed:
     step: float | None = None
 
     @staticmethod
-    def stated(shape: str, gpu: str) -> Speed:
-        """Estimates the speed of a model of a shape on a GPU: ``UTILISATION`` times what its maker states."""
+    def stated(shape: str, gpu: str, config: Any = None) -> Speed:
+        """Estimates the speed of a model on a GPU: ``UTILISATION`` times what its maker states.
+
+        Args:
+            shape: one of ``SHAPES``, or the name of the model that ``config`` is of.
+            gpu: one of ``GPUS``.
+            config: the config of another model.
+        """
         about = {"shape": shape, "gpu": gpu, "utilisation": UTILISATION}
-        return Speed(Cost.operations(SHAPES[shape]), GPUS[gpu] * UTILISATION, about)
+        return Speed(Cost.operations(config or SHAPES[shape]), GPUS[gpu] * UTILISATION, about)
 
     @staticmethod
     def measured(folder: Path, rows: PackPlan) -> Speed:
@@ -128,9 +135,9 @@ def of_run(config: Path, rows: PackPlan) -> dict[str, float]:
 
 def said_of(time: dict[str, Any]) -> str:
     """The time of an epoch by a measured run, in one line."""
-    padded, packed = (x["hours"] for x in (max(time["hours"], key=lambda x: x["hours"]), time["hours"][-1]))
+    padded, packed = 3600 * max(x["hours"] for x in time["hours"]), 3600 * time["hours"][-1]["hours"]
     row, step = (
-        {name: duration(taken[name] / 3600) for name in ("mean", "most")}
+        {name: duration(taken[name]) for name in ("mean", "most")}
         for taken in (time["row_seconds"], time["step_seconds"])
     )
     return (
@@ -138,14 +145,6 @@ def said_of(time: dict[str, Any]) -> str:
         f"padded; a row takes {row['mean']} on average and {row['most']} at most, a step of "
         f"{plural(time['step_seconds']['rows'], 'row')} {step['mean']} and {step['most']}"
     )
-
-
-def duration(hours: float) -> str:
-    """Hours in words, in the largest unit that there is one of."""
-    for unit, size in (("days", 24.0), ("h", 1.0), ("min", 1 / 60)):
-        if hours >= size:
-            return f"{hours / size:,.1f} {unit}"
-    return f"{hours * 3600:,.1f} s" if hours * 3600 >= 0.1 else f"{hours * 3.6e6:,.2g} ms"
 
 
 def per_token(rows: PackPlan, cost: Cost) -> float:

@@ -1,14 +1,15 @@
-"""The tables of the console commands: plans, lengths and records in, rich tables out. Nothing is printed here."""
+"""The tables of the console commands: plans, lengths and records in, rich tables and sentences out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
+from crosspack.cli.console import warn
 from crosspack.cli.progress import LABELS
 from packing_core.errors import plural
 from packing_core.planning.composition import Composition
@@ -18,6 +19,8 @@ from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run, Schedule
 
 Int64 = NDArray[np.int64]
+BUSY = 0.7  # of the processor time that an idle machine gives
+ENOUGH = 50  # optimizer steps below which a run is warned of
 SLOWER = "packing takes longer, because its rows are not full: lower --capacity"
 
 
@@ -63,6 +66,21 @@ def steps_table(schedule: Schedule) -> Table:
     return table
 
 
+def few_steps_line(schedule: Schedule) -> str | None:
+    """Says how to get :data:`ENOUGH` optimizer steps where a run has fewer; None where --steps names their number."""
+    rows = min(plan.n_rows for plan in schedule.plans)
+    if len(schedule) >= ENOUGH or schedule.limit is not None:
+        return None
+    every = -(-rows // schedule.rows_per_step)
+    ways = [f"--epochs {-(-ENOUGH // every)}"]
+    if schedule.rows_per_step > 1:
+        ways.append(f"--rows-per-step 1, which makes {plural(rows * len(schedule.plans), 'step')}")
+    return (
+        f"{plural(len(schedule), 'optimizer step')} of {plural(schedule.rows_per_step, 'row')} may be too few to learn "
+        f"from: for {ENOUGH}, pass {' or '.join(ways)}, or a smaller --capacity"
+    )
+
+
 def saving_line(schedule: Schedule) -> str:
     """Compares the tokens computed in an epoch of packed rows with padded batches of the same documents."""
     plan = schedule.plans[0]
@@ -99,6 +117,16 @@ def saved_line(schedule: Schedule, records: Sequence[StepRecord]) -> str:
     )
 
 
+def outcome_line(records: list[StepRecord]) -> str:
+    """Summarises a run without ``--compare`` in a line."""
+    eval_loss = records[-1].eval_loss
+    evaluated = "" if eval_loss is None else f", evaluation loss {eval_loss:.4f}"
+    return (
+        f"{plural(len(records), 'step')}, {rate(records):,.0f} real tokens/s (median step), "
+        f"{padding(records):.1%} padding, loss {records[0].loss:.4f} to {records[-1].loss:.4f}{evaluated}"
+    )
+
+
 def epoch_line(hours: Mapping[str, float], speed: str) -> str:
     """Compares the hours of an epoch in padded batches of 8 with packed rows, in a sentence.
 
@@ -120,15 +148,15 @@ def _saving(packed: float, padded: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Writes a time for people.
+    """Writes a time for people, in the largest unit that there is one of.
 
-    >>> duration(4.21), duration(75), duration(5400)
-    ('4.2 s', '1.2 min', '1.5 h')
+    >>> duration(0.00421), duration(4.21), duration(75), duration(5400), duration(200_000)
+    ('4.2 ms', '4.2 s', '1.2 min', '1.5 h', '2.3 days')
     """
-    for size, unit in ((3600, "h"), (60, "min")):
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min"), (0.1, "s")):
         if seconds >= size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:.1f} s"
+            return f"{seconds / max(size, 1):,.1f} {unit}"
+    return f"{seconds * 1000:,.2g} ms"
 
 
 def computed_tokens(plan: PackPlan, *, batches: Sequence[int], seed: int) -> dict[str, int]:
@@ -139,10 +167,27 @@ def computed_tokens(plan: PackPlan, *, batches: Sequence[int], seed: int) -> dic
         batches: sizes of padded batches.
         seed: of the random order.
     """
-    shuffled = np.random.default_rng(seed).permutation(plan.length)
-    orders = (("random", shuffled), ("sorted", -np.sort(-plan.length)))
-    padded = {f"batches of {size}, {name}": padded_slots(order, size) for size in batches for name, order in orders}
-    return {**padded, f"rows of {plan.capacity:,}, packed": plan.n_rows * plan.capacity}
+    padded = {name: int((counts * longest).sum()) for name, counts, longest in padded_batches(plan, batches, seed)}
+    return {**padded, packed_name(plan): plan.n_rows * plan.capacity}
+
+
+def packed_name(plan: PackPlan) -> str:
+    """Names packed rows among the arrangements of documents."""
+    return f"rows of {plan.capacity:,}, packed"
+
+
+def padded_batches(plan: PackPlan, batches: Sequence[int], seed: int) -> Iterator[tuple[str, Int64, Int64]]:
+    """Yields the padded batches of the documents of a plan, in random and in sorted order.
+
+    Returns:
+        The name of the arrangement, and of each of its batches the documents and the tokens of the longest.
+    """
+    orders = {"random": np.random.default_rng(seed).permutation(plan.length), "sorted": -np.sort(-plan.length)}
+    for size in batches:
+        starts = np.arange(0, len(plan.length), size)
+        counts = np.diff(np.append(starts, len(plan.length)))
+        for name, lengths in orders.items():
+            yield f"batches of {size}, {name}", counts, np.maximum.reduceat(lengths, starts)
 
 
 def savings_table(plan: PackPlan, *, batches: Sequence[int], seed: int) -> Table:
@@ -200,13 +245,6 @@ def comparison_table(result: TrainResult) -> Table:
     return table
 
 
-def padded_slots(lengths: Int64, size: int) -> int:
-    """Tokens of all documents padded to the longest of their batch, ``size`` in a batch, in the order given."""
-    starts = np.arange(0, len(lengths), size)
-    counts = np.diff(np.append(starts, len(lengths)))
-    return int((np.maximum.reduceat(lengths, starts) * counts).sum())
-
-
 def rate(records: Sequence[StepRecord]) -> float:
     """Real tokens per second of the median step; the first step warms up and is left out where there are others."""
     return median(record.tokens / record.seconds for record in records[1:] or records)
@@ -218,8 +256,17 @@ def padding(records: Sequence[StepRecord]) -> float:
 
 
 def loss_difference(records: Sequence[StepRecord], others: Sequence[StepRecord]) -> float:
-    """Largest difference between the losses of two runs over the same steps."""
-    return max(abs(a.loss - b.loss) for a, b in zip(records, others, strict=True))
+    """Returns the largest difference between the losses of two runs over the same steps; NaN where one is."""
+    return float(np.max([abs(a.loss - b.loss) for a, b in zip(records, others, strict=True)]))
+
+
+def warn_if_busy(cpu: float | None) -> None:
+    """Warn that speeds are unreliable if the steps got much less processor time than their threads could use."""
+    if cpu is not None and cpu < BUSY:
+        warn(
+            f"the steps got {cpu:.0%} of the processor time that their threads could use, so the machine is busy and "
+            "speeds are unreliable (losses are not): run it again when nothing else runs"
+        )
 
 
 def _table(*columns: str) -> Table:

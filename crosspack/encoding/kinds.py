@@ -89,9 +89,12 @@ def kind_of(record: Record, where: Where) -> str:
             raise PackingError(f"{where}: text is a {type(record['text']).__name__}, not a string")
         encodable(record["text"], where)
         return "text"
+    if record.get("chosen") is not None and record.get("rejected") is not None:
+        raise PackingError(f"{where} has chosen and rejected answers: `crosspack train --task dpo` trains preferences")
     raise PackingError(
         f"{where} has the columns {', '.join(map(str, record)) or 'none'}: a record needs text, prompt + completion, "
-        f"messages, conversations, instruction + output or input_ids, and none of them null"
+        "messages, conversations, instruction + output or input_ids, and none of them null; name a column that is "
+        "called otherwise: --column text=NAME, and --text-column NAME of pack"
     )
 
 

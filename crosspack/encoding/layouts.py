@@ -11,7 +11,7 @@ from typing import Any
 
 from packing_core.errors import PackingError
 
-COLUMNS = ("conversations", "instruction", "input", "output", "system", "history")
+COLUMNS = ("conversations", "instruction", "input", "output", "system", "history", "chosen", "rejected", "label")
 # who speaks in ShareGPT's files -> the role in a chat template
 ROLES = {
     "human": "user",
@@ -27,9 +27,10 @@ ROLES = {
     "function_response": "tool",
     "tool_response": "tool",
 }
+SPOKEN = ("system", "developer", "user", "assistant", "tool", "function")  # roles that chat templates have
 CALLS = ("function_call", "tool_call")  # who speaks where the assistant calls a tool, by JSON
 IMAGES = ("images", "image", "videos", "video")  # columns beside a text, as TRL names them
-LOOKED_AT = 100  # records that are looked at to see whether a data set has images
+LOOKED_AT = 100  # records that are looked at for what a data set has: images, the columns of --keep
 _KNOWN = ("input_ids", "messages", "prompt", "text")  # a record with one of these is taken as it is
 
 
@@ -99,14 +100,17 @@ def _refuse_images(record: Mapping[str, Any], where: Any) -> None:
 
 def _chat(messages: list[Any], record: Mapping[str, Any], where: Any) -> Mapping[str, Any]:
     """Returns a chat with the ``system`` and the ``tools`` of its record."""
-    if messages is record.get("messages") and not _beside(record):
-        return record
     messages = _with_system(_messages(messages, where), record, where)
     return _Renamed({"messages": messages, "tools": _tools(record, where)}, record)
 
 
 def _prompted(record: Mapping[str, Any], where: Any) -> Mapping[str, Any]:
     """Returns a prompt and a completion; a prompt of messages begins with the ``system`` of the record."""
+    if isinstance(record.get("label"), bool):
+        raise PackingError(
+            f"{where} has a label, true or false: `crosspack train --task kto` trains good and bad answers; name the "
+            "columns of prompt and completion, to train all of them alike"
+        )
     if not _beside(record):
         return record
     prompt, completion = record["prompt"], record["completion"]
@@ -193,6 +197,19 @@ def _messages(conversation: list[Any], where: Any) -> list[Any]:
     return messages
 
 
+def check_roles(messages: list[Any], where: Any) -> None:
+    """Raises PackingError if roles are named so that turns of the assistant would not be found, and not be trained."""
+    roles = [message["role"] for message in messages]
+    strange = [role for role in dict.fromkeys(map(str, roles)) if role not in SPOKEN]
+    said = {role: ROLES.get(role.lower(), "assistant" if role.lower() in CALLS else "") for role in strange}
+    if any(role in ("user", "assistant") for role in said.values()) or (strange and "assistant" not in roles):
+        renames = ", ".join(f"{role!r} is {ours!r}" for role, ours in said.items() if ours)
+        raise PackingError(
+            f"{where}: messages have the roles {', '.join(map(repr, strange))}, and templates know {', '.join(SPOKEN)}"
+            f": rename them{f' ({renames})' if renames else ''}, or write from and value as ShareGPT does"
+        )
+
+
 def _call(value: Any, where: str) -> dict[str, Any]:
     """The assistant's message that calls tools, of ``{"name": ..., "arguments": ...}`` or a list of them, in JSON."""
     try:
@@ -202,19 +219,19 @@ def _call(value: Any, where: str) -> dict[str, Any]:
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
         raise PackingError(f'{where} calls a tool: pass {{"name": ..., "arguments": {{...}}}}, or a list of them')
-    functions = [{"name": call["name"], "arguments": _arguments(call.get("arguments"))} for call in calls]
+    functions = [{"name": call["name"], "arguments": arguments_of(call.get("arguments"))} for call in calls]
     made = [{"type": "function", "function": function} for function in functions]
     return {"role": "assistant", "content": "", "tool_calls": made}
 
 
-def _arguments(given: Any) -> Any:
-    """The arguments of a call as an object, which files also hold as JSON in a string."""
-    if not isinstance(given, str):
-        return {} if given is None else given
+def arguments_of(call: Any) -> Any:
+    """Returns the arguments of a call as an object, which files also hold as JSON in a string."""
+    if not isinstance(call, str):
+        return {} if call is None else call
     try:
-        return json.loads(given)
+        return json.loads(call)
     except ValueError:
-        return given
+        return call
 
 
 def _instruction(record: Mapping[str, Any], where: Any) -> str:

@@ -27,30 +27,11 @@ _CUTS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])|(?<=\n)(?=[^\W\d_])")
 _SPANNING = re.compile(r"[A-Za-z] +[A-Za-z]|[A-Za-z] $|\n[^\W\d_]")
 _MODELS = ("BPE", "Unigram")  # whose segmentation of a text is that of its parts where no token spans their border
 _PAIRS = 512
-_BITS = (
-    ["word", "Another", "it's", "they'll", "don't", "a", "I", "Zürich", "naïve", "über", "日本語", "слово", "e\u0301"]
-    + [
-        "12",
-        "3.14",
-        "x_1",
-        "(",
-        ")",
-        '"',
-        "'",
-        "--",
-        "...",
-        "!?",
-        ",",
-        ";",
-        "{}",
-        "<s>",
-        "</s>",
-        "#",
-        "@",
-        "\U0001f600",
-    ]
-    + [" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b"]
-)
+_BITS = [
+    *("word", "Another", "it's", "they'll", "don't", "a", "I", "Zürich", "naïve", "über", "日本語", "слово", "e\u0301"),
+    *("12", "3.14", "x_1", "(", ")", '"', "'", "--", "...", "!?", ",", ";", "{}", "<s>", "</s>", "#", "@"),
+    *("\U0001f600", " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b"),
+]
 
 
 class LongTexts:

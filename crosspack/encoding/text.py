@@ -7,6 +7,7 @@ ids and, for each, whether it is trained. Messages name the record's file and li
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from crosspack.encoding.chats import assistant_spans, check_calls, in_spans
+from crosspack.encoding.chats import Span, in_spans, lost_field, spans_of_turns, squeezed
 from crosspack.encoding.kinds import (
     Located,
     Refuse,
@@ -29,7 +30,7 @@ from crosspack.encoding.kinds import (
     raise_error,
 )
 from crosspack.encoding.layouts import COLUMNS as LAYOUT_COLUMNS
-from crosspack.encoding.layouts import canonical
+from crosspack.encoding.layouts import canonical, check_roles
 from crosspack.encoding.limits import check_written, limited
 from crosspack.encoding.long_texts import FACTOR, LongTexts
 from crosspack.encoding.tokenizer import entries, panics_as_errors, rust_tokenizer
@@ -51,15 +52,8 @@ class Encoded(NamedTuple):
     columns: dict[str, NDArray[Any]]
 
 
-COLUMNS = (
-    "messages",
-    "tools",
-    "prompt",
-    "completion",
-    "text",
-    *LAYOUT_COLUMNS,
-    *TOKEN_COLUMNS,
-)  # what is read of a record
+# what is read of a record
+COLUMNS = ("messages", "tools", "prompt", "completion", "text", *LAYOUT_COLUMNS, *TOKEN_COLUMNS)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the tag with which a template marks what the assistant says
 
 
@@ -164,11 +158,7 @@ class Encoder:
             PackingError: a record has none of the known columns, or the template cannot say what is trained.
             MissingExtraError: there is a chat, and what runs chat templates (jinja2) is not installed.
         """
-        return (document for _, document in self.located(records))
-
-    def located(self, records: Iterable[Record]) -> Iterator[tuple[str, Document]]:
-        """The same, each document with the place of its record."""
-        return ((str(found.where), found.document) for found in self.encoded(records))
+        return (found.document for found in self.encoded(records))
 
     def encoded(
         self,
@@ -221,7 +211,7 @@ class Encoder:
         except PackingError as error:
             if len(chunk) == 1:
                 ((where, record),) = chunk
-                refuse(bad_record(where, record, error), type(error)(f"{where}: {error}"))
+                refuse(bad_record(where, record, error), error.reworded(f"{where}: {error}"))
             else:  # one by one, to find those that it cannot
                 for each in chunk:
                     yield from self._tokenized([each], names, refuse)
@@ -271,8 +261,13 @@ class Encoder:
     def _chat_document(self, messages: list[Any], first_trained: int, tools: Any) -> Document:
         if self.tokenizer.chat_template is None:
             raise PackingError("the tokenizer has no chat template: pass --tokenizer of a chat model")
-        template = self.tokenizer.get_chat_template(tools=tools)
         everything = self.policy.loss == "all"
+        if not everything and not self.tokenizer.is_fast:
+            raise PackingError(
+                f"the tokenizer is a {type(self.tokenizer).__name__}, which does not say where its tokens stand in a "
+                "text, so what the assistant says cannot be marked: pass --loss all, or a folder with a tokenizer.json"
+            )
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
 
         def write(messages: Sequence[Any], *, ask: bool = False) -> str:
             return check_written(
@@ -281,32 +276,59 @@ class Encoder:
                 )
             )
 
-        if any(message.get("tool_calls") for message in messages):
-            check_calls(write(messages), messages)
-        wanted = [number >= first_trained and _trains(message, number) for number, message in enumerate(messages)]
-        if _GENERATION.search(template) and not first_trained and not everything:
-            encoded = self.tokenizer.apply_chat_template(messages, tools=tools, return_assistant_tokens_mask=True)
-            trained = np.array(encoded["assistant_masks"], np.bool_)
-            of_turns = [
-                wants for wants, message in zip(wanted, messages, strict=True) if message["role"] == "assistant"
-            ]
-            turns = np.flatnonzero(np.diff(trained, prepend=False, append=False)).reshape(-1, 2)
-            if all(of_turns) or len(turns) == len(of_turns):
-                for (begin, end), wants in zip(turns.tolist(), of_turns, strict=False):
-                    trained[begin:end] = wants
-                return _document(encoded["input_ids"], trained)
-
+        wanted = [_trains(message, number) for number, message in enumerate(messages)]
         if everything:
-            (ids,) = self._ids([write(messages)])
+            if not all(wanted):
+                raise PackingError(
+                    f"message {wanted.index(False)} says that it is not trained, and --loss all trains every token: "
+                    "leave one of them out"
+                )
+            chat = write(messages)
+            self._check_fields(enumerate(messages), itertools.repeat(squeezed(chat)))
+            (ids,) = self._ids([chat])
             return _document(ids, np.ones(len(ids), np.bool_))
-        chat, spans = assistant_spans(write, messages, wanted)
-        parts, starts, at = [], [], 0
+        template = self.tokenizer.get_chat_template(tools=tools)
+        if _GENERATION.search(template):
+            chat, blocks = self._marked(messages, tools, template)
+        else:
+            chat, blocks = write(messages), None
+        wanted[:first_trained] = [False] * first_trained
+        turns = spans_of_turns(write, messages, wanted, chat, blocks)
+        texts = (squeezed("\0".join(chat[begin:end] for begin, end in spans)) for spans in turns.values())
+        self._check_fields(((turn, messages[turn]) for turn in turns), texts)
+        ids, begins, ends = self._ids_and_places(chat)
+        return _document(ids, in_spans(chat, begins, ends, [span for spans in turns.values() for span in spans]))
+
+    def _marked(self, messages: list[Any], tools: Any, template: str) -> tuple[str, list[Span]]:
+        """The chat and the characters of the ``{% generation %}`` blocks in it, as apply_chat_template finds them."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = {"tools": tools, "chat_template": template, **self.tokenizer.special_tokens_map}
+        rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
+        (chat,), (blocks,) = rendered
+        return check_written(chat), blocks
+
+    def _check_fields(self, messages: Iterable[tuple[int, Any]], texts: Iterable[str]) -> None:
+        """Raises PackingError if a message says something that is not in its text, which would be lost."""
+        for (number, message), text in zip(messages, texts, strict=False):
+            if (field := lost_field(text, message)) is not None:
+                name = self.tokenizer.name_or_path
+                raise PackingError(
+                    f"the chat template{f' of {name}' if name else ''} does not write {field} in message {number}, so "
+                    "it would be lost: pass a --tokenizer whose template writes it, or take it out of the record"
+                    + (', or give the message "train": false' if self.policy.loss != "all" else "")
+                )
+
+    def _ids_and_places(self, chat: str) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+        """The token ids of a text, and where each token begins and ends in it."""
+        ids, places, at = [], [], 0
         for piece in self._long_texts.pieces(chat):
             encoded = self.tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
-            parts.append(np.array(encoded["input_ids"], np.int32))
-            starts.append(at + np.array([begin for begin, _ in encoded["offset_mapping"]], np.int64))
+            ids.append(np.array(encoded["input_ids"], np.int32))
+            places.append(at + np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2))
             at += len(piece)
-        return _document(np.concatenate(parts), in_spans(np.concatenate(starts), spans))
+        begins, ends = np.concatenate(places).T
+        return np.concatenate(ids), begins, ends
 
     def _tokens(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
         for where, record in chunk:
@@ -347,15 +369,18 @@ def _document(ids: Any, trained: NDArray[np.bool_]) -> Document:
 
 
 def _trains(message: Any, number: int) -> bool:
-    """Returns whether a message may be trained: not at ``weight`` 0, nor where ``train`` or ``loss`` is false.
+    """Returns whether a message is trained if it is the assistant's: ``weight``, ``train`` and ``loss`` may say no.
 
     Raises:
-        PackingError: the weight is neither 0 nor 1.
+        PackingError: one of them is neither 0 nor 1, false nor true.
     """
-    weight = message.get("weight")
-    if message["role"] == "assistant" and weight not in (None, 0, 1):
-        raise PackingError(f"message {number} has the weight {weight!r}: 0 leaves it untrained, 1 trains it")
-    return weight != 0 and message.get("train") is not False and message.get("loss") is not False
+    marks = {name: message[name] for name in ("weight", "train", "loss") if message.get(name) is not None}
+    for name, value in marks.items():
+        if message["role"] == "assistant" and not (isinstance(value, bool | int | float) and value in (0, 1)):
+            raise PackingError(
+                f"message {number} has the {name} {value!r}: 0 leaves it untrained, 1 trains it, as false and true do"
+            )
+    return all(marks.values())
 
 
 def _chat(record: Record, where: Where) -> tuple[list[Any], int]:
@@ -365,4 +390,5 @@ def _chat(record: Record, where: Where) -> tuple[list[Any], int]:
     messages = [*prompt, *record["completion"]] if given is None else given
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise PackingError(f"{where}: messages is a list of objects with role and content")
+    check_roles(messages, where)
     return messages, len(prompt)

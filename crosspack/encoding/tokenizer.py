@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,9 +14,12 @@ from packing_core.extras import require
 from packing_core.training.job import is_hub_name
 
 END, PAD = "<|endoftext|>", "<|pad|>"
-_CHATML = (
+_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] or '' }}{% for call in message['tool_calls'] or [] %}"
+    "{% generation %}{% if message['reasoning_content'] %}"
+    "{{ '<think>\n' + message['reasoning_content'] + '\n</think>\n\n' }}{% endif %}"
+    "{{ message['content'] or '' }}{% for call in message['tool_calls'] or [] %}"
     "{{ '<tool_call>' + (call['function'] | tojson) + '</tool_call>' }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
@@ -45,7 +50,10 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
         with panics_as_errors():
             return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
-        raise PackingError(f"tokenizer {name}: {first_line(error)}") from error
+        way_out = ""
+        if os.path.isdir(name) and not any(os.path.isfile(os.path.join(name, file)) for file in _FILES):
+            way_out = ": the folder has no tokenizer: pass --tokenizer, a folder that save_pretrained of one wrote"
+        raise PackingError(f"tokenizer {name}: {first_line(error).rstrip(':')}{way_out}") from error
 
 
 def check_tokenizer(name: str) -> None:
@@ -57,6 +65,11 @@ def check_tokenizer(name: str) -> None:
 def entries(tokenizer: Any) -> int:
     """Returns one more than the largest token id: the number of entries, unless ids are left out."""
     return max(len(tokenizer), *(number + 1 for number in tokenizer.get_vocab().values()))
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """Returns the SHA-256 of the tokens and their ids: where it is the same, token ids mean the same texts."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
@@ -77,7 +90,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
     bpe.train_from_iterator(texts, trainer)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD)
-    tokenizer.chat_template = _CHATML
+    tokenizer.chat_template = CHATML
     return tokenizer
 
 

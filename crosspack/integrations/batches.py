@@ -6,7 +6,6 @@ A batch of :class:`crosspack.PackedCollator` and the patched model that runs it 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from packing_core.batches.keys import BatchKey
+from packing_core.budget import FLOAT32, NARROW, noticed
 from packing_core.errors import ContaminationError, PackingError, UnsupportedError
 
-FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and in fewer bits
 CARRIED = (
-    *("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-    *("packed_lengths", "packed_documents", "output_attentions", "return_dict"),
+    *(*BatchKey.STOCK, BatchKey.LENGTHS, BatchKey.DOCUMENTS),
+    *("position_ids", "output_attentions", "return_dict"),
 )
 _KNOWN = {"input_ids", "labels", "attention_mask", *CARRIED}
 
@@ -61,13 +60,15 @@ class FirstBatch:
             if not (isinstance(given, Tensor) and given.shape == ids.shape and torch.equal(given, ids)):
                 return
             handle.remove()
-            if "packed_lengths" not in kwargs:
+            if BatchKey.LENGTHS not in kwargs:
                 raise PackingError(
                     "the training step calls the model on a packed batch without its segments, so its documents would "
                     f"see each other: it passes {', '.join(kwargs) or 'the tokens'}; call model(**batch)"
                 )
 
-        handle = _model_in(module).register_forward_pre_hook(check, with_kwargs=True)
+        from torch_backend.hf.anatomy.structure import causal_lm
+
+        handle = causal_lm(module).register_forward_pre_hook(check, with_kwargs=True)
 
 
 def check_batch(batch: Any, loader: str) -> None:
@@ -80,7 +81,7 @@ def check_batch(batch: Any, loader: str) -> None:
     Raises:
         PackingError: it carries none.
     """
-    if not (isinstance(batch, Mapping) and "packed_lengths" in batch):
+    if not (isinstance(batch, Mapping) and BatchKey.LENGTHS in batch):
         raise PackingError(
             f"the first batch of {loader} carries no segments: let it take rows of crosspack.PackedDataset with "
             "collate_fn=crosspack.PackedCollator(model), or wrap its collator in crosspack.with_boundaries"
@@ -104,15 +105,19 @@ def audit_batch(module: nn.Module, batch: Mapping[str, Any]) -> str:
     Raises:
         ContaminationError: documents see each other.
         PackingError: the batch has no trained document.
+        UnsupportedModelError: the module holds several models, and one of them is not patched.
         UnsupportedError: a document of the batch is more than its tokens.
     """
+    from torch_backend.auditing.compare import relative_error
+    from torch_backend.hf.anatomy.structure import causal_lm, in_mode
+
     if unknown := sorted(set(batch) - _KNOWN):
         raise UnsupportedError(
             f"the audit of a batch runs documents of tokens alone, and this one has {unknown[0]}: pass audit=False; "
             "crosspack.patch has audited the model"
         )
-    model = _model_in(module)
-    lengths, training = batch["packed_lengths"], model.training
+    model = causal_lm(module)
+    lengths = batch[BatchKey.LENGTHS]
     ids, labels = (batch[name].reshape(-1).split(lengths) for name in ("input_ids", "labels"))
     trained = [i for i, each in enumerate(labels) if bool((each != -100).any())]
     if not trained:
@@ -122,34 +127,22 @@ def audit_batch(module: nn.Module, batch: Mapping[str, Any]) -> str:
     replaced = next((i for i, after in pairwise(trained) if rows[i] == rows[after]), trained[0])  # one with a neighbour
     changed = list(ids)
     changed[replaced] = (ids[replaced] + 1) % model.get_input_embeddings().num_embeddings
-    model.eval()
-    try:
+    with in_mode(model, training=False):
         packed = _logits(model, inputs, lengths)
         probed = _logits(model, {**inputs, "input_ids": torch.cat(changed).view_as(batch["input_ids"])}, lengths)
-        error = max(_difference(packed[i], model(input_ids=ids[i][None], use_cache=False).logits[0]) for i in trained)
-    finally:
-        model.train(training)
-    leak = max((_difference(probed[i], packed[i]) for i in trained if i != replaced), default=0.0)
+        alone = {i: model(input_ids=ids[i][None], use_cache=False).logits[0] for i in trained}
+    error = max(relative_error(packed[i], logits) for i, logits in alone.items())
+    leak = max((relative_error(probed[i], packed[i]) for i in trained if i != replaced), default=0.0)
     exact = packed[0].dtype == torch.float32
-    worst, tolerance = (max(error, leak), FLOAT32) if exact else (leak, HALF)
+    worst, tolerance = (max(error, leak), FLOAT32) if exact else (leak, NARROW)
     report = (
         f"{type(model).__name__}, first batch: {len(trained)} documents in {len(batch['input_ids'])} rows, logits "
         f"{error:.1e} off each document alone, leak {leak:.1e}, tolerance {tolerance:.0e}"
     )
-    if worst > tolerance or _difference(probed[replaced], packed[replaced]) <= leak:
+    if worst > tolerance or not noticed(relative_error(probed[replaced], packed[replaced]), leak):
         raise ContaminationError(f"audit: documents that are packed together see each other: {report}")
     return report
 
 
-def _model_in(module: nn.Module) -> Any:
-    return next(each for each in module.modules() if isinstance(each, PreTrainedModel))
-
-
 def _logits(model: Any, inputs: Mapping[str, Any], lengths: Any) -> tuple[Tensor, ...]:
     return tuple(model(**inputs, use_cache=False).logits.flatten(0, 1).split(lengths))
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    """Returns the largest difference, relative to the largest expected value; infinite where there is a NaN."""
-    difference = float((found - expected).abs().max() / expected.abs().max())
-    return math.inf if math.isnan(difference) else difference

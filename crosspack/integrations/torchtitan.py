@@ -20,6 +20,7 @@ from torchtitan.config import derive, override
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
 import crosspack
+from packing_core.batches.keys import BatchKey
 from packing_core.errors import LayoutError, UnsupportedError
 
 _READ = ("input_ids", "labels", "loss_mask", "prompt_length")  # of a document; torchtitan takes no other columns
@@ -190,7 +191,7 @@ class PackedDataLoader(ParallelAwareDataloader):
 def _torchtitan_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
     ids, labels = batch["input_ids"], batch["labels"]
     # padding counts as segments in packed_lengths, and every token of it would be a document in position_ids
-    positions = crosspack.PackedMetadata.from_lengths(batch["packed_lengths"]).position_ids
+    positions = crosspack.PackedMetadata.from_lengths(batch[BatchKey.LENGTHS]).position_ids
     return {"input": ids, "positions": positions.long().view_as(ids)}, crosspack.next_token_targets(labels)
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from crosspack.encoding.text import Encoded
 from crosspack.encoding.tokens import check_length
-from packing_core.planning.pieces import CUTS, OverflowRule
+from packing_core.planning.pieces import CUTS
+from packing_core.planning.rule import RowRule
 from packing_core.training.schedule import Document
 
 
@@ -29,7 +30,7 @@ class Fit:
         documents: documents so far that are in the rows, whole or not.
     """
 
-    rule: OverflowRule
+    rule: RowRule
     note: Callable[[str, Any, int], None]
     documents: int = 0
 

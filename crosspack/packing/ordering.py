@@ -7,11 +7,13 @@ at a time: each time the units' files that these rows draw on, one after the oth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from crosspack.encoding.keys import as_numbers
 from crosspack.packing.row_files import Rows, joined
 from crosspack.packing.unit import KEY, Rules
 from packing_core.planning.epochs import plan_steps
@@ -41,11 +43,12 @@ def planned_rows(files: Sequence[Path], rules: Rules) -> Iterator[Rows]:
 
 def _plan(lengths: Any, values: Sequence[Mapping[str, Any]], rules: Rules) -> PackPlan:
     """The rows of all documents, whose values the units kept."""
-    limits: dict[str, Any] = {"max_segments": rules.max_segments, "seed": rules.seed}
     if rules.equal_step is not None:
-        return plan_steps(lengths, rules.capacity, rules.equal_step, **limits)
-    keys = None if rules.order_by is None else [key for of_unit in values for key in of_unit[KEY]]
-    return plan(lengths, rules.capacity, order=rules.order, keys=keys, **limits)
+        return plan_steps(lengths, rules.rows, rules.equal_step, seed=rules.seed)
+    keys = None if rules.rows.keys is None else [key for of_unit in values for key in of_unit[KEY]]
+    if keys is not None and rules.rows.order == "sorted":
+        keys = as_numbers(keys)
+    return plan(lengths, replace(rules.rows, keys=keys), seed=rules.seed)
 
 
 def _gathered(files: Sequence[Path], first: Any, wanted: Any) -> Rows:

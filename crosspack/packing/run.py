@@ -10,10 +10,10 @@ Everything that a finished unit leaves on disk is complete and on the device bef
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,16 +33,25 @@ from crosspack.packing.unit import (
     write,
 )
 from crosspack.packing.workers import Failed, Finished, Pool
-from crosspack.packing.writers import Format, Written, write_file
+from crosspack.packing.writers import Format, Written, file_name, write_file
 from crosspack.reading.files import Unchanged, is_url
 from crosspack.reading.lines import Range, SingleRecordFile
-from crosspack.reading.places import Stretch
+from crosspack.reading.places import Piece, Stretch
 from crosspack.reading.records import FilelessRecords, dealt, read_pieces
 from crosspack.reading.tables import Group
 from packing_core.errors import PackingError
 from packing_core.training.files import sync
 
+Result = TypeVar("Result")
+
 PACKED_TOGETHER = 1 << 22  # tokens of leftovers, or 64 rows
+
+
+class Part(NamedTuple):
+    """Part ``number``, from 0, of the ``parts`` of the work."""
+
+    number: int = 0
+    parts: int = 1
 
 
 class PieceJob(NamedTuple):
@@ -53,6 +62,61 @@ class PieceJob(NamedTuple):
     start: int
     step: int
     done: frozenset[int]
+
+
+def piece_jobs(
+    stretches: Sequence[Stretch], size: int, workers: int, *, part: tuple[int, int] = (0, 1), done: Iterable[Key] = ()
+) -> Iterator[PieceJob]:
+    """The pieces of a part that are not done, in order. How they are dealt to jobs does not change what they are."""
+    numbers: dict[int, set[int]] = {}
+    for key in done:
+        numbers.setdefault(key.stretch, set()).add(key.piece)
+    for number, stretch, start, stride in dealt(stretches, *part):
+        finished = frozenset(numbers.get(number, ()))
+        single = isinstance(stretch, Range | SingleRecordFile)
+        if single and finished:
+            continue
+        several = not (single or isinstance(stretch, FilelessRecords)) and not _small(stretch, size)
+        share = workers if several and len(stretches) < 4 * workers else 1
+        for each in range(share):
+            yield PieceJob(number, stretch, start + stride * each, stride * share, finished)
+
+
+def each_piece(job: PieceJob, size: int, work: Callable[[Key, Piece], Result]) -> Iterator[Result]:
+    """Yields what ``work`` returns for each piece of a job; an error carries the number of its piece."""
+    for piece in read_pieces(job.stretch, size, job.start, job.step):
+        if piece.number not in job.done:
+            try:
+                yield work(Key(job.number, piece.number), piece)
+            except Exception as error:
+                vars(error)["piece"] = piece.number  # which of two errors is the first of the input
+                raise
+
+
+def piece_results(
+    pool: Pool, jobs: Iterable[PieceJob], check: Callable[[], None] = lambda: None
+) -> Iterator[tuple[PieceJob, Any]]:
+    """Yields the jobs with each result, as they come.
+
+    Args:
+        check: is called at the end, before an error of a job is raised.
+
+    Raises:
+        PackingError: a record cannot be used; the first one of the input, whichever process came upon one first.
+    """
+    for job in jobs:
+        pool.submit(job)
+    failed: dict[tuple[int, int], Exception] = {}
+    for job, result in pool.results():
+        if isinstance(result, Failed):
+            failed[job.number, vars(result.error).get("piece", job.start)] = result.error
+            first = min(failed)[0]
+            pool.forget(lambda other, first=first: other.number > first)  # type: ignore[misc]
+        elif not isinstance(result, Finished):
+            yield job, result
+    check()
+    if failed:
+        raise failed[min(failed)]
 
 
 class FileJob(NamedTuple):
@@ -81,19 +145,14 @@ class Worker:
     def __call__(self, job: PieceJob | FileJob) -> Iterator[Outcome | Written]:
         if isinstance(job, FileJob):
             written = write_file(self.result, job.number, self.form, self._rows(job))
-            for name in (written.name, *written.beside):
-                sync(self.result / name)
+            sync(self.result / written.name)
             yield written
             return
+        yield from each_piece(job, self.rules.size, self._unit)
+
+    def _unit(self, key: Key, piece: Piece) -> Outcome:
         assert self.encoder is not None
-        for piece in read_pieces(job.stretch, self.rules.size, job.start, job.step):
-            if piece.number not in job.done:
-                key = Key(job.number, piece.number)
-                try:
-                    yield make_unit(key, piece, self.encoder, self.rules, self.on_error, self.units)
-                except Exception as error:
-                    vars(error)["piece"] = piece.number  # which of two errors is the first of the input
-                    raise
+        return make_unit(key, piece, self.encoder, self.rules, self.on_error, self.units)
 
     def _rows(self, job: FileJob) -> Iterator[Rows]:
         for path, begin, end in job.parts:
@@ -122,13 +181,6 @@ class Totals:
         self.trained += outcome.trained
         self.left_tokens += outcome.left_tokens
         self.counts.update(outcome.counts)
-
-
-class Part(NamedTuple):
-    """Part ``number``, from 0, of the ``parts`` of the work."""
-
-    number: int = 0
-    parts: int = 1
 
 
 class Run:
@@ -179,21 +231,8 @@ class Run:
         self.totals.add(outcome)
 
     def jobs(self, workers: int) -> Iterator[PieceJob]:
-        """The units that are not made yet, in order. How they are dealt to jobs does not change what they are."""
-        done: dict[int, set[int]] = {}
-        for key in self.outcomes:
-            done.setdefault(key.stretch, set()).add(key.piece)
-        for number, stretch, start, stride in dealt(self.stretches, *self.part):
-            finished = frozenset(done.get(number, ()))
-            single = isinstance(stretch, Range | SingleRecordFile)
-            if single and finished:
-                continue
-            several = not (single or isinstance(stretch, FilelessRecords)) and not _small(
-                stretch, self.worker.rules.size
-            )
-            share = workers if several and len(self.stretches) < 4 * workers else 1
-            for each in range(share):
-                yield PieceJob(number, stretch, start + stride * each, stride * share, finished)
+        """The units that are not made yet, in order."""
+        return piece_jobs(self.stretches, self.worker.rules.size, workers, part=self.part, done=self.outcomes)
 
     def make_units(self, pool: Pool, workers: int) -> None:
         """Make all units of this part.
@@ -202,25 +241,12 @@ class Run:
             PackingError: a file changed, or a record cannot be used; the first one of the input, whichever process
                 came upon one first.
         """
-        for job in self.jobs(workers):
-            pool.submit(job)
-        failed: dict[tuple[int, int], Exception] = {}
-        for job, result in pool.results():
-            if isinstance(result, Outcome):
-                if not is_url(job.stretch.file):  # each look at a URL takes a request: they are compared at the end
-                    self._inputs.check(job.stretch.file)
-                self.journal.append("unit", **asdict(result))
-                self.note(result)
-                self._watch(self.totals)
-            elif isinstance(result, Failed):
-                failed[job.number, vars(result.error).get("piece", job.start)] = result.error
-                first = min(failed)[0]
-                pool.forget(lambda other, first=first: other.number > first)  # type: ignore[misc]
-            else:
-                assert isinstance(result, Finished)
-        self._inputs.check()
-        if failed:
-            raise failed[min(failed)]
+        for job, outcome in piece_results(pool, self.jobs(workers), self._inputs.check):
+            if not is_url(job.stretch.file):  # each look at a URL takes a request: they are compared at the end
+                self._inputs.check(job.stretch.file)
+            self.journal.append("unit", **asdict(outcome))
+            self.note(outcome)
+            self._watch(self.totals)
 
     def pack_leftovers(self, folder_of: Callable[[Key], Path]) -> list[tuple[Path, int]]:
         """Pack the documents that units left over, into last units that leave none.
@@ -232,7 +258,7 @@ class Run:
         sequence = [(rows_file(folder_of(key), key), self.outcomes[key].rows) for key in sorted(self.outcomes)]
         if rules.planned_at_once:
             return self._pack_at_once(folder_of)
-        limit = max(PACKED_TOGETHER, 64 * rules.capacity)
+        limit = max(PACKED_TOGETHER, 64 * rules.rows.capacity)
         held: list[Rows] = []
         made = Outcome(len(self.stretches), -1)
 
@@ -265,7 +291,7 @@ class Run:
         first = {kind: where for key in reversed(keys) for kind, where in self.outcomes[key].keys.items()}
         if len(first) > 1:
             raise PackingError(
-                f"--order-by {rules.order_by} is a number at {first['number']} and a text at {first['text']}: give "
+                f"--order-by {rules.rows.keys} is a number at {first['number']} and a text at {first['text']}: give "
                 "every record a number, or every record a text"
             )
         sequence = []
@@ -280,7 +306,7 @@ class Run:
         """Write the files that are not written yet."""
         there = {file.name for file in self.files}
         for job in file_jobs(sequence, rows_per_file):
-            if not {file_name(self.worker.form, job.number)} & there:
+            if file_name(self.worker.form, job.number) not in there:
                 pool.submit(job)
         failed: list[Exception] = []
         for _, result in pool.results():
@@ -327,8 +353,3 @@ def file_jobs(sequence: Sequence[tuple[Path, int]], rows_per_file: int) -> Itera
                 number, room, parts = number + 1, rows_per_file, []
     if parts:
         yield FileJob(number, tuple(parts))
-
-
-def file_name(form: Format, number: int) -> str:
-    """The name of file ``number`` of a result."""
-    return {"mds": f"shard.{number:05d}.mds", "megatron": "train.bin"}.get(form, f"train-{number:05d}.{form}")

@@ -25,13 +25,11 @@ from crosspack.packing.fit import Fit
 from crosspack.packing.row_files import Gathered, Rows
 from crosspack.reading.places import BadRecord, Piece, Row
 from packing_core.errors import PackingError
-from packing_core.planning.order import Order
-from packing_core.planning.pieces import Overflow, OverflowRule
 from packing_core.planning.plan import plan
+from packing_core.planning.rule import RowRule
 from packing_core.streaming.rounds import full_rows
 from packing_core.training.files import replace, sync
 
-Strategy = Literal["mixed", "best_fit"]
 OnError = Literal["stop", "skip", "quarantine"]
 
 # What a unit hands on at most: an eighth of its tokens, or so many rows, if they are few tokens.
@@ -57,37 +55,25 @@ class Rules:
     """Settings that decide the content of the rows.
 
     Attributes:
-        capacity, overflow, context, min_piece, packing, max_segments, seed, order: as in ``packing_core.plan``.
-        order_by: the column that holds the key of each record.
+        rows: the rule of the rows, whose ``keys`` name the column that holds the key of each record.
+        seed: as in ``packing_core.plan``.
         equal_step: rows of a step, which are to cost the same; None for rows of any cost.
         size: bytes of input of a unit.
         dtype: of the token ids, ``uint16`` or ``int32``.
         keep: columns of the records that are carried into the packed files.
     """
 
-    capacity: int
-    overflow: Overflow
-    packing: Strategy
+    rows: RowRule
     seed: int
     size: int
     dtype: str
     keep: tuple[str, ...] = ()
-    context: int = 0
-    min_piece: int = 1
-    max_segments: int | None = None
-    order: Order = "random"
-    order_by: str | None = None
     equal_step: int | None = None
 
     @property
     def planned_at_once(self) -> bool:
         """Returns whether one plan of all documents decides the rows: units pack nothing and hand all of them on."""
-        return self.order != "random" or self.equal_step is not None
-
-    @property
-    def overflow_rule(self) -> OverflowRule:
-        """The rule for documents longer than a row."""
-        return OverflowRule(self.capacity, self.overflow, self.context, self.min_piece)
+        return self.rows.order != "random" or self.equal_step is not None
 
 
 @dataclass
@@ -152,7 +138,7 @@ def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: 
         text = {"record": found.text[:SHOWN]} if on_error == "quarantine" else {}
         bad.append({"where": found.where, "error": found.reason, **text})
 
-    fit = Fit(rules.overflow_rule, lambda what, where, n: notes.append(_note(what, where, n)))
+    fit = Fit(rules.rows, lambda what, where, n: notes.append(_note(what, where, n)))
     gathered = Gathered(np.dtype(rules.dtype).type)
 
     def records() -> Iterator[Row]:
@@ -162,8 +148,8 @@ def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: 
                 refuse(item)
                 continue
             try:
-                if rules.order_by is not None:
-                    key_of(item.where, item, rules.order_by)
+                if rules.rows.keys is not None:
+                    key_of(item.where, item, rules.rows.keys)
             except PackingError as error:
                 refuse(bad_record(LazyPlace(item.place, item.number), item, error), error)
             else:
@@ -171,8 +157,8 @@ def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: 
 
     for found in fit.pieces(encoder.encoded(records(), refuse, partial(fit.note, "left_out"))):
         values, tokens = _kept(found, rules.keep)
-        if rules.order_by is not None:
-            values[KEY] = key_of(found.where, found.record, rules.order_by)
+        if rules.rows.keys is not None:
+            values[KEY] = key_of(found.where, found.record, rules.rows.keys)
             outcome.keys.setdefault("text" if isinstance(values[KEY], str) else "number", str(found.where))
         gathered.add(found.document.ids, found.document.trained, values, tokens)
     documents = gathered.rows()
@@ -213,20 +199,20 @@ def pack_documents(documents: Rows, rules: Rules, key: Key, *, all_rows: bool = 
     if not len(documents):
         return documents, documents
     seed = int(np.random.SeedSequence([rules.seed, *key]).generate_state(1)[0])
-    made = plan(documents.segments, rules.capacity, strategy=rules.packing, max_segments=rules.max_segments, seed=seed)
-    counts = np.diff(made.row_offsets)
+    rows = plan(documents.segments, rules.rows, seed=seed)
+    counts = np.diff(rows.row_offsets)
     if all_rows:
-        return documents.take(made.source, counts), documents[:0]
-    tokens = made.row_tokens
-    fullest, full = full_rows(made)
+        return documents.take(rows.source, counts), documents[:0]
+    tokens = rows.row_tokens
+    fullest, full = full_rows(rows)
     gone = np.cumsum(tokens[fullest])
-    most = max(2 * rules.capacity, min(FEW_ROWS * rules.capacity, FEW_TOKENS), int(gone[-1]) // HANDED_ON)
+    most = max(2 * rules.rows.capacity, min(FEW_ROWS * rules.rows.capacity, FEW_TOKENS), int(gone[-1]) // HANDED_ON)
     enough = int(np.searchsorted(gone, gone[-1] - most)) + 1 if gone[-1] > most else 0
-    leave = np.zeros(made.n_rows, np.bool_)
+    leave = np.zeros(rows.n_rows, np.bool_)
     leave[fullest[: max(enough, full)]] = True
     goes = np.repeat(leave, counts)
-    left = np.sort(made.source[~goes])
-    return documents.take(made.source[goes], counts[leave]), documents.take(left, np.ones(len(left), np.int64))
+    left = np.sort(rows.source[~goes])
+    return documents.take(rows.source[goes], counts[leave]), documents.take(left, np.ones(len(left), np.int64))
 
 
 def write(path: Path, content: Rows | list[dict[str, Any]]) -> None:

@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+import atexit
 import bz2
 import gzip
 import io
 import lzma
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -33,6 +38,19 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def masked(text: str) -> str:
+    """Returns a text whose URLs have neither a password nor a query, which may be a signature.
+
+    >>> masked("https://me:secret@host/a.jsonl?sig=abc is gone"), masked("what?")
+    ('https://me:***@host/a.jsonl?*** is gone', 'what?')
+    """
+    return _QUERY.sub(r"\1?***", _PASSWORD.sub(r"\1:***@", text))
+
+
+_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]*@")
+_QUERY = re.compile(r"(\w+://[^\s?]*)\?[^\s\"'\]]+")
+
+
 @dataclass(frozen=True)
 class File:
     """A file by its path or URL.
@@ -45,16 +63,26 @@ class File:
     max_record: int = field(default=MAX_RECORD, compare=False)
 
     @property
+    def name(self) -> str:
+        """The path as places, manifests and messages show it."""
+        return masked(self.path)
+
+    @property
     def compression(self) -> str | None:
         """``.gz`` of ``data.jsonl.gz``; None of a plain file."""
-        suffix = PurePosixPath(self.path).suffix
+        suffix = self._plain_path.suffix.lower()
         return suffix if suffix in COMPRESSIONS else None
 
     @property
     def suffix(self) -> str:
         """``.jsonl`` of ``data.jsonl`` and of ``data.jsonl.gz``."""
-        path = PurePosixPath(self.path)
-        return path.with_suffix("").suffix if self.compression else path.suffix
+        path = self._plain_path
+        return (path.with_suffix("") if self.compression else path).suffix.lower()
+
+    @property
+    def _plain_path(self) -> PurePosixPath:
+        """The path without the query of a URL."""
+        return PurePosixPath(self.path.split("?")[0] if is_url(self.path) else self.path)
 
     def size(self) -> int:
         """Bytes that it takes where it lies."""
@@ -62,7 +90,7 @@ class File:
 
     def state(self) -> list[Any]:
         """Returns a value that changes when the file does: its path, size and time of modification (or tag)."""
-        return [self.path, *self._state()]
+        return [self.name, *self._state()]
 
     def identity(self) -> list[Any]:
         """Returns the state as it is now, with the inode of a local file, which another file under the name changes."""
@@ -101,7 +129,7 @@ class File:
                 stream = require("pyarrow", extra="hf").CompressedInputStream(plain, "zstd")
             case _:
                 return plain
-        return io.BufferedReader(_Decompressed(stream, plain, self.path), _BLOCK)
+        return io.BufferedReader(_Decompressed(stream, plain, self.name), _BLOCK)
 
     def too_long(self) -> str:
         """Says that a record takes more bytes than it may, and the way out."""
@@ -139,7 +167,7 @@ class Unchanged:
             try:
                 self._seen[file] = file.identity()
             except FileNotFoundError as error:
-                raise PackingError(f"{file.path}: no such file") from error
+                raise PackingError(f"{file.name}: no such file") from error
 
     def check(self, path: str | None = None) -> None:
         """Compares the file of a path, or all files if the path is none of theirs, with what was there at first.
@@ -155,7 +183,7 @@ class Unchanged:
                 same = False
             if not same:
                 raise PackingError(
-                    f"{each.path} changed while it was read: run the command again when nothing writes to it"
+                    f"{each.name} changed while it was read: run the command again when nothing writes to it"
                 )
 
 
@@ -241,25 +269,32 @@ class _Decompressed(io.RawIOBase):
         super().close()
 
 
-class remote:
-    """The file system of a URL and the path in it; its errors become one line with the URL."""
+@contextmanager
+def remote(url: str) -> Iterator[tuple[Any, str]]:
+    """Yields the file system of a URL and the path in it; errors become one line with the URL."""
+    fsspec = require("fsspec", extra="hf")
+    try:
+        yield fsspec.core.url_to_fs(url)  # which raises for an unknown protocol, or one whose package is missing
+    except PackingError:
+        raise
+    except FileNotFoundError as error:
+        raise PackingError(f"{masked(url)}: no such file or folder") from error
+    except Exception as error:
+        raise PackingError(masked(f"{url}: {first_line(error)}")) from error
 
-    def __init__(self, url: str) -> None:
-        self._url = url
 
-    def __enter__(self) -> tuple[Any, str]:
-        fsspec = require("fsspec", extra="hf")
-        try:
-            found: tuple[Any, str] = fsspec.core.url_to_fs(self._url)
-        except Exception as error:  # an unknown protocol, or one whose package is missing
-            raise PackingError(f"{self._url}: {first_line(error)}") from error
-        return found
+@cache
+def spooled(pipe: str) -> str:
+    """Copies what a pipe brings, such as ``/dev/stdin``, to a file of JSON lines that lives as long as the process.
 
-    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
-        if isinstance(error, FileNotFoundError):
-            raise PackingError(f"{self._url}: no such file or folder") from error
-        if isinstance(error, Exception) and not isinstance(error, PackingError):
-            raise PackingError(f"{self._url}: {first_line(error)}") from error
+    A pipe can be read once, and files are read again: for their first record, by each process and in each epoch.
+    """
+    folder = tempfile.mkdtemp(prefix="crosspack-pipe-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = os.path.join(folder, f"{Path(pipe).name}.jsonl")
+    with open(pipe, "rb") as source, open(path, "wb") as target:
+        shutil.copyfileobj(source, target)
+    return path
 
 
 def walk(folder: str) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,7 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+LISTING = "crosspack-files.json"  # lists the files of an output folder of ours
 # The library's own notes beside the data.
 _NO_DATA = frozenset(["dataset_info.json", "dataset_infos.json", "state.json"])
 
@@ -49,7 +50,11 @@ def _check_inside(folder: Path, files: Iterable[File]) -> None:
 
 def _by_name(folder: str, split: str) -> list[File]:
     found: dict[File, set[str]] = {}
-    for path, relative in walk(folder):
+    files = list(walk(folder))
+    outputs = [relative.removesuffix(LISTING) for _, relative in files if relative.endswith(f"/{LISTING}")]
+    for path, relative in files:
+        if relative.startswith(tuple(outputs)):  # what a command wrote below the data is not the data
+            continue
         file = File(path)
         if file.suffix in FORMATS and PurePosixPath(relative).name not in _NO_DATA:
             found[file] = _splits_of(PurePosixPath(relative), split)
@@ -63,7 +68,7 @@ def _by_name(folder: str, split: str) -> list[File]:
         return sorted(found, key=_path)
     if split not in named:
         there = f"its files are of {', '.join(sorted(named))}" if named else "no file's name says a split"
-        raise PackingError(f"{folder}: no file of the split {split}, {there}: pass another split")
+        raise PackingError(f"{folder}: no file of the split {split}, {there}: pass another split", option="split")
     return sorted((file for file, splits in found.items() if split in splits), key=_path)
 
 
@@ -126,7 +131,9 @@ def _by_pattern(folder: Path, split: str, declared: Any) -> list[File]:
             map(str, given if isinstance(given, list) else [given])
         )
     if split not in patterns:
-        raise PackingError(f"{folder}: README.md has the splits {', '.join(patterns)}: pass one of them as split")
+        raise PackingError(
+            f"{folder}: README.md has the splits {', '.join(patterns)}: pass one of them as split", option="split"
+        )
     files: set[File] = set()
     for pattern in patterns[split]:
         if "://" in pattern or PurePosixPath(pattern).is_absolute() or ".." in PurePosixPath(pattern).parts:

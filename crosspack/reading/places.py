@@ -130,7 +130,7 @@ class FileStretch:
 
     @property
     def file(self) -> str:
-        return self.origin.path
+        return self.origin.name
 
     @property
     def size(self) -> int:
@@ -144,12 +144,18 @@ def row_or_bad(record: Any, place: Place, number: int, text: str = "") -> Item:
     return BadRecord(place, number, f"a record is an object with named columns, not {_kind(record)}", text)
 
 
-def strictly(items: Iterable[Item]) -> Iterator[Row]:
-    """The records; the first that is none raises PackingError with its place."""
+def raise_bad(record: BadRecord) -> None:
+    """Refuses what is no record by ending the run."""
+    raise record.error()
+
+
+def strictly(items: Iterable[Item], refuse: Callable[[BadRecord], None] = raise_bad) -> Iterator[Row]:
+    """Yields the records; ``refuse`` is called with what is none, and raises PackingError with its place by default."""
     for item in items:
         if isinstance(item, BadRecord):
-            raise item.error()
-        yield item
+            refuse(item)
+        else:
+            yield item
 
 
 def _kind(value: Any) -> str:

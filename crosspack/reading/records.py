@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 from crosspack.reading.corpus import standard_library_records
 from crosspack.reading.csvfiles import DELIMITERS, Csv
-from crosspack.reading.files import MAX_RECORD, File, Unchanged, is_url, remote
+from crosspack.reading.files import MAX_RECORD, File, Unchanged, is_url, masked, remote, spooled
 from crosspack.reading.folders import FORMATS, files_of_split
 from crosspack.reading.lines import Range, SampleBy, SingleRecordFile, line_stretches
 from crosspack.reading.objects import Json, grouped
@@ -102,7 +104,7 @@ class Records:
         if self.listed is not None:
             yield FilelessRecords(self.name, self.listed)
         for file in self.files:
-            with _in_one_line(file.path):
+            with _in_one_line(file.name):
                 yield from _stretches_of(file, size, self.columns, self.sample_by)
 
     def all_files(self) -> list[File]:
@@ -152,22 +154,19 @@ def size_of(value: Any) -> int:
     return 8 * len(value) if hasattr(value, "__len__") else 8
 
 
-class _in_one_line:
+@contextmanager
+def _in_one_line(file: str) -> Iterator[None]:
     """Turns any error raised inside, by a file or the library that reads it, into one line with the file."""
-
-    def __init__(self, file: str) -> None:
-        self._file = file
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
-        if isinstance(error, UnicodeDecodeError):
-            raise PackingError(f"{self._file}: it is not UTF-8 ({first_line(error)}): save it as UTF-8") from error
-        if isinstance(error, FileNotFoundError):
-            raise PackingError(f"{self._file}: no such file") from error
-        if isinstance(error, Exception) and not isinstance(error, PackingError):
-            raise PackingError(f"{self._file}: {first_line(error)}") from error  # Arrow may raise anything
+    try:
+        yield
+    except PackingError:
+        raise
+    except UnicodeDecodeError as error:
+        raise PackingError(f"{file}: it is not UTF-8 ({first_line(error)}): save it as UTF-8") from error
+    except FileNotFoundError as error:
+        raise PackingError(f"{file}: no such file") from error
+    except Exception as error:  # Arrow may raise anything
+        raise PackingError(f"{file}: {first_line(error)}") from error
 
 
 def read_pieces(stretch: Stretch, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
@@ -247,32 +246,49 @@ def read(
     """
     if data is None:
         return Records(STANDARD_LIBRARY, listed=standard_library_records)
-    name = os.fspath(data)
-    wanted = frozenset(columns)
-    if is_url(name):
-        is_file, is_folder = _remote_kind(name)
+    path = os.fspath(data)
+    name, wanted = masked(path), frozenset(columns)
+    if is_url(path):
+        is_file, is_folder = _remote_kind(path)
     else:
         try:
-            is_file, is_folder = Path(name).is_file(), Path(name).is_dir()
+            is_file, is_folder = Path(path).is_file(), Path(path).is_dir()
+            if Path(path).is_fifo():
+                path, is_file = spooled(path), True
         except (OSError, ValueError) as error:
             raise PackingError(f"{name}: {getattr(error, 'strerror', None) or first_line(error)}") from error
+        if not (is_file or is_folder) and (matches := sorted(filter(os.path.isfile, glob(path, recursive=True)))):
+            files = [File(match, max_record) for match in matches]
+            _check_format(name, files)
+            return Records(name, tuple(files), wanted, sample_by)
     if is_file:
-        file = File(name, max_record)
-        if file.suffix not in FORMATS:
-            found = file.suffix or "a file without suffix"
-            raise PackingError(f"{name}: cannot read {found}; it reads {', '.join(FORMATS)}")
+        file = File(path, max_record)
+        _check_format(name, [file])
         if split != "train":
-            raise PackingError(f"{name}: a file has no split {split!r}: leave split out, or pass a folder")
+            raise PackingError(
+                f"{name}: a file has no split={split!r}: leave split out, or pass a folder", option="split"
+            )
         return Records(name, (file,), wanted, sample_by)
     if is_folder:
         try:
-            files = (replace(file, max_record=max_record) for file in files_of_split(name, split))
-            return Records(name, tuple(files), wanted, sample_by)
+            of_split = (replace(file, max_record=max_record) for file in files_of_split(path, split))
+            return Records(name, tuple(of_split), wanted, sample_by)
         except OSError as error:
             raise PackingError(f"{name}: {error.strerror or first_line(error)}") from error
     if is_url(name) or not is_hub_name(name) or File(name).suffix in FORMATS:
         raise PackingError(f"{name}: no such file or folder, and not a hub name (`owner/name`)")
     return Records(name, listed=partial(_hub_rows, name, split))  # and no lambda, which processes cannot hand on
+
+
+def _check_format(name: str, files: Sequence[File]) -> None:
+    """Raises PackingError unless the files have one format, which is read."""
+    formats = sorted({file.suffix for file in files})
+    if len(formats) > 1:
+        raise PackingError(f"{name}: it names {' and '.join(formats)} files: pass those of one format")
+    if formats[0] not in FORMATS:
+        raise PackingError(
+            f"{name}: cannot read {formats[0] or 'a file without suffix'}; it reads {', '.join(FORMATS)}"
+        )
 
 
 def _remote_kind(url: str) -> tuple[bool, bool]:

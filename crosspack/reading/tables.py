@@ -35,7 +35,7 @@ class Group:
 
     @property
     def file(self) -> str:
-        return self.origin.path
+        return self.origin.name
 
     def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
         place = Place(self.file, "row", 0)
@@ -105,7 +105,7 @@ def table_stretches(origin: File, columns: frozenset[str]) -> Iterator[Group]:
         PackingError: the file is compressed as a whole.
     """
     if origin.compression:
-        raise PackingError(f"{origin.path}: {origin.suffix} files compress their columns themselves: decompress it")
+        raise PackingError(f"{origin.name}: {origin.suffix} files compress their columns themselves: decompress it")
     first = 0
     if origin.suffix == ".parquet":
         with _parquet(origin) as file:
@@ -133,7 +133,7 @@ def table_stretches(origin: File, columns: frozenset[str]) -> Iterator[Group]:
 def _refuse_twice(origin: File, names: list[str]) -> None:
     """Raise if two columns have one name: a record could hold one of them alone."""
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise PackingError(f"{origin.path}: two columns are named {twice[0]!r}: rename one of them")
+        raise PackingError(f"{origin.name}: two columns are named {twice[0]!r}: rename one of them")
 
 
 def _chosen(batch: Any, columns: frozenset[str]) -> Any:

@@ -16,6 +16,13 @@ def run(*arguments: object):
     return CliRunner(env={"NO_COLOR": "1"}).invoke(app, [str(argument) for argument in arguments])
 
 
+def done(*arguments: object):
+    """The result of a command that has to succeed."""
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def words(result) -> str:
     return " ".join(result.output.split())
 

@@ -30,7 +30,7 @@ from crosspack.cli import app
 from tests import processes
 
 EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir", "os.rmdir", "os.chmod", "os.link", "os.symlink")
-FORMATS = ("parquet", "arrow", "mds", "megatron")
+FORMATS = ("parquet", "arrow")
 
 
 def killed_at(operation: int, arguments: Sequence[object], folder: Path) -> int:

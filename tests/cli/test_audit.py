@@ -64,11 +64,8 @@ def test_trl_is_judged_as_people_build_it(family, verdicts) -> None:
     assert [rows[path]["verdict"] for path in ("SFTTrainer(packing=True)", enabled)] == verdicts
     assert rows[enabled]["logits"] is None and rows[enabled]["gradients"] < 1e-4
     assert "SFTTrainer(packing=True), enable_packing" in result.stderr
-
-
-def test_contamination_by_the_trainer_alone_is_exit_status_1() -> None:
-    pytest.importorskip("trl", reason="it is what is audited")
-    assert run("gpt_oss", "--trainer", "trl", "--path", "SFTTrainer(packing=True)").exit_code == 1
+    alone = run(family, "--trainer", "trl", "--path", "SFTTrainer(packing=True)")
+    assert alone.exit_code == (rows["SFTTrainer(packing=True)"]["verdict"] == "contaminated")
 
 
 def test_the_table_says_what_was_audited_and_what_its_numbers_mean(monkeypatch) -> None:
@@ -96,7 +93,7 @@ def test_what_a_path_raised_is_shown_as_it_is() -> None:
         (("llama", "--trainer", "nobody"), "--trainer nobody: there is trl"),
         (("llama", "--backend", "nothing"), "--backend nothing: the installed ones are"),
         (("t5",), "crosspack: t5 is no causal language model of transformers"),
-        (("no_such_model",), "no_such_model is neither a folder nor a model type of transformers"),
+        (("absent",), "give a folder that save_pretrained wrote, or a type such as llama"),
     ],
 )
 def test_bad_options_end_with_one_line(arguments, text) -> None:
@@ -105,6 +102,12 @@ def test_bad_options_end_with_one_line(arguments, text) -> None:
     assert text in " ".join(result.output.split())
 
 
-def test_an_unknown_family_is_an_error_of_the_project() -> None:
-    with pytest.raises(PackingError, match="give a folder that save_pretrained wrote, or a type such as llama"):
-        config_of("no_such_model")
+BROKEN = ["", "[]", "{}", '{"model_type": "absent"}', '{"model_type": "llama", "hidden_size": "x"}']
+
+
+@pytest.mark.parametrize("content", BROKEN)
+def test_a_config_that_cannot_be_read_is_an_error_that_names_the_folder(content, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(PackingError, match="no config that transformers reads") as error:
+        config_of(str(tmp_path))
+    assert str(error.value).startswith(str(tmp_path)) and len(str(error.value)) < 400

@@ -16,7 +16,6 @@ from packing_core.errors import ContaminationError
 from packing_core.training import job, timing
 from torch_backend.auditing.tiny import tiny_config
 from torch_backend.job import bench as torch_bench
-from torch_backend.stacks.paths import config_of, survey
 
 Measured = partial(job.Measured, judged=1)
 WAYS = ["padded", "stock packed", "stock packed, use_cache=False", "crosspack"]
@@ -50,10 +49,6 @@ def test_every_way_has_a_rate_and_a_verdict(tmp_path, records, family, verdicts)
     assert [each["verdict"] for each in measured] == verdicts
     assert all(each["tokens_per_second"] > 0 and each["failure"] == "" for each in measured)
     assert "1.00x" in result.stderr
-    stock = {each["way"]: each["verdict"] for each in measured}
-    audited = {row.path: row.verdict for row in survey(config_of(str(tmp_path)))}
-    assert stock["stock packed"] == audited["position_ids"]
-    assert stock["stock packed, use_cache=False"] == audited["position_ids, use_cache=False"]
 
 
 @pytest.mark.slow
@@ -69,7 +64,7 @@ def test_rows_of_one_document_judge_nothing(tmp_path, write):
     assert alone.exit_code == 0 and "no row holds two documents" in alone.stderr, alone.output
     assert [each["verdict"] for each in json.loads(alone.stdout)] == ["not judged"] * 4
     mixed = [*longs, {"text": "ab"}, {"text": "cd"}]
-    for seed in range(4):
+    for seed in range(2):
         result = run(*options, "--data", str(write("mixed.jsonl", mixed)), "--seed", str(seed))
         verdicts = [each["verdict"] for each in json.loads(result.stdout)]
         assert verdicts == ["exact", "contaminated", "contaminated", "exact"], (seed, result.output)

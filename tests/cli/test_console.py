@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 
@@ -13,8 +14,8 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from crosspack.cli import COMMANDS, app, console, progress, with_console_names
-from crosspack.cli.progress import TrainProgress, counted, tracked
+from crosspack.cli import COMMANDS, app, console, progress
+from crosspack.cli.progress import TrainProgress, counted
 from packing_core.errors import ContaminationError, PackingError, plural
 from packing_core.training.records import StepRecord
 from tests import processes
@@ -57,6 +58,20 @@ def test_the_shell_completes_commands_and_options(typed, offered):
     assert module(_CROSSPACK_COMPLETE="complete_bash", **words).stdout.split() == [offered]
 
 
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_characters_that_a_stream_cannot_show_are_escaped(encoding, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"text": "caf\u00e9 \u4e2d\u6587"}), encoding="utf-8")
+    result = module("report", "--data", str(data), "--capacity", "16", PYTHONIOENCODING=encoding)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_closed_standard_output_is_no_error():
+    closed = f'"{sys.executable}" -m crosspack recipes >&-'
+    result = processes.run(["sh", "-c", closed])
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("option", ["--sample_packing", "--neat-packing"])
 def test_a_switch_of_other_packers_is_not_taken_for_an_option_that_means_something_else(option):
     """--packing chooses the lengths of a row."""
@@ -72,7 +87,12 @@ def test_a_switch_of_other_packers_is_not_taken_for_an_option_that_means_somethi
     [
         (["--nonsense"], "No such option: --nonsense: see `crosspack --help`"),
         (["trian"], "No such command 'trian', is it train?: see `crosspack --help`"),
-        (["report", "--capcity", "8"], "see `crosspack report --help`"),
+        (["report", "--capcity", "8"], "--capcity, is it --capacity?: see `crosspack report --help`"),
+        (
+            ["train", "--max-length", "8"],
+            "--max-length, is it --capacity?: see `crosspack train --help`",
+        ),
+        (["train", "--learning-rate", "8"], "No such option: --learning-rate, is it --lr?"),
         (["report", "--capacity", "many"], "see `crosspack report --help`"),
         (["report", "--capacity", "0"], "see `crosspack report --help`"),
         (["pack"], "Missing option '--output': see `crosspack pack --help`"),
@@ -107,16 +127,29 @@ def test_every_error_is_one_line_and_verbose_shows_where_it_was_raised(command, 
     assert len(run("bench").stderr.splitlines()) == 1  # the option holds for one run
 
 
-def test_errors_name_options_and_not_keywords():
-    given = 'document 3 has 9 tokens and capacity is 8: pass overflow="split", "truncate" or "drop", or raise capacity'
-    assert with_console_names(given) == (
-        "document 3 has 9 tokens and capacity is 8: pass --overflow split, truncate or drop, or raise --capacity"
-    )
-    assert (
-        with_console_names('Pass implementation="auto" or another of a, b')
-        == "Pass --attention auto or another of a, b"
-    )
-    assert with_console_names('no column "text"') == 'no column "text"'
+@pytest.mark.parametrize(
+    ("message", "option", "says"),
+    [
+        (
+            '3 has 9 tokens and capacity is 8: pass overflow="split", "truncate" or "drop", or raise capacity',
+            "overflow capacity",
+            "3 has 9 tokens and --capacity is 8: pass --overflow split, truncate or drop, or raise --capacity",
+        ),
+        ("Pass implementation='auto' or another of a, b", "implementation", "Pass --attention auto or another of a, b"),
+        (
+            "equal_cost=True needs more, and rows_per_step=1,000",
+            "equal_cost",
+            "--equal-cost needs more, and rows_per_step=1,000",
+        ),
+        ('no column "overflow", and overflow="drop"', "", 'no column "overflow", and overflow="drop"'),
+    ],
+)
+def test_errors_name_options_in_place_of_the_keywords_that_they_carry(command, message, option, says):
+    def bench() -> None:
+        raise pickle.loads(pickle.dumps(PackingError(message, option=option)))  # as one of a worker process
+
+    command(bench)
+    assert run("bench").stderr == f"crosspack: {says}\n"
 
 
 def printing_bench() -> None:
@@ -190,9 +223,9 @@ def test_piped_counts_print_a_line_now_and_then(piped, capsys):
 
     assert list(counted(out, "documents read", items())) == list(range(25))
     assert capsys.readouterr().out.splitlines() == ["documents read: 9", "documents read: 19"]
-    for _ in tracked(out, "auditing", range(15)):
+    for _ in counted(out, "auditing", range(15), 15):
         clock[0] += 1.0
-    assert capsys.readouterr().out.splitlines() == ["auditing: 0 of 15", "auditing: 10 of 15"]
+    assert capsys.readouterr().out.splitlines() == ["auditing: 10 of 15"]
 
 
 def test_one_thing_is_singular():

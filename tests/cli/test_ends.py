@@ -58,18 +58,14 @@ def test_a_training_that_is_complete_is_not_made_again(small, model, tmp_path):
     assert "is not empty: pass --resume, --overwrite" in crosspack(*train, code=2)
 
 
-def test_a_training_that_was_killed_before_its_first_checkpoint_begins_again(small, tmp_path):
+@pytest.mark.parametrize("restarted", [False, True], ids=["killed", "elastic restart"])
+def test_a_training_that_ended_before_its_first_checkpoint_begins_again(small, tmp_path, monkeypatch, restarted):
     out = tmp_path / "out"
     (out / FOLDER / ".crosspack-partial-0").mkdir(parents=True)
+    if restarted:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     crosspack(*small, "--steps", 1, "--save-every", 1, "--output", out)
     assert (out / FOLDER / "step-00000001").exists() and not list((out / FOLDER).glob(".crosspack*"))
-
-
-def test_an_elastic_restart_before_the_first_checkpoint_begins_again(small, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    (out / FOLDER / ".crosspack-partial-0").mkdir(parents=True)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    crosspack(*small, "--steps", 1, "--save-every", 1, "--output", out)
 
 
 def test_parts_that_are_joined_are_not_joined_again(pack, tmp_path):
@@ -165,15 +161,14 @@ def test_a_worker_that_dies_is_named_whenever_it_dies():
             list(pool.results())
 
 
-@pytest.mark.parametrize("command", ["train", "bench"])
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_half_written_weights_are_one_line_that_names_them(command, share, small, model, tmp_path):
+def test_half_written_weights_are_one_line_that_names_them(small, tmp_path):
     crosspack(*small, "--steps", 1, "--output", tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     whole = weights.read_bytes()
-    weights.write_bytes(whole[: int(share * len(whole))])
-    said = crosspack(command, "--model", tmp_path / "model", "--data", small[4], code=2)
-    assert str(tmp_path / "model") in said.replace("\n", ""), said
+    for command, share in (("train", 0.0), ("bench", 0.5), ("train", 0.99)):
+        weights.write_bytes(whole[: int(share * len(whole))])
+        said = crosspack(command, "--model", tmp_path / "model", "--data", small[4], code=2)
+        assert str(tmp_path / "model") in said.replace("\n", ""), said
 
 
 @pytest.mark.parametrize(("more", "room"), [((), 60), (("--save-every", 1), 200)], ids=["model", "checkpoint"])

@@ -9,13 +9,12 @@ import typer
 
 from crosspack.cli import COMMANDS, app
 from crosspack.cli.help import options_of
-from tests.cli.console import one_line, run
+from tests.cli.console import done
 
 
 def shown(*arguments: str, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", str(width))
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
+    result = done(*arguments)
     return result.output
 
 
@@ -49,9 +48,3 @@ def test_the_groups_of_train_name_each_of_its_options_once():
     grouped = [name for parts in module.GROUPS.values() for part in parts for name in part.split()]
     assert len(grouped) == len(set(grouped))
     assert set(grouped) == {parameter.name for parameter in options_of(module.train)}
-
-
-def test_a_mistyped_command_or_option_of_a_file_is_offered_the_nearest(tmp_path):
-    assert "No such command 'trian', is it train?" in one_line(run("trian"))
-    (tmp_path / "run.yaml").write_text("capcity: 8\n")
-    assert "no option --capcity: is it capacity?" in one_line(run("train", "--config", tmp_path / "run.yaml"))

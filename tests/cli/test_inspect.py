@@ -56,3 +56,4 @@ def test_what_cannot_be_shown_is_one_line(packed, tmp_path) -> None:
     assert result.exit_code == 2 and "hold no token ids: pack it with `crosspack pack`" in one_line(result)
     assert run("inspect", packed, "--row", -1).exit_code == 2
     assert run("inspect", tmp_path / "absent.jsonl").exit_code == 2
+    assert one_line(run("inspect", packed, "--split", "dev")).endswith("pass another --split")

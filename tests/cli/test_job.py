@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from crosspack.cli.tables import loss_difference, padded_slots, padding, rate
+from crosspack.cli.tables import computed_tokens, loss_difference, padding, rate
 from crosspack.encoding.text import Document
 from packing_core.errors import PackingError
 from packing_core.extras import registered
@@ -218,6 +218,7 @@ def test_rates_leave_the_first_step_out_and_padding_counts_all(job):
     assert loss_difference(records, others) == 0.5
 
 
-def test_padded_slots_pad_every_batch_to_its_longest():
+def test_every_padded_batch_is_as_long_as_its_longest_document():
     # [3 1] [2 5] [4] -> 2 * 3 + 2 * 5 + 1 * 4
-    assert padded_slots(np.array([3, 1, 2, 5, 4]), 2) == 20
+    computed = computed_tokens(plan([3, 1, 2, 5, 4], 8), batches=(2,), seed=0)
+    assert computed["batches of 2, sorted"] == 2 * 5 + 2 * 3 + 1

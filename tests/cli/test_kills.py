@@ -6,10 +6,14 @@ A sample of the operations: ``python -m tests.cli.kills`` has them all.
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
+import crosspack
+from crosspack.reading.folders import LISTING
 from tests.cli import kills
 
 STRIDE = int(os.environ.get("CROSSPACK_KILLS_STRIDE", "29"))
@@ -38,3 +42,16 @@ def test_what_a_kill_changes_is_noticed(prepared, monkeypatch):
     commands, out = prepared["part"]
     monkeypatch.setattr("crosspack.cli.packjob.UNFINISHED", "none")
     assert kills.kill_everywhere(commands, out, stride=4, ignored=kills.differs_in_every_run).wrong
+
+
+def test_a_pack_that_is_killed_leaves_no_list_of_files_before_there_are_any(prepared):
+    ((command,), out) = prepared["pack:parquet"]
+    for operation in (2, 9, 23):
+        shutil.rmtree(out, ignore_errors=True)
+        assert kills.killed_at(operation, command, out) == -signal.SIGKILL
+        assert not (out / LISTING).exists() and not list(out.glob("train*"))
+        (out / "mine.jsonl").write_text('{"text": "a"}\n')
+        assert [row["text"] for row in crosspack.read(out)] == ["a"]
+        assert kills.killed_at(0, [*command, "--overwrite"], out) == 2, "the folder holds a file of the user's"
+        (out / "mine.jsonl").unlink()
+        assert kills.killed_at(0, command, out) == 0 and (out / LISTING).stat().st_size

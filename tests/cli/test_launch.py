@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from crosspack.cli import launch
-from tests.cli.console import losses, one_line, run
-from tests.torch_backend.torchrun import on_ranks
+from tests.cli.console import done, losses, one_line, run
+from tests.torch_backend.ranks import torchrun
 
 
 @pytest.mark.slow
@@ -19,14 +19,13 @@ def test_torchrun_trains_as_one_process_does_and_one_process_goes_on(small, tmp_
     """Three rows a step on two ranks, and their checkpoint resumed by one process for two more steps."""
     options = [*small, "--rows-per-step", 3, "--decay", "constant", "--warmup", 0, "--save-every", 2]
     one, two = tmp_path / "one", tmp_path / "two"
-    assert run(*options, "--steps", 6, "--output", one).exit_code == 0
+    done(*options, "--steps", 6, "--output", one)
     shared = map(str, [*options, "--steps", 4, "--output", two, "--strategy", "fsdp"])
-    printed = on_ranks("-m", "packing_core.cli", *shared)
+    printed = torchrun("-m", "packing_core.cli", *shared)
     assert printed.count("audit: exact") == 1  # by rank 0 alone
     assert json.loads((two / "crosspack.json").read_text())["device"].endswith("2 processes (fsdp)")
     np.testing.assert_allclose(losses(two), losses(one)[:4], rtol=1e-6)
-    extended = run(*options, "--steps", 6, "--output", two, "--resume")
-    assert extended.exit_code == 0, extended.output
+    done(*options, "--steps", 6, "--output", two, "--resume")
     np.testing.assert_allclose(losses(two), losses(one), rtol=1e-6)
     assert not list(two.glob(".crosspack-partial-*")) and not (two / ".crosspack-lock").exists()
 
@@ -39,8 +38,7 @@ def test_processes_of_nproc_run_the_same_options(small, monkeypatch):
         return 0
 
     monkeypatch.setattr(launch, "start", start)
-    result = run(*small, "--nproc", 2, "--steps", 3, "--dtype", "bfloat16", "--quiet", "--json")
-    assert result.exit_code == 0, result.output
+    done(*small, "--nproc", 2, "--steps", 3, "--dtype", "bfloat16", "--quiet", "--json")
     ((processes, arguments, file),) = started
     assert processes == 2
     assert arguments[:2] == ["train", "--config"] and arguments[3:] == ["--quiet", "--json"]

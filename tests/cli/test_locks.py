@@ -27,12 +27,30 @@ def test_a_second_writer_is_refused_and_says_who_the_first_is(tmp_path):
     assert held(out) == {"train-0": "a"}
 
 
-@pytest.mark.parametrize("holder", ["", "{}", json.dumps({"pid": 1, "host": "elsewhere", "since": "then"})])
+OTHERS = {"token": "t", "pid": 1, "host": "elsewhere", "processes": "", "since": "then"}
+CONTAINER = {**OTHERS, "host": socket.gethostname(), "pid": 2**22 + 1}  # its id runs nowhere here, and it lives
+
+
+@pytest.mark.parametrize("holder", ["{}", '{"pid": 1, "host": "elsewhere", "since": "then"}', json.dumps(CONTAINER)])
 def test_a_lock_of_somebody_unknown_is_left_and_the_way_out_named(tmp_path, holder):
     (tmp_path / LOCK).write_text(holder)
     with pytest.raises(PackingError, match=rf"if it no longer runs, remove .*{LOCK}"):
         run(tmp_path, {})
     assert (tmp_path / LOCK).read_text() == holder
+
+
+def test_an_empty_lock_is_nobodys_once_it_stays_empty(tmp_path, monkeypatch):
+    """A process that makes a lock writes into it at once: an empty one is of a process that was killed in between."""
+    monkeypatch.setattr(lock, "EMPTY", 0.1)
+    (tmp_path / LOCK).touch()
+    run(tmp_path, {"train-0": "a"})
+    assert "train-0" in held(tmp_path)
+    (tmp_path / LOCK).touch()
+    written = threading.Timer(0.05, (tmp_path / LOCK).write_text, [json.dumps(OTHERS)])
+    written.start()
+    with pytest.raises(PackingError, match="process 1 on elsewhere has been writing"):
+        run(tmp_path, {})
+    written.join()
 
 
 def silent(path, seconds: float) -> None:
@@ -41,10 +59,7 @@ def silent(path, seconds: float) -> None:
     os.utime(path, (then, then))
 
 
-OTHERS = {"token": "t", "pid": 1, "host": "elsewhere", "processes": "", "since": "then"}
-
-
-@pytest.mark.parametrize("holder", ["", json.dumps(OTHERS), json.dumps({**OTHERS, "host": socket.gethostname()})])
+@pytest.mark.parametrize("holder", [json.dumps(OTHERS), json.dumps({**OTHERS, "host": socket.gethostname()})])
 @pytest.mark.parametrize("seconds", [61, -3600], ids=["silent", "clock set back"])
 def test_a_lock_without_a_sign_of_life_is_taken_over(tmp_path, holder, seconds, monkeypatch):
     """Covers a full disk, another machine, and another container of this host name, whose process 1 is not ours."""
@@ -55,13 +70,6 @@ def test_a_lock_without_a_sign_of_life_is_taken_over(tmp_path, holder, seconds, 
     monkeypatch.setattr(lock, "BEAT", 0.02)
     run(tmp_path, {"train-0": "a"})
     assert held(tmp_path) == {"manifest.json": "{}", "train-0": "a"}
-
-
-def test_a_process_of_another_container_is_not_taken_for_a_dead_one_of_ours(tmp_path):
-    """Its id runs nowhere here, and it lives."""
-    (tmp_path / LOCK).write_text(json.dumps({**OTHERS, "host": socket.gethostname(), "pid": 2**22 + 1}))
-    with pytest.raises(PackingError, match="has been writing there"):
-        run(tmp_path, {})
 
 
 def test_a_writer_shows_signs_of_life_and_notices_that_it_was_taken_over(tmp_path, monkeypatch):

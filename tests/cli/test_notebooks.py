@@ -28,13 +28,9 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_stored_without_outputs(notebook) -> None:
+def test_a_notebook_is_stored_without_outputs_and_its_links_lead_somewhere(notebook) -> None:
     stored = json.loads(notebook.read_text())
     assert stored["nbformat"] == 4
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in stored["cells"])
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_links_of_a_notebook_lead_somewhere(notebook) -> None:
     for link in re.findall(r"\]\(([^)#]+)", "\n".join(cells(notebook, "markdown"))):
         assert (notebook.parent / link).exists(), link

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import crosspack
@@ -14,8 +17,8 @@ from packing_core.planning.cost import Cost
 from packing_core.planning.epochs import plan_steps
 from packing_core.planning.order import octaves
 from packing_core.planning.plan import plan
+from tests.cli.kills import killed_at
 from tests.cli.packs import pack, result
-from tests.cli.test_pack_runs import killed_after
 
 CAPACITY = 64
 ORDERS = [("curriculum", None), ("sorted", "day"), ("grouped", "topic")]
@@ -83,14 +86,14 @@ def test_parts_and_several_workers_give_the_same_bytes(data, tmp_path):
     }
 
 
-@pytest.mark.parametrize("at", [20, 75, 130])
-def test_a_run_that_is_killed_and_started_again_gives_the_same_bytes(data, tmp_path, at):
+def test_a_run_that_is_killed_and_started_again_gives_the_same_bytes(data, tmp_path):
     options = given(data, "sorted", "day")
     pack(*options, "--output", tmp_path / "expected")
-    out = [*options, "--output", str(tmp_path / "out")]
-    assert killed_after(at, out) == -signal.SIGKILL
-    pack(*out)
-    assert result(tmp_path / "out") == result(tmp_path / "expected")
+    for at in (20, 75, 130):
+        out = [*options, "--output", str(tmp_path / f"out{at}")]
+        assert killed_at(at, ["pack", *out], tmp_path / f"out{at}") == -signal.SIGKILL
+        pack(*out)
+        assert result(tmp_path / f"out{at}") == result(tmp_path / "expected")
 
 
 def test_rows_of_a_step_cost_the_same_from_parts_and_after_a_kill(data, tmp_path):
@@ -115,7 +118,7 @@ def test_rows_of_a_step_cost_the_same_from_parts_and_after_a_kill(data, tmp_path
     assert (manifest["equal_cost"], manifest["rows_per_step"]) == (True, 4)
 
     killed = [*even, "--output", str(tmp_path / "out")]
-    assert killed_after(40, killed) == -signal.SIGKILL
+    assert killed_at(40, ["pack", *killed], tmp_path / "out") == -signal.SIGKILL
     pack(*killed)
     assert result(tmp_path / "out") == result(tmp_path / "even")
     for part in ("2/2", "1/2"):
@@ -148,12 +151,12 @@ def test_records_without_a_key_are_named_and_skipped_on_demand(data, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--order", "sorted"], "--order sorted needs --order-by, the column of the records to order by"),
-        (["--order-by", "day"], "--order-by day has no effect under --order random"),
-        (["--order", "curriculum", "--packing", "best_fit"], "--order curriculum packs mixed rows: leave --packing"),
+        (["--order", "sorted"], "--order sorted needs --order-by: pass one key per document"),
+        (["--order-by", "day"], "--order-by has no effect under --order random"),
+        (["--order", "curriculum", "--packing", "best_fit"], "in stages of its own: leave --packing best_fit"),
         (["--equal-cost"], "--equal-cost needs --rows-per-step, how many rows of the files are trained together"),
         (["--rows-per-step", 4], "--rows-per-step 4 has no effect without --equal-cost: pass both or neither"),
-        (["--equal-cost", "--rows-per-step", 4, "--order", "curriculum"], "by cost: leave --order curriculum out"),
+        (["--equal-cost", "--rows-per-step", 4, "--order", "curriculum"], "cost: leave it or --order curriculum out"),
         (["--equal-cost", "--rows-per-step", 4, "--packing", "best_fit"], "by cost: leave --packing best_fit out"),
         (["--equal-cost", "--rows-per-step", 1], "and --rows-per-step 1 gives it one: pass more"),
         (
@@ -166,3 +169,18 @@ def test_records_without_a_key_are_named_and_skipped_on_demand(data, tmp_path):
 def test_contradictory_options_are_refused(data, tmp_path, options, said):
     known = ["--data", data / "data.jsonl", "--tokenizer", data / "tokenizer", "--output", tmp_path / "out"]
     assert said in pack(*known, *options, code=2)
+
+
+def test_keys_of_a_csv_are_numbers_and_dates_of_parquet_are_sorted(tokenizer, tmp_path):
+    days = [10, 9, 100]
+    table = pa.table({"text": ["fox"] * 3, "day": [date(2024, 1, 1) + timedelta(day) for day in days], "id": days})
+    pq.write_table(table, tmp_path / "data.parquet")
+    rows = "".join(f"fox,{day},{day}\n" for day in days)
+    (tmp_path / "data.csv").write_text(f"text,day,id\n{rows}")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    for name in ("data.csv", "data.parquet"):
+        out = tmp_path / f"out-{name}"
+        options = ["--data", tmp_path / name, "--tokenizer", tmp_path / "tokenizer", "--capacity", 4, "--keep", "id"]
+        pack(*options, "--max-segments", 1, "--order", "sorted", "--order-by", "day", "--output", out)
+        table = pq.read_table(out / "train-00000.parquet")
+        assert [int(ids[0]) for ids in table["id"].to_pylist()] == [9, 10, 100]

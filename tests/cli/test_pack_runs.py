@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 import crosspack
 from crosspack.cli import app
+from crosspack.cli.packjob import PART_FILE
 from crosspack.cli.progress import Ticker
 from crosspack.encoding.text import Encoded
 from crosspack.packing.journal import journal
@@ -24,14 +26,16 @@ from crosspack.packing.run import Part, Run, Worker
 from crosspack.packing.unit import Key, Rules, make_unit
 from crosspack.reading.places import Piece
 from packing_core.planning.plan import plan
+from packing_core.planning.rule import RowRule
 from packing_core.training.schedule import Document
 from tests import processes
+from tests.cli.kills import killed_at
 from tests.cli.packs import arguments, documents, pack, result, rows_of
 from tests.cli.packs import corpus as corpus
 from tests.packing_core import naive
 
 # With one worker and with two, which cost more; 200 and more in a long run.
-KILLS = [int(os.environ.get("CROSSPACK_KILLS", n)) for n in (3, 3 if "CROSSPACK_TEST_ALL" in os.environ else 1)]
+KILLS = [int(os.environ.get("CROSSPACK_KILLS", n)) for n in (3, 1)]
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz", "data.parquet"])
@@ -77,20 +81,14 @@ def test_long_documents_are_cut_as_by_hand_and_every_token_is_trained_once(corpu
     )
 
 
-def test_a_cap_on_documents_holds_in_every_row(corpus, tmp_path):
-    pack(*arguments(corpus), "--max-segments", 2, "--output", tmp_path / "capped", "--workers", 1)
-    pack(*arguments(corpus), "--output", tmp_path / "free", "--workers", 1)
+def test_a_cap_on_documents_and_the_size_of_units_change_no_document(corpus, tmp_path):
+    options = {"capped": ("--max-segments", 2), "small": (), "whole": ("--block-size", 1 << 24)}
+    for name, more in options.items():
+        pack(*arguments(corpus), *more, "--output", tmp_path / name, "--workers", 1)
     assert {len(row["seq_lengths"]) for row in crosspack.read(tmp_path / "capped")} <= {1, 2}
-    assert documents(tmp_path / "capped") == documents(tmp_path / "free")
-
-
-def test_ray_makes_the_same_bytes(corpus, tmp_path):
-    pytest.importorskip("ray", reason="ray is not installed")
-    given = arguments(corpus, "--rows-per-file", 40)
-    pack(*given, "--output", tmp_path / "here", "--workers", 1)
-    with processes.limited():
-        pack(*given, "--output", tmp_path / "there", "--engine", "ray", "--workers", 2)
-    assert result(tmp_path / "there") == result(tmp_path / "here")
+    assert documents(tmp_path / "capped") == documents(tmp_path / "small") == documents(tmp_path / "whole")
+    small, whole = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("small", "whole"))
+    assert abs(small["efficiency"] - whole["efficiency"]) < 0.01
 
 
 class Data:
@@ -117,11 +115,13 @@ class Data:
 
 
 def test_the_engine_for_ray_hands_jobs_on_and_takes_results_in_any_order(corpus, tmp_path, monkeypatch):
-    ray = SimpleNamespace(init=lambda **options: None, cluster_resources=lambda: {"CPU": 2.0}, data=Data())
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray.data", ray.data)
+    if find_spec("ray") is None:
+        ray = SimpleNamespace(init=lambda **options: None, cluster_resources=lambda: {"CPU": 2.0}, data=Data())
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        monkeypatch.setitem(sys.modules, "ray.data", ray.data)
     pack(*arguments(corpus, name="data.parquet"), "--output", tmp_path / "here", "--workers", 1)
-    pack(*arguments(corpus, name="data.parquet"), "--output", tmp_path / "there", "--engine", "ray")
+    with processes.limited():
+        pack(*arguments(corpus, name="data.parquet"), "--output", tmp_path / "there", "--engine", "ray")
     assert result(tmp_path / "there") == result(tmp_path / "here")
 
 
@@ -129,7 +129,7 @@ def test_the_engine_for_ray_hands_jobs_on_and_takes_results_in_any_order(corpus,
 def test_units_fill_rows_as_one_plan_of_all_documents_does(tmp_path, capacity):
     lengths = np.random.default_rng(0).lognormal(5.5, 1.0, 30_000).astype(int).clip(2, capacity)
     whole = plan(lengths, capacity, seed=0).efficiency
-    rules = Rules(capacity, "error", "mixed", 0, 1 << 20, "uint16")
+    rules = Rules(RowRule(capacity), 0, 1 << 20, "uint16")
     (tmp_path / "units").mkdir()
     with journal(tmp_path / "journal", {}) as log:
         run = Run([], Worker(None, rules, "stop", "parquet", tmp_path / "units", tmp_path), log, part=Part())
@@ -160,39 +160,12 @@ def test_a_part_that_is_missing_or_of_other_options_is_named(corpus, tmp_path):
     assert "was made of other data or with other options" in pack("--merge", "--output", out, code=2)
     assert "pass K/N with K from 1 to N" in pack(*arguments(corpus), "--output", out, "--part", "3/2", code=2)
     assert "holds no part" in pack("--merge", "--output", tmp_path / "empty", code=2)
-
-
-def test_all_documents_are_in_the_rows_once(corpus, tmp_path):
-    pack(*arguments(corpus), "--output", tmp_path / "small")
-    pack(*arguments(corpus), "--block-size", 1 << 24, "--output", tmp_path / "whole")
-    assert documents(tmp_path / "small") == documents(tmp_path / "whole")
-    small, whole = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("small", "whole"))
-    assert abs(small["efficiency"] - whole["efficiency"]) < 0.01
-
-
-def killed_after(events: int, arguments: list[str]) -> int:
-    """Run ``crosspack pack`` in a copy of this process, and kill it before it does the n-th thing to a file in ``out``.
-
-    Returns:
-        The exit status, or minus the signal.
-    """
-    left = events
-
-    def counting(event: str, details: tuple[Any, ...]) -> None:
-        nonlocal left
-        if event in _EVENTS and "out" in str(details[0]):
-            left -= 1
-            if not left:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def work() -> int:
-        sys.addaudithook(counting)
-        return CliRunner().invoke(app, ["pack", *arguments]).exit_code
-
-    return processes.forked(work)
-
-
-_EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir", "os.rmdir", "shutil.rmtree")
+    pack(*arguments(corpus), "--output", tmp_path / "alone", "--part", "1/1")
+    (path,) = (tmp_path / "alone").rglob(PART_FILE)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"run": content["run"] | {"format": "mds"}}))
+    said = pack("--merge", "--output", tmp_path / "alone", code=2)
+    assert "are for mds files, which are written no more" in said
 
 
 @pytest.mark.parametrize(("workers", "rounds"), [*enumerate(KILLS, 1)])
@@ -210,7 +183,7 @@ def test_a_run_that_is_killed_anywhere_and_started_again_gives_the_same_bytes(co
     rng = np.random.default_rng(int(os.environ.get("CROSSPACK_SEED", "0")))
     kills = runs = 0
     while kills < rounds or runs < min(rounds, 2):
-        status = killed_after(int(rng.integers(1, 150)) if kills < rounds else 0, given)
+        status = killed_at(int(rng.integers(1, 150)) if kills < rounds else 0, ["pack", *given], out)
         kills += status == -signal.SIGKILL
         complete = (out / "manifest.json").exists()
         if complete:  # nothing looks finished that is not

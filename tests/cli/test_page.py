@@ -14,8 +14,8 @@ from crosspack.cli.findings import by_cap, by_policy, by_rank, by_strategy, hist
 from crosspack.cli.page import DARK, LIGHT, _lengths
 from crosspack.cli.report import pictured
 from crosspack.cli.speed import SHAPES, Speed, of_run
-from packing_core import Cost, PackingError, plan
-from tests.cli.console import one_line, run
+from packing_core import Cost, PackingError, RowRule, plan
+from tests.cli.console import done
 
 VOID = {"meta", "rect", "line"}
 
@@ -62,8 +62,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def written(data, tmp_path_factory):
     output = tmp_path_factory.mktemp("page") / "deep" / "report.html"
-    result = run("report", "--data", data, "--capacity", 48, "--output", output, "--ranks", 4, "--json")
-    assert result.exit_code == 0, result.output
+    result = done("report", "--data", data, "--capacity", 48, "--output", output, "--ranks", 4, "--json")
     return output.read_text("utf-8"), json.loads(result.stdout)
 
 
@@ -73,15 +72,11 @@ def test_the_page_is_whole_in_itself(written) -> None:
     assert text.startswith("<!doctype html>") and page.all("html")[0]["lang"] == "en"
     assert not page.all("script") and not page.all("link") and not page.all("img")
     assert not re.search(r"https?:|url\(|@import|src=", text)
+    assert "a<b>&c.jsonl" not in text and "a&lt;b&gt;&amp;c.jsonl" in text, "names from the data are text"
     assert "default-src 'none'" in text
 
 
-def test_names_from_the_data_are_text(written) -> None:
-    text, _ = written
-    assert "a<b>&c.jsonl" not in text and "a&lt;b&gt;&amp;c.jsonl" in text
-
-
-def test_a_screen_reader_finds_titles_tables_and_sections(written) -> None:
+def test_screen_readers_and_keyboards_reach_everything(written) -> None:
     page = Page(written[0])
     ids = [attributes["id"] for _, attributes, _ in page.found if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -94,10 +89,7 @@ def test_a_screen_reader_finds_titles_tables_and_sections(written) -> None:
     assert all(header["scope"] in ("row", "col") for header in page.all("th"))
     assert len(page.all("h1")) == 1 and all(section["aria-labelledby"] in ids for section in page.all("section"))
     assert all(link["href"][1:] in ids for link in page.all("a"))
-
-
-def test_a_keyboard_reaches_everything_that_scrolls(written) -> None:
-    scrolling = [found for found in Page(written[0]).all("div") if found.get("class") == "scroll"]
+    scrolling = [found for found in page.all("div") if found.get("class") == "scroll"]
     assert scrolling
     assert all(found["tabindex"] == "0" and found["role"] == "region" and found["aria-label"] for found in scrolling)
 
@@ -135,10 +127,7 @@ def test_the_page_says_what_the_figures_say(written) -> None:
     assert f"{found['ranks']['slowest_over_mean_after']:.4f}" in said
     assert {x["overflow"] for x in found["policies"]} == {"truncate", "split", "overlap", "restart", "drop"}
     assert [x["max_segments"] for x in found["caps"]][-1] is None
-
-
-def test_packed_rows_need_no_tokenizer_and_keep_their_documents(written) -> None:
-    assert written[1]["tokenizer"] == "none, the data holds token ids"
+    assert found["tokenizer"] == "none, the data holds token ids"
 
 
 def test_rows_are_pictured_with_what_carries_loss() -> None:
@@ -154,22 +143,25 @@ def test_rows_are_pictured_with_what_carries_loss() -> None:
     assert "row 1, document 2: 8 tokens, 5 with loss" in drawn
 
 
-def test_policies_count_what_they_leave_out() -> None:
+def test_policies_caps_and_ranks_are_counted() -> None:
     found = {x["overflow"]: x for x in by_policy(np.array([4, 10, 17]), 8)}
     assert [found[p]["tokens_left_out"] for p in ("truncate", "split", "drop")] == [11, 0, 27]
     assert found["split"]["pieces"] == 5
     shown = {x["overflow"]: x for x in by_policy(np.array([4, 10, 17]), 8, context=4)}
     assert [shown["restart"][name] for name in ("pieces", "context_tokens", "tokens_left_out")] == [6, 16, 0]
+    caps = by_cap(np.full(64, 8), RowRule(64, max_segments=3), 0)
+    assert {x["max_segments"]: x["rows"] for x in caps} == {3: 22, 4: 16, 8: 8, 16: 8, 32: 8, None: 8}
+    assert next(x["efficiency"] for x in caps if x["max_segments"] == 4) == 0.5
+    rows = plan(np.random.default_rng(0).integers(1, 1000, 2000), 1000)
+    ranks = by_rank(rows, 4, Cost(tokens=0, squares=1), 0)
+    assert ranks["slowest_over_mean_after"] < ranks["slowest_over_mean_before"]
+    assert by_rank(plan([1], 8), 4, Cost(), 0) is None
+    for values in (np.array([5]), np.array([1, 1, 10, 1000])):
+        counts, edges = histogram(values).values()
+        assert sum(counts) == len(values) and len(edges) == len(counts) + 1
 
 
-def test_a_cap_on_documents_costs_fill() -> None:
-    lengths = np.full(64, 8)
-    found = {x["max_segments"]: x for x in by_cap(lengths, 64, {"max_segments": 3, "strategy": "mixed", "seed": 0})}
-    assert {cap: x["rows"] for cap, x in found.items()} == {3: 22, 4: 16, 8: 8, 16: 8, 32: 8, None: 8}
-    assert found[4]["efficiency"] == 0.5
-
-
-def test_strategies_are_the_plans_rows() -> None:
+def test_strategies_are_the_plans_rows_and_hours_follow_the_operations() -> None:
     lengths = np.random.default_rng(0).integers(1, 30, 200)
     for made in by_strategy(lengths, 32, "truncate", 0, Speed.stated("llama-1b", "h100")):
         rows = plan(lengths, made["capacity"], strategy=made["strategy"], overflow="truncate", seed=0)
@@ -178,16 +170,6 @@ def test_strategies_are_the_plans_rows() -> None:
         squares = int((rows.length**2).sum())
         forward = cost.tokens * rows.n_rows * rows.capacity + cost.squares * squares
         assert made["hours"] == pytest.approx(3 * forward / (989e12 * 0.4) / 3600)
-
-
-def test_balancing_makes_ranks_wait_less() -> None:
-    rows = plan(np.random.default_rng(0).integers(1, 1000, 2000), 1000)
-    found = by_rank(rows, 4, Cost(tokens=0, squares=1), 0)
-    assert found["slowest_over_mean_after"] < found["slowest_over_mean_before"]
-    assert by_rank(plan([1], 8), 4, Cost(), 0) is None
-
-
-def test_hours_follow_the_operations() -> None:
     rows = plan([100] * 64, 100)
     found = {x["arrangement"]: x["hours"] for x in hours(rows, Speed.stated("llama-8b", "h100"), (8,), 0)}
     cost = Cost.operations(SHAPES["llama-8b"])
@@ -231,16 +213,3 @@ def test_a_measured_run_gives_the_time_of_its_own_rows_and_of_others_by_their_co
     (tmp_path / "crosspack.json").write_text("[]")
     with pytest.raises(PackingError, match="pass the folder that crosspack train --output wrote"):
         Speed.measured(tmp_path, rows)
-
-
-def test_a_histogram_counts_everything_once() -> None:
-    for values in (np.array([5]), np.array([1, 1, 10, 1000])):
-        counts, edges = histogram(values)
-        assert sum(counts) == len(values) and len(edges) == len(counts) + 1
-
-
-def test_a_page_is_not_replaced_unasked(data, tmp_path) -> None:
-    output = tmp_path / "report.html"
-    output.write_text("mine")
-    assert "report.html exists: pass --overwrite" in one_line(run("report", "--data", data, "--output", output))
-    assert output.read_text() == "mine"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from crosspack.cli.recipes import _files, about
-from tests.cli.console import one_line, run
+from tests.cli.console import done, one_line, run
 from tests.cli.test_tasks import RECORDS, weights  # noqa: F401  (a fixture)
 
 NAMES = [path.stem for path in _files()]
@@ -19,7 +19,7 @@ def test_a_recipe_trains_a_tiny_model(name, weights, write, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     task = name if name in RECORDS else "sft"
     file = Path("mine.yaml")
-    assert run("recipes", name, "--output", file).exit_code == 0
+    done("recipes", name, "--output", file)
     records = RECORDS.get(task) or [{"prompt": "question:", "completion": " The quick brown fox."}] * 16
     data = [write(part, records) for part in ("data.jsonl", "held.jsonl")]
     Path("rewards.py").write_text("def score(completions, **_):\n    return [float(len(x)) for x in completions]\n")
@@ -31,8 +31,7 @@ def test_a_recipe_trains_a_tiny_model(name, weights, write, tmp_path, monkeypatc
     small += generated if task == "grpo" else ()
     text = file.read_text().replace("master-weights: true\n", "")  # of bfloat16 weights, which the CPU takes long for
     file.write_text(text)
-    result = run("train", "--config", file, *small)
-    assert result.exit_code == 0, result.output
+    result = done("train", "--config", file, *small)
     assert "audit: exact" in result.output
     assert any(Path("runs").glob("*/*.safetensors"))
 

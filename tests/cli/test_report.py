@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.cli.console import PNG, one_line, run, words
+from packing_core.planning.plan import plan
+from tests.cli.console import PNG, done, one_line, run, words
 
 
 @pytest.fixture
@@ -19,8 +22,7 @@ def report(data, model):
 
 def test_report_says_what_packing_saves(report, tmp_path):
     picture = tmp_path / "deep" / "report.png"
-    result = run(*report, "--output", picture)
-    assert result.exit_code == 0, result.output
+    result = done(*report, "--output", picture)
     assert picture.read_bytes().startswith(PNG)
     lines = {line.split("│")[1].strip(): line for line in result.output.splitlines() if line.startswith("│")}
     padded = float(re.search(r"([\d.]+)%", lines["batches of 16, random"]).group(1))
@@ -31,8 +33,7 @@ def test_report_says_what_packing_saves(report, tmp_path):
 
 
 def test_report_says_the_longest_row_of_a_model(report, model):
-    alone = run("report", "--model", model, "--gpu", 2, "--json")
-    assert alone.exit_code == 0, alone.output
+    alone = done("report", "--model", model, "--gpu", 2, "--json")
     found = json.loads(alone.stdout)
     none, *_, offload = rows = list(found["longest_rows"].values())
     assert 1_000 < none < offload and rows == sorted(rows) and found["gpu_gib"] == 2
@@ -43,37 +44,19 @@ def test_report_says_the_longest_row_of_a_model(report, model):
     assert f"{none:,}" in run("report", "--model", model, "--gpu", 2).output
 
 
-def test_report_refuses_adapters_of_no_model_and_says_what_is_wrong_in_a_config(tmp_path):
-    result = run("report", "--adapters", 4)
-    assert result.exit_code == 2 and "--adapters 4 has an effect with --model alone" in words(result)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "4096"}))
-    assert "field 'hidden_size': TypeError" in words(run("report", "--model", tmp_path, "--gpu", 80))
-
-
-def test_report_refuses_a_gpu_that_is_neither_a_name_nor_a_size():
-    for gpu in ("h900", 0, -1, "inf", "nan"):
-        result = run("report", f"--gpu={gpu}")
-        assert result.exit_code == 2
-        assert "name one of a100, h100, h200, b200, l4, rtx4090, or its memory in GiB" in words(result)
-
-
 def test_report_says_what_rows_are_made_of(report):
     by_length, mixed = (json.loads(run(*report, "--packing", s, "--json").stdout) for s in ("best_fit", "mixed"))
     assert mixed["packing"] == "mixed" and by_length["packing"] == "best_fit"
     assert json.loads(run(*report, "--json").stdout) == mixed, "the default"
     assert mixed["composition"]["row_distance"] < by_length["composition"]["row_distance"]
-    lines = {line.split("│")[1].strip(): line for line in run(*report).output.splitlines() if line.startswith("│")}
+    lines = {
+        line.split("│")[1].strip(): line
+        for line in run(*report, "--composition").output.splitlines()
+        if line.startswith("│")
+    }
+    assert "documents per row, mean" not in run(*report).output
     assert f"{mixed['composition']['documents_per_row']:,.1f}" in lines["documents per row, mean"]
     assert "documents per step of 8 rows, deviation" in lines
-
-
-def test_report_needs_no_library_of_pictures_for_its_tables(report, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.chdir(tmp_path)
-    result = run(*report)
-    assert result.exit_code == 0 and "packed" in result.output
-    assert not list(tmp_path.rglob("*.png"))  # none is drawn unasked
-    assert "pip install 'crosspack[plot]'" in one_line(run(*report, "--output", "report.png"))
 
 
 def test_report_replaces_no_picture_unasked(report, tmp_path):
@@ -81,12 +64,45 @@ def test_report_replaces_no_picture_unasked(report, tmp_path):
     picture.write_text("mine")
     assert "report.png exists: pass --overwrite or another name" in one_line(run(*report, "--output", picture))
     assert picture.read_text() == "mine"
-    assert run(*report, "--output", picture, "--overwrite").exit_code == 0
+    done(*report, "--output", picture, "--overwrite")
     assert picture.read_bytes().startswith(PNG)
     assert "name a page that ends in .html or a picture in .png, .pdf, .svg" in one_line(
         run(*report, "--output", tmp_path / "r.xyz")
     )
-    assert "is a folder: name a file inside it" in one_line(run(*report, "--output", _folder(tmp_path / "r.png")))
+    (tmp_path / "r.png").mkdir()
+    assert "is a folder: name a file inside it" in one_line(run(*report, "--output", tmp_path / "r.png"))
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_page(report, tmp_path, monkeypatch):
+    page = tmp_path / "page.html"
+    page.write_text("old")
+
+    def full(path: Path, *args: object, **options: object) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    said = run(*report, "--output", page, "--overwrite")
+    assert said.exit_code == 2 and "No space left on device" in said.stderr.splitlines()[-1]
+    monkeypatch.undo()
+    assert page.read_text() == "old" and list(tmp_path.glob(".*.html")) == []
+
+
+def test_what_a_report_cannot_follow_is_refused_by_name(report, write, tmp_path, monkeypatch):
+    result = run("report", "--adapters", 4)
+    assert result.exit_code == 2 and "--adapters 4 has an effect with --model alone" in words(result)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "4096"}))
+    assert "field 'hidden_size': TypeError" in words(run("report", "--model", tmp_path, "--gpu", 80))
+    for gpu in ("h900", 0, -1, "inf", "nan"):
+        result = run("report", f"--gpu={gpu}")
+        assert result.exit_code == 2
+        assert "name one of a100, h100, h200, b200, l4, rtx4090, or its memory in GiB" in words(result)
+    path = write("data.jsonl", [{"input_ids": [1, 2, 3]}, {"text": "fox"}])
+    assert f"{path}:2 holds no token ids, as the records before it do" in one_line(run("report", "--data", path))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.chdir(tmp_path)
+    assert run(*report).exit_code == 0 and not list(tmp_path.rglob("*.png")), "none is drawn unasked"
+    assert "pip install 'crosspack[plot]'" in one_line(run(*report, "--output", "report.png"))
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "drop", "split"])
@@ -98,25 +114,47 @@ def test_report_says_what_overflow_leaves_out(report, overflow):
     assert f"{long:,} documents longer than 12 tokens, under --overflow {overflow}: {lost:,} tokens" in text
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"instruction": "quick", "input": "", "output": "zebras jump"},
-        {"conversations": [{"from": "human", "value": "quick"}, {"from": "gpt", "value": "zebras"}]},
-    ],
-    ids=["Alpaca", "ShareGPT"],
-)
-def test_a_report_without_a_tokenizer_reads_every_layout(write, record):
-    result = run("report", "--data", write("data.jsonl", [record] * 8), "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["documents"] == 8
+@pytest.mark.parametrize("lengths", [[2, 3, 7], [126] * 3 + [418], [1, 5_000, 9_000_000]])
+def test_the_axes_of_the_picture_are_in_plain_numbers(lengths, tmp_path, monkeypatch):
+    figures = pytest.importorskip("crosspack.cli.figures")
+    drawn = []
+    figure = figures._figure
+    monkeypatch.setattr(figures, "_figure", lambda *size: drawn.append(figure(*size)) or drawn[-1])
+    lengths = np.array(lengths * 4)
+    rows, random = (plan(lengths, int(lengths.max()), strategy=s) for s in ("best_fit", "sequential"))
+    figures.report_figure(lengths, rows, random, tmp_path / "a.png", batches=(2,), seed=0, title="t")
+    for axes in drawn[0].axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            texts = [tick.label1.get_text() for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]]
+            assert not axis.get_offset_text().get_text()
+            assert not [text for text in texts if re.search(r"\$|\de[+-]?\d|\^", text)], texts
+            numbers = [text for text in texts if re.fullmatch(r"[−-]?[\d,.]+", text)]
+            assert len(numbers) >= 2 or axis.get_scale() == "linear", (axes.get_title(), texts)
 
 
-def test_a_report_of_token_ids_names_the_first_record_without_them(write):
-    path = write("data.jsonl", [{"input_ids": [1, 2, 3]}, {"text": "fox"}])
-    assert f"{path}:2 holds no token ids, as the records before it do" in one_line(run("report", "--data", path))
+def pieces_of(monkeypatch, size):
+    monkeypatch.setattr("crosspack.cli.report.unit_size", lambda *arguments: size)
 
 
-def _folder(path: Path) -> Path:
-    path.mkdir()
-    return path
+def test_a_report_read_in_pieces_or_by_processes_is_that_of_one_read(report, monkeypatch, tmp_path):
+    done(*report, "--output", tmp_path / "whole.html", "--json")
+    whole = json.loads(run(*report, "--json").stdout)
+    pieces_of(monkeypatch, 500)
+    assert json.loads(run(*report, "--output", tmp_path / "pieces.html", "--json").stdout) == whole
+    pages = [re.sub(r"chart-\d+", "", (tmp_path / name).read_text()) for name in ("whole.html", "pieces.html")]
+    assert pages[0] == pages[1]
+    monkeypatch.setattr("crosspack.cli.packjob.INLINE_BYTES", 0)
+    monkeypatch.setattr("crosspack.cli.report.cores", lambda: 2)
+    monkeypatch.setattr("crosspack.cli.packjob.cores", lambda: 2)
+    assert json.loads(run(*report, "--json").stdout) == whole
+
+
+def test_a_report_counts_what_it_leaves_out_and_names_the_first_bad_record_of_all_pieces(write, model, monkeypatch):
+    records = [{"prompt": "fox", "completion": " dog" * (n % 9 != 0)} for n in range(40)]
+    command = ("report", "--tokenizer", model.parent, "--no-eos", "--capacity", 64)
+    pieces_of(monkeypatch, 300)
+    result = run(*command, "--data", write("gaps.jsonl", records))
+    assert result.exit_code == 0 and "left out, nothing to train on: 5 documents" in words(result)
+    assert "5 documents without a trained token" in words(result)
+    bad = write("bad.jsonl", [*records[:20], {"prompt": "fox"}, *records[20:30], {"prompt": "fox"}])
+    assert "bad.jsonl:21" in words(run(*command, "--data", bad))

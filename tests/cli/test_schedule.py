@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from crosspack.cli.tables import duration, epoch_line, saved_line, saving_line, steps_table
+from crosspack.cli.tables import duration, epoch_line, saved_line, saving_line
 from crosspack.encoding.text import Document
 from packing_core.errors import PackingError
 from packing_core.planning.plan import plan
@@ -46,14 +46,11 @@ def test_padded_and_packed_steps_train_the_same_targets(many, run):
         assert len(packed) == schedule.trained_tokens[step]
 
 
-def test_all_steps_together_train_every_target_of_every_epoch(many):
+def test_slots_count_what_is_computed(many):
     plans = tuple(plan(many.documents.lengths, 64, seed=seed) for seed in range(2))
     schedule = Schedule(many, plans, rows_per_step=3)
-    assert sum(schedule.trained_tokens) == 2 * many.n_trained
+    assert sum(schedule.trained_tokens) == 2 * many.n_trained, "every target of every epoch is trained"
     assert len(schedule) == sum(-(-made.n_rows // 3) for made in plans)
-
-
-def test_slots_count_what_is_computed(many):
     schedule = Schedule(many, (plan(many.documents.lengths, 64),), rows_per_step=3, padded_batch=4)
     for step in range(len(schedule)):
         assert schedule.slots(step, "packed") == sum(batch.input_ids.size for batch in schedule.packed(step))
@@ -73,10 +70,7 @@ def test_a_padded_batch_is_drawn_out():
     assert batch.input_ids.tolist() == [[1, 2, 3], [4, 5, 9]]
     assert batch.attention_mask.tolist() == [[True, True, True], [True, True, False]]
     assert batch.targets.tolist() == [[-100, 2, 3], [-100, 5, -100]]
-
-
-def test_a_pad_token_that_is_also_a_trained_one_trains_only_where_it_is_real():
-    made = corpus(([1, 9], [1, 1]), ([4, 5, 6], [1, 1, 1]))
+    made = corpus(([1, 9], [1, 1]), ([4, 5, 6], [1, 1, 1]))  # the pad token is also a trained one
     (batch,) = Schedule(made, (plan([2, 3], 5),), padded_batch=2, pad_id=9).padded(0, "grouped")
     assert batch.targets.tolist() == [[-100, 5, 6], [-100, 9, -100]]
 
@@ -90,23 +84,21 @@ def test_split_documents_are_padded_as_the_pieces_that_are_packed(many):
     )
 
 
-def test_rows_without_anything_to_train_make_no_step():
+def test_steps_without_anything_to_train_are_left_out_or_refused(many):
     # a prompt of four tokens split over two rows of two: only the last row has a target
     made = corpus(([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 1]))
     schedule = Schedule(made, (plan([6], 2, overflow="split", seed=None),), rows_per_step=1)
     assert schedule.trained_tokens == [1]
-
-
-def test_a_run_without_anything_to_train_is_an_error():
     made = corpus(([1, 2, 3, 4], [0, 0, 0, 1]))
-    schedule = Schedule(made, (plan([4], 2, overflow="truncate", seed=None),))
     with pytest.raises(PackingError, match="no row of 2 tokens has one to train on, because prompts fill them: raise"):
-        len(schedule)
-
-
-def test_limit_ends_the_run_early(many):
+        len(Schedule(made, (plan([4], 2, overflow="truncate", seed=None),)))
+    with pytest.raises(PackingError, match="no document has a token to train on: check --data"):
+        Corpus.collect(iter(()))
     made = plan(many.documents.lengths, 64)
     assert len(Schedule(many, (made,), rows_per_step=1, limit=3)) == 3
+    for option in ("rows_per_step", "padded_batch"):
+        with pytest.raises(PackingError, match=f"--{option.replace('_', '-')} is 0: pass 1 or more"):
+            Schedule(many, (made,), **{option: 0})
 
 
 def test_random_batches_follow_from_the_seed(many):
@@ -117,19 +109,6 @@ def test_random_batches_follow_from_the_seed(many):
         return [batch.input_ids.tolist() for batch in schedule.padded(0, "padded")]
 
     assert ids(first) == ids(same) != ids(other)
-
-
-def test_bad_numbers_are_named_as_options(many):
-    made = plan(many.documents.lengths, 64)
-    with pytest.raises(PackingError, match="--rows-per-step is 0: pass 1 or more"):
-        Schedule(many, (made,), rows_per_step=0)
-    with pytest.raises(PackingError, match="--padded-batch is 0: pass 1 or more"):
-        Schedule(many, (made,), padded_batch=0)
-
-
-def test_no_document_at_all_is_an_error():
-    with pytest.raises(PackingError, match="no document has a token to train on: check --data"):
-        Corpus.collect(iter(()))
 
 
 def test_the_end_of_a_run_says_what_an_epoch_takes_packed_and_padded():
@@ -144,21 +123,12 @@ def test_the_end_of_a_run_says_what_an_epoch_takes_packed_and_padded():
     assert (duration(7200), duration(90)) == ("2.0 h", "1.5 min")
 
 
-def test_a_report_says_in_a_sentence_what_packing_saves():
+def test_rows_that_are_not_full_are_said_to_take_longer():
     hours = {"batches of 8, random": 10.0, "batches of 8, sorted": 5.0, "rows of 64, packed": 4.0}
     assert epoch_line(hours, "at the speed of runs/mine") == (
         "an epoch takes about 4.0 h (at the speed of runs/mine); in padded batches of 8 it would take about 10.0 h: "
         "packing saves 6.0 h (60%)"
     )
-
-
-def test_a_step_of_one_row_is_named_in_the_singular(many):
-    schedule = Schedule(many, (plan(many.documents.lengths, 64),), rows_per_step=1)
-    _, unpacked, packed = steps_table(schedule).columns
-    assert (next(unpacked.cells), next(packed.cells)) == ("1 document", "1 row of 64")
-
-
-def test_rows_that_are_not_full_are_said_to_take_longer():
     longer = "packing takes longer, because its rows are not full: lower --capacity"
     hours = {"batches of 8, random": 1.0, "rows of 2048, packed": 4.0}
     assert epoch_line(hours, "estimated").endswith(f"it would take about 1.0 h: {longer}")

@@ -11,8 +11,11 @@ import pytest
 
 from crosspack.cli import tasks
 from crosspack.cli.settings import read_settings
+from crosspack.cli.trainruns import Examples
 from packing_core.errors import PackingError
 from packing_core.training.job import Audit
+from packing_core.training.options import Options
+from packing_core.training.tasks import TaskJob
 from tests.cli.conftest import LLAMA
 from tests.cli.console import one_line, run
 
@@ -195,7 +198,7 @@ def test_a_run_that_was_saved_goes_on_and_its_checkpoints_go(weights, write, tmp
     assert "has no checkpoint: start it without --resume" in one_line(
         run(*options("dpo", weights, write, *out, "--resume"))
     )
-    monkeypatch.setattr(tasks, "_report", lambda *_: sys.exit("the machine went down"))
+    monkeypatch.setattr(Examples, "report", lambda *_: sys.exit("the machine went down"))
     assert run(*options("dpo", weights, write, *out)).exit_code == 1
     assert len(list((tmp_path / "out" / "checkpoints").glob("checkpoint-*"))) == 1
     monkeypatch.undo()
@@ -227,19 +230,84 @@ def refused(task: str, weights: Path, write: Any, *more: object) -> str:
 def test_what_has_no_effect_on_a_task_is_refused_by_name(weights, write, tmp_path):
     assert "--task dpo has no --capacity: leave it out" in refused("dpo", weights, write, "--capacity", 64)
     assert "--task dpo has no --compare: leave it out" in refused("dpo", weights, write, "--compare")
+    assert "--task dpo has no --rows-per-step" in refused("dpo", weights, write, "--rows-per-step", 4)  # its default
+    assert "--merge-lora adds adapters" in refused("dpo", weights, write, "--merge-lora")
+    assert "--task dpo runs on the first visible GPU" in refused("dpo", weights, write, "--device", "cuda:1")
+    assert "--task reward scores whole answers" in refused("reward", weights, write, "--overflow", "truncate")
     assert "--task grpo needs --reward FILE.py:FUNCTION" in refused("grpo", weights, write)
     assert "leave it out of --task kto" in refused("kto", weights, write, "--reward", "a.py:b")
     assert "no such folder or file" not in refused("mlm", weights, write, "--overflow", "split")
     absent = refused("grpo", weights, write, "--reward", f"{tmp_path / 'absent.py'}:score")
     assert "pass FILE.py:FUNCTION, a Python file and a function in it" in absent
     assert "--set beta: --task sft reads optim, lr_scheduler_type" in one_line(run("train", "--set", "beta=1"))
-    assert "--reward goes to the trainer of another task" in one_line(run("train", "--reward", "a.py:b"))
+    assert "--task sft has no --reward: pass --task grpo too" in one_line(run("train", "--reward", "a.py:b"))
     assert "--task dpo trains a model that is there" in one_line(run("train", "--task", "dpo"))
     assert "--lora-alpha is of adapters" in refused("dpo", weights, write, "--lora-alpha", 4)
     unknown = run(*options("dpo", weights, write, "--set", "max_lenght=1"))
     assert unknown.stderr.splitlines()[-1].endswith(
         "--set max_lenght: DPOConfig has no such argument: is it max_length?"
     )
+
+
+def test_answers_longer_than_the_model_are_refused_truncated_or_dropped_and_never_cut_unasked(weights, write):
+    file = weights / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 64}))
+    long = {"prompt": "question:", "chosen": " fox" * 200, "rejected": " dog"}
+    data = write("long.jsonl", [long, *PAIRS])
+    options = ("train", "--task", "dpo", "--model", weights, "--data", data, "--device", "cpu", "--steps", 1, "--json")
+    refused = run(*options)
+    assert "record 0 has an answer of" in refused.stderr
+    assert "the model takes 64: pass --overflow truncate or drop" in refused.stderr
+    assert run(*options, "--overflow", "truncate").exit_code == 0
+    assert run(*options, "--overflow", "drop").exit_code == 0
+
+
+def test_a_task_that_cannot_learn_anything_is_refused(weights, encoder, write):
+    alike = write("alike.jsonl", [{"text": text, "label": "fox"} for text in ANSWERS])
+    classify = run("train", "--task", "classify", "--model", weights, "--data", alike, "--device", "cpu")
+    assert "the only label is 'fox': pass records of two classes or more" in classify.stderr
+    pairs = write("pairs.jsonl", PAIRS_OF_TEXTS)
+    alone = ("train", "--task", "embed", "--model", encoder, "--data", pairs, "--device", "cpu", "--batch-size", 1)
+    assert "--batch-size 1 leaves a pair alone on its process" in run(*alone).stderr
+
+
+REFUSED_REWARDS = {
+    "def few(completions, **_): return [1.0]": "returned 1 score for 4 completions: return one for each",
+    "def few(completions, **_): raise KeyError('answer')": "KeyError: 'answer'",
+    "def few(completions, **_): return 1.0": "TypeError: object of type 'float' has no len()",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED_REWARDS)
+def test_a_reward_that_fails_or_scores_too_few_is_named(text, tmp_path):
+    (tmp_path / "score.py").write_text(text)
+    score = tasks.reward_function(f"{tmp_path / 'score.py'}:few")
+    with pytest.raises(PackingError) as error:
+        score(completions=["a"] * 4, prompts=["b"] * 4)
+    assert f"--reward {tmp_path / 'score.py'}:few" in str(error.value) and REFUSED_REWARDS[text] in str(error.value)
+
+
+def test_values_that_a_trainer_cannot_use_are_errors_of_the_command(weights, write):
+    said = run(*options("dpo", weights, write, "--set", "beta=abc"))
+    assert said.exit_code == 2 and "--set beta is 'abc': pass a number" in said.stderr
+    said = run(*options("dpo", weights, write, "--set", "loss_type=[absent]"))
+    assert said.exit_code == 2 and "--task dpo: " in said.stderr and "absent" in said.stderr
+    labels = write("labels.jsonl", [{**RECORDS["kto"][0], "label": "good"}])
+    kto = run("train", "--task", "kto", "--model", weights, "--data", labels, "--device", "cpu")
+    assert "label is 'good': --task kto reads true or false" in one_line(kto)
+
+
+def test_warmup_is_a_share_of_the_steps_of_every_task(tmp_path):
+    from transformers import TrainingArguments
+
+    from torch_backend.job.tasks import _arguments
+
+    def steps(warmup: float) -> int:
+        options = Options(warmup=warmup)
+        job = TaskJob(task="mlm", model="", tokenizer="", records=[], options=options)
+        return _arguments(job, TrainingArguments, tmp_path).get_warmup_steps(40)
+
+    assert [steps(warmup) for warmup in (0.0, 0.5, 1.0)] == [0, 20, 40]
 
 
 def test_a_record_without_the_columns_of_a_task_is_named(weights, write):

@@ -18,11 +18,18 @@ from tests import processes
 from tests.cli.encoded import CHAT, encode, trained_text
 
 
-def test_text_is_trained_whole_and_ends_with_eos(tokenizer):
+def test_texts_and_completions_are_trained_with_their_eos_and_prompts_are_not(tokenizer):
     (document,) = encode(tokenizer, [{"text": "lazy dog"}])
-    assert document.ids.dtype == np.int32
+    assert document.ids.dtype == np.int32 and document.trained.all()
     assert tokenizer.decode(document.ids) == "lazy dog<|endoftext|>"
-    assert document.trained.all()
+    pair = {"prompt": "lazy dog", "completion": " jumps"}
+    (document,) = encode(tokenizer, [pair])
+    assert tokenizer.decode(document.ids) == "lazy dog jumps<|endoftext|>"
+    assert trained_text(tokenizer, document) == " jumps<|endoftext|>"
+    assert encode(tokenizer, [pair], loss="all")[0].trained.all()
+    (document,) = encode(tokenizer, [{"prompt": "qui", "completion": "ck"}])  # tokenised apart
+    parts = tokenizer("qui")["input_ids"] + tokenizer("ck")["input_ids"] + [tokenizer.eos_token_id]
+    assert document.ids.tolist() == parts
 
 
 def test_another_process_encodes_texts_without_importing_transformers(tokenizer, tmp_path):
@@ -38,29 +45,14 @@ def test_another_process_encodes_texts_without_importing_transformers(tokenizer,
     assert said.stdout.splitlines() == [f"{expected[0]} False", str(chat.trained.sum())], said.stderr
 
 
-def test_a_prompt_is_not_trained_and_the_eos_after_the_completion_is(tokenizer):
-    (document,) = encode(tokenizer, [{"prompt": "lazy dog", "completion": " jumps"}])
-    assert tokenizer.decode(document.ids) == "lazy dog jumps<|endoftext|>"
-    assert trained_text(tokenizer, document) == " jumps<|endoftext|>"
-
-
-def test_loss_all_trains_the_prompt_too(tokenizer):
-    (document,) = encode(tokenizer, [{"prompt": "lazy dog", "completion": " jumps"}], loss="all")
-    assert document.trained.all()
-
-
-def test_prompt_and_completion_are_tokenised_apart(tokenizer):
-    (document,) = encode(tokenizer, [{"prompt": "qui", "completion": "ck"}])
-    apart = tokenizer("qui")["input_ids"] + tokenizer("ck")["input_ids"] + [tokenizer.eos_token_id]
-    assert document.ids.tolist() == apart
-
-
 def test_bos_follows_the_tokenizer_unless_asked_otherwise(tokenizer):
     copy = tokenizer.__class__(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
     copy.bos_token = "<|im_start|>"
     assert encode(copy, [{"text": "dog dog"}])[0].ids[0] != copy.bos_token_id
     assert encode(copy, [{"text": "dog dog"}], bos=True)[0].ids[0] == copy.bos_token_id
     assert encode(copy, [{"text": "dog dog"}], eos=False)[0].ids[-1] != copy.eos_token_id
+    with pytest.raises(PackingError, match="--bos was given and the tokenizer has no BOS token: leave --bos out"):
+        Encoder(tokenizer, Policy(bos=True))
 
 
 def test_a_tokenizer_that_adds_bos_by_itself_adds_it_once(tokenizer):
@@ -77,44 +69,30 @@ def test_a_tokenizer_that_adds_bos_by_itself_adds_it_once(tokenizer):
     assert encode(copy, [{"text": "dog dog"}], bos=False)[0].ids[0] != bos
 
 
-def test_asking_for_a_token_that_the_tokenizer_lacks_is_an_error(tokenizer):
-    with pytest.raises(PackingError, match="--bos was given and the tokenizer has no BOS token: leave --bos out"):
-        Encoder(tokenizer, Policy(bos=True))
-
-
-def test_packed_rows_are_cut_into_their_documents_again(tokenizer):
-    row = {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, -100, 9], "seq_lengths": [2, 3]}
-    first, second = encode(tokenizer, [row])
-    assert (first.ids.tolist(), first.trained.tolist()) == ([5, 6], [False, True])
-    assert (second.ids.tolist(), second.trained.tolist()) == ([7, 8, 9], [False, False, True])
-
-
-def ids_and_trained(tokenizer, record):
-    return [(document.ids.tolist(), document.trained.tolist()) for document in encode(tokenizer, [record])]
-
-
-def test_padding_of_tokenised_rows_is_cut_off(tokenizer):
-    row = {"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0]}
-    assert ids_and_trained(tokenizer, row) == [([5, 6, 7], [True] * 3)]
+FIVE = [5, 6, 7, 8, 9]
+TWO_DOCUMENTS = [([5, 6], [True] * 2), ([7, 8, 9], [True] * 3)]
 
 
 @pytest.mark.parametrize(
-    "marks",
+    ("row", "documents"),
     [
-        {"position_ids": [0, 1, 0, 1, 2]},
-        {"attention_mask": [1, 1, 2, 2, 2]},
-        {"segment_ids": [1, 1, 2, 2, 2]},
-        {"seq_lengths": [2, 3], "position_ids": [0, 1, 0, 1, 2]},
+        (
+            {"input_ids": FIVE, "labels": [-100, 6, -100, -100, 9], "seq_lengths": [2, 3]},
+            [([5, 6], [False, True]), ([7, 8, 9], [False, False, True])],
+        ),
+        ({"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0]}, [([5, 6, 7], [True] * 3)]),
+        ({"input_ids": FIVE, "position_ids": [0, 1, 0, 1, 2]}, TWO_DOCUMENTS),
+        ({"input_ids": FIVE, "attention_mask": [1, 1, 2, 2, 2]}, TWO_DOCUMENTS),
+        ({"input_ids": FIVE, "segment_ids": [1, 1, 2, 2, 2]}, TWO_DOCUMENTS),
+        ({"input_ids": FIVE, "seq_lengths": [2, 3], "position_ids": [0, 1, 0, 1, 2]}, TWO_DOCUMENTS),
+        (
+            {"input_ids": FIVE, "labels": [5, 6, 7, 8, -100], "loss_mask": [1, 1, 1, 0, 1], "prompt_length": 2},
+            [(FIVE, [False, False, True, False, False])],
+        ),
     ],
 )
-def test_rows_that_others_packed_are_cut_into_their_documents(tokenizer, marks):
-    row = {"input_ids": [5, 6, 7, 8, 9], **marks}
-    assert ids_and_trained(tokenizer, row) == [([5, 6], [True] * 2), ([7, 8, 9], [True] * 3)]
-
-
-def test_masks_and_prompts_of_tokenised_rows_are_honoured(tokenizer):
-    row = {"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, 8, -100], "loss_mask": [1, 1, 1, 0, 1], "prompt_length": 2}
-    assert ids_and_trained(tokenizer, row) == [([5, 6, 7, 8, 9], [False, False, True, False, False])]
+def test_tokenised_rows_are_cut_into_their_documents_and_their_masks_honoured(tokenizer, row, documents):
+    assert [(each.ids.tolist(), each.trained.tolist()) for each in encode(tokenizer, [row])] == documents
 
 
 def test_records_are_tokenised_some_bytes_at_a_time(tokenizer, monkeypatch):
@@ -236,21 +214,13 @@ def test_training_a_tokenizer_repeats_and_reads_every_column():
         list(plain_texts([{"input_ids": [1]}]))
 
 
-def test_any_bytes_survive_the_trained_tokenizer(tokenizer):
+def test_a_tokenizer_that_is_trained_keeps_any_bytes_and_loads_again(tokenizer, tmp_path):
     text = "ünïcode \t\n 漢字 🦊"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_a_saved_tokenizer_loads_again(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path))
-    assert loaded("lazy dog")["input_ids"] == tokenizer("lazy dog")["input_ids"]
-    assert (
-        encode(loaded, [{"messages": CHAT}])[0].ids.tolist() == encode(tokenizer, [{"messages": CHAT}])[0].ids.tolist()
-    )
-
-
-def test_a_tokenizer_that_is_nowhere_is_one_line(tmp_path):
+    tokenizer.save_pretrained(tmp_path / "saved")
+    loaded = load_tokenizer(str(tmp_path / "saved"))
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+    chats = [encode(each, [{"messages": CHAT}])[0].ids.tolist() for each in (loaded, tokenizer)]
+    assert chats[0] == chats[1]
     with pytest.raises(PackingError, match="no such folder, and not a hub name"):
         load_tokenizer(str(tmp_path / "absent"))
     with pytest.raises(PackingError, match=r"^tokenizer .*: [^\n]*$"):

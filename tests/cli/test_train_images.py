@@ -11,7 +11,7 @@ import pytest
 
 from crosspack.cli import images
 from crosspack.reading.places import Place, Row
-from tests.cli.console import run
+from tests.cli.console import done, run
 
 USER, ASSISTANT = "w5 w6 w7", "w8 w9"
 
@@ -68,8 +68,7 @@ def test_images_beside_the_file_are_trained_and_audited(start: Path, data: Any, 
     from safetensors.torch import load_file
 
     path = data(RECORDS)
-    result = run(*options(start, path, "--eval-data", path, "--output", tmp_path / "out"))
-    assert result.exit_code == 0, result.output
+    result = done(*options(start, path, "--eval-data", path, "--output", tmp_path / "out"))
     assert "5 records, next tokens of documents with images" in " ".join(result.output.split())
     assert "audit: exact" in result.output
     about = json.loads((tmp_path / "out" / "crosspack.json").read_text())
@@ -98,26 +97,11 @@ def test_other_tasks_train_on_images_too(task: str, start: Path, data: Any, tmp_
     if task == "grpo":
         more += ("--reward", f"{tmp_path / 'scores.py'}:even", "--set", "max_completion_length=4")
         more += ("--set", "num_generations=2")
-    path = data(
-        [of_task(task, *shown) for shown in (("a.png",), ("b.png", "a.png"), ("torn.png",), ("b.png",), ("a.png",))]
-    )
-    given = (
-        "train",
-        "--task",
-        task,
-        "--model",
-        start,
-        "--data",
-        path,
-        "--device",
-        "cpu",
-        "--batch-size",
-        4,
-        "--steps",
-        1,
-    )
-    result = run(*given, *more)
-    assert result.exit_code == 0, result.output
+    shown = (("a.png",), ("b.png", "a.png"), ("torn.png",), ("b.png",), ("a.png",))
+    path = data([of_task(task, *images) for images in shown])
+    given = ("train", "--task", task, "--model", start, "--data", path, "--device", "cpu", "--batch-size", 4)
+    given += ("--steps", 1)
+    result = done(*given, *more)
     assert "audit: exact" in result.output
     about = json.loads((tmp_path / "out" / "crosspack.json").read_text())
     assert len(about["skipped"]) == 1 and "records.jsonl:3: image 0 cannot be decoded" in about["skipped"][0]
@@ -129,8 +113,7 @@ def test_a_record_that_cannot_be_used_ends_the_run_or_is_left_out(start: Path, d
     path = data([*RECORDS, chat("torn.png"), chat("absent.png")])
     refused = error_of(*options(start, path))
     assert re.search(r"records\.jsonl:6: image 0 cannot be decoded \(UnidentifiedImageError", refused)
-    result = run(*options(start, path, "--on-error", "skip"))
-    assert result.exit_code == 0, result.output
+    result = done(*options(start, path, "--on-error", "skip"))
     assert "left out 2 records that cannot be used, the first:" in result.stderr
     assert "records.jsonl:6: image 0 cannot be decoded" in result.stderr
 
@@ -148,7 +131,7 @@ def test_a_record_that_cannot_be_used_ends_the_run_or_is_left_out(start: Path, d
         ),
         (
             chat("a.png", "b.png", "a.png", "b.png"),
-            r"records\.jsonl:2 has \d+ tokens, 64 of them of images, and capacity is 64: raise --capacity",
+            r"records\.jsonl:2 has \d+ tokens, 64 of them of images, and --capacity is 64: raise --capacity",
         ),
         ({"messages": [], "videos": ["a.mp4"]}, r"records\.jsonl:2 has a video: run the processor on it first"),
         ({"images": ["a.png"]}, r"records\.jsonl:2 has images: --task sft reads messages, or prompt and completion"),
@@ -159,8 +142,13 @@ def test_errors_name_the_file_and_the_line(record: dict[str, Any], says: str, st
 
 
 def test_a_model_and_data_that_do_not_go_together_are_refused(start: Path, data: Any, tmp_path: Path) -> None:
+    from tests.torch_backend.processors import tiny_tokenizer
+
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    refused = error_of(*options(start, data(RECORDS), "--tokenizer", tmp_path / "tokenizer"))
+    assert f"records have images, and {tmp_path / 'tokenizer'} has no processor of images, only " in refused
     texts = data([{"text": "w5 w6 w7"}] * 2)
-    refused = error_of(*options(start, texts))
+    refused = error_of("train", "--model", start, "--data", texts, "--device", "cpu")
     assert f"--model {start} takes images (llava), and none of the first records of --data has any" in refused
     path = data(RECORDS)
     assert "--task sft trains a model that is there: pass --model" in error_of("train", "--data", path)
@@ -168,14 +156,6 @@ def test_a_model_and_data_that_do_not_go_together_are_refused(start: Path, data:
     pairs = data([{"chosen": "w5", "rejected": "w6", "images": ["a.png"]}])
     reward = error_of("train", "--task", "reward", "--model", start, "--data", pairs)
     assert "records.jsonl:1 has images, which --task reward does not read: leave them out, or build the" in reward
-
-
-def test_a_tokenizer_in_place_of_the_processor_is_refused(start: Path, data: Any, tmp_path: Path) -> None:
-    from tests.torch_backend.processors import tiny_tokenizer
-
-    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    refused = error_of(*options(start, data(RECORDS), "--tokenizer", tmp_path / "tokenizer"))
-    assert f"records have images, and {tmp_path / 'tokenizer'} has no processor of images, only " in refused
 
 
 def test_paths_are_those_from_the_file_and_all_else_stays(tmp_path: Path) -> None:

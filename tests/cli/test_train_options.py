@@ -14,7 +14,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from crosspack.cli import checks, traincommand
+from crosspack.cli import checks, trainruns
+from crosspack.cli.trainoptions import LossOptions
 from packing_core.planning.cost import Cost
 from tests.cli.console import losses, one_line, run, words
 
@@ -39,7 +40,9 @@ def test_a_file_of_options_takes_the_place_of_defaults_and_the_command_line_wins
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("learning-rate: 1", "the command has no option --learning-rate: see its --help"),
+        ("learning-rate: 1", "the command has no option --learning-rate: is it lr?"),
+        ("nonsense: 1", "the command has no option --nonsense: see its --help"),
+        ("lr: 1\nsteps: 2\nlr: 2", "line 1: lr is there twice: keep one of them"),
         ("resume: true", "the command has no option --resume"),
         ("steps: [1, 2]", "steps is a list: an option takes one value"),
         ("- steps", "it must hold a line `option: value` for each option"),
@@ -81,6 +84,7 @@ def test_a_file_that_says_nothing_to_the_command_is_refused(content, says, tmp_p
             "--rows-per-step 4 leaves some of 8 groups of 2 processes without a row in every step: pass 8 or more",
         ),
         (["--nproc", "2", "--compare"], "--compare measures one process: pass it without --nproc and torchrun"),
+        (["--batch-size", "8"], "--task sft has no --batch-size: pass --rows-per-step in its place"),
         (["--compile"], "--compile is not possible, because the model computes on cpu: leave --compile out"),
         (["--set", "lr_scheduler_type=absent"], "--decay absent is not served: pass one of cosine, linear"),
         (["--set", "adam_beta2=high"], "--set adam_beta2 is 'high': pass a number"),
@@ -161,7 +165,7 @@ def test_evaluation_and_the_plan_are_printed_and_kept(small, tmp_path):
     found = [record["eval_loss"] for record in json.loads((out / "crosspack.json").read_text())["runs"]["packed"]]
     assert found[0] is None and found[2] < found[1] < np.log(320) + 1
     refused = run(*small, "--eval-data", held_out, "--capacity", 2, "--overflow", "split", "--eval-split", "test")
-    assert "a file has no split 'test': leave --eval-split out" in one_line(refused)
+    assert "a file has no --eval-split test: leave --eval-split out" in one_line(refused)
 
 
 class Calls(list):
@@ -250,8 +254,8 @@ def test_rows_are_trained_in_the_order_of_a_column(order, column, tmp_path):
 
 
 def test_the_rows_of_a_step_cost_the_same_by_the_model_and_a_run_resumes_in_them(small, model, tmp_path, monkeypatch):
-    made, seen = traincommand.plan_steps, []
-    monkeypatch.setattr(traincommand, "plan_steps", lambda *a, **of: seen.append((a, of)) or made(*a, **of))
+    made, seen = trainruns.plan_steps, []
+    monkeypatch.setattr(trainruns, "plan_steps", lambda *a, **of: seen.append((a, of)) or made(*a, **of))
     options = (
         *small,
         "--equal-cost",
@@ -271,7 +275,7 @@ def test_the_rows_of_a_step_cost_the_same_by_the_model_and_a_run_resumes_in_them
     assert result.exit_code == 0, result.output
     assert "with at most" not in words(result)
     assert [(arguments[2], of["epoch"]) for arguments, of in seen] == [(3, 0), (3, 1)]
-    assert seen[0][1]["cost"] == Cost.from_config(json.loads(model.read_text()))
+    assert seen[0][0][1].cost == Cost.from_config(json.loads(model.read_text()))
     assert run(*options, "--steps", 2, "--output", parts).exit_code == 0
     assert run(*options, "--steps", 4, "--output", parts, "--resume").exit_code == 0
     assert losses(parts) == losses(whole) and len(losses(whole)) == 4
@@ -288,12 +292,15 @@ def test_the_fill_that_a_cap_on_documents_costs_is_printed(small):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["--order", "sorted"], "--order sorted needs --order-by, the column of the records to order by"),
-        (["--order-by", "day"], "--order-by day has no effect under --order random: pass --order sorted or grouped"),
-        (["--order", "curriculum", "--packing", "best_fit"], "--order curriculum packs mixed rows: leave --packing"),
+        (["--order", "sorted"], "--order sorted needs --order-by: pass one key per document"),
+        (["--order-by", "day"], "--order-by has no effect under --order random: pass --order sorted or grouped"),
+        (
+            ["--order", "curriculum", "--packing", "best_fit"],
+            "packs mixed rows in stages of its own: leave --packing best_fit",
+        ),
         (
             ["--equal-cost", "--order", "curriculum"],
-            "--equal-cost chooses the documents of a step by cost: leave --order",
+            "--equal-cost chooses the rows of a step by cost: leave it or --order curriculum out",
         ),
         (["--equal-cost", "--rows-per-step", 1], "--equal-cost evens the rows of a step, and --rows-per-step 1 gives"),
     ],
@@ -392,3 +399,14 @@ def test_the_folder_of_a_run_is_pushed_to_the_hub_without_its_checkpoints(small,
     monkeypatch.setattr(Hub, "refuses", True)
     refused = run(*pushed, "--overwrite")
     assert "--push-to-hub me/mine: " in one_line(refused) and "step 1" not in refused.output
+
+
+@pytest.mark.parametrize(("lora", "lr", "says"), [(0, None, 2e-5), (8, None, 2e-4), (8, 1e-3, 1e-3)])
+def test_adapters_have_a_learning_rate_of_their_own_by_default(lora, lr, says):
+    assert LossOptions(lora=lora, lr=lr).losses(0, pretrained=True, settings={}).lr == says
+
+
+def test_a_run_of_few_steps_says_so_before_it_trains(small):
+    warned = words(run(*small))
+    assert "of 4 rows may be too few to learn from: for 50, pass --epochs" in warned
+    assert "too few" not in words(run(*small, "--steps", 1))  # which says how many are wanted
