@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from packing_core.budget import FLOAT32
 from packing_core.errors import first_line
 from torch_backend.auditing.compare import (
     Computation,
@@ -27,7 +28,6 @@ from torch_backend.auditing.compare import (
 
 Batch = dict[str, Any]
 MakeBatches = Callable[[list[list[int]]], list[Batch]]
-LIMIT = 1e-4  # of the largest value; rounding costs below 1e-5 in float32
 IGNORED = -100
 
 
@@ -55,7 +55,7 @@ class Cell:
         """Returns the cell as the table shows it, without its reason."""
         if self.verdict == "contaminated":
             moved = [f"{name} {value:.2g}" for name, value in (("logits", self.logits), ("loss", self.loss))]
-            return "contaminated: " + ", ".join(m for m, v in zip(moved, (self.logits, self.loss)) if v > LIMIT)
+            return "contaminated: " + ", ".join(m for m, v in zip(moved, (self.logits, self.loss)) if v > FLOAT32)
         if self.verdict == "differs":
             return f"differs: gradients {self.gradients:.2g}"
         return self.verdict
@@ -86,8 +86,8 @@ def judge(model: nn.Module, documents: Sequence[Tensor], make: MakeBatches, alon
         model.zero_grad()
         return failed(error)
     off = gradients_error(gradients, alone.gradients)[0]
-    leaks = max(moved.values()) > LIMIT
-    return Cell("contaminated" if leaks else "differs" if off > LIMIT else "exact", **moved, gradients=off)
+    leaks = max(moved.values()) > FLOAT32
+    return Cell("contaminated" if leaks else "differs" if off > FLOAT32 else "exact", **moved, gradients=off)
 
 
 def failed(error: Exception) -> Cell:

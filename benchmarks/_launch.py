@@ -26,7 +26,7 @@ from benchmarks.gpu_clock import TOY, Result, free, seconds_left, wanted
 
 def launch(
     module: str, ranks: int, contender: Mapping[str, Any], arguments: Sequence[str], limit: float
-) -> tuple[dict[str, Any] | str, str]:
+) -> dict[str, Any] | str:
     """Starts the processes of a contender and waits for them.
 
     Args:
@@ -38,7 +38,7 @@ def launch(
         limit: seconds after which the processes are killed.
 
     Returns:
-        The figures, or why there are none; and all that the processes printed.
+        The figures, or why there are none.
     """
     free()  # what this process holds of the first GPU
     with TemporaryDirectory() as folder:
@@ -56,16 +56,16 @@ def launch(
                 process.wait()
         printed = log.read_text()
         if found.exists():
-            return json.loads(found.read_text()), printed
+            figures: dict[str, Any] = json.loads(found.read_text())
+            return figures
     lines = printed.splitlines()
     reasons = [line for line in lines if "Error" in line] or [f"no result, and at last: {(lines or [''])[-1]}"]
-    return reasons[0][:160], printed
+    return reasons[0][:160]
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
     """Add those of every benchmark over ranks, and those by which :func:`launch` starts its processes."""
     options.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU")
-    options.add_argument("--tiny", action="store_true", help="a toy on the CPU, to see that everything runs")
     options.add_argument("--contender", type=json.loads, help=argparse.SUPPRESS)
     options.add_argument("--found", type=Path, help=argparse.SUPPRESS)
 

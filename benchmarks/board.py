@@ -1,7 +1,7 @@
 """Judges released stacks by a perturbation test: does one packed document change another one?
 
     python -m benchmarks.board --install FOLDER          # the stacks that are not here, each in a folder of its own
-    python -m benchmarks.board --folder FOLDER           # all of it: docs/board.md and docs/board.html
+    python -m benchmarks.board --folder FOLDER           # all of it, as a page
     python -m benchmarks.board --folder FOLDER --stack trl --model nemotron_h    # one cell, printed
     python -m benchmarks.board --stack crosspack --model qwen3 --tiny            # a minute
 
@@ -25,9 +25,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks._board_page import html, markdown
 from benchmarks._board_probe import Cell
 from benchmarks._board_stacks import STACKS, Stack
+from benchmarks._report import table, versions
 
 MODELS = {
     "qwen3": "full attention",
@@ -78,11 +78,7 @@ def main() -> None:
             "models": {m: MODELS[m] for m in chosen.model or MODELS},
             "day": date.today(),
         }
-        if chosen.stack or chosen.model or chosen.tiny:
-            print(markdown(**page))
-        else:
-            (ROOT / "docs" / "board.md").write_text(markdown(**page))
-            (ROOT / "docs" / "board.html").write_text(html(**page))
+        print(markdown(**page))
 
 
 def install(folder: Path) -> None:
@@ -167,6 +163,84 @@ def _not_run(stack: Stack, models: Sequence[str], reason: str) -> Line:
 def _version(stack: Stack) -> str:
     name = stack.packages[0] if stack.packages else stack.name.partition(",")[0].lower()
     return next((d.version for d in distributions(name=name)), "")
+
+
+# -- the page
+
+TITLE = "What released stacks do with packed documents"
+LEGEND = """\
+Each cell is a test that anyone can rerun: the stack's released code packs four documents, a tiny random model of the
+class runs them on the CPU in float32, and then one document after the other is exchanged.
+
+- **exact**: no other document's logits or loss move by more than 1e-4 of the largest value, and the gradients are those
+  of each document alone.
+- **contaminated**: they move, and the figures say by how much.
+- **differs**: no document moves another one, but the gradients are not those of each document alone.
+- **refused**: the stack raises instead of training. Fused kernels that need a GPU may lift it there.
+- **not run**: the stack, or this part of it, could not be run on the CPU.
+
+`flash` rows run the stack's FlashAttention path with FlashAttention's two functions written in plain torch. For MaxText
+and EasyDeL the board runs the released packers and loss masks, in our patched model, which honours their segments: what
+it finds is in their batches. `kept` is the share of real tokens that are trained (lognormal lengths of mean 600, rows
+of 2,048; some documents are longer), `filled` is the share of slots that hold one. Speed is tokens/s relative to
+crosspack in the same run, on tiny models and a CPU that other work shared: halves and doubles are noise, and nothing
+follows for a GPU."""
+
+
+def markdown(lines: Sequence[Any], models: dict[str, str], day: date) -> str:
+    """Returns the page."""
+    header, rows, reasons = _table(lines, models)
+    speeds = table(["tokens/s, relative to crosspack", *header[4:]], _speeds(lines, models))
+    parts = [f"# {TITLE}", f"{day}, {_versions()}.", LEGEND, table(header, rows)]
+    notes = "\n".join(f"- {line.stack}: {line.note}." for line in lines if line.note)
+    numbered = "\n".join(f"{number}. `` {reason} ``" for number, reason in enumerate(reasons, 1))
+    again = "Run it again, all of it or one cell:\n\n```text\n" + "\n".join(COMMANDS) + "\n```"
+    return (
+        "\n\n".join(
+            [*parts, "What was raised:", numbered, "## Speed", speeds, "## Notes", notes, "## How to run it", again]
+        )
+        + "\n"
+    )
+
+
+COMMANDS = (
+    "python -m benchmarks.board --install FOLDER",
+    "python -m benchmarks.board --folder FOLDER",
+    "python -m benchmarks.board --folder FOLDER --stack axolotl --model qwen3_next",
+)
+
+
+def _versions() -> str:
+    return versions("torch", "transformers", "trl")
+
+
+def _table(lines: Sequence[Any], models: dict[str, str]) -> tuple[list[str], list[list[str]], list[str]]:
+    """Returns the header, the rows, and the reasons that cells give by number."""
+    header = ["stack", "version", "kept", "filled", *(f"{kind} ({model})" for model, kind in models.items())]
+    reasons = list(dict.fromkeys(cell.reason for line in lines for cell in line.cells.values() if cell.reason))
+
+    def text(cell: Any) -> str:
+        return f"{cell.text()} [{reasons.index(cell.reason) + 1}]" if cell.reason else cell.text()
+
+    rows = [
+        [line.stack, line.version, _share(line.kept), _share(line.filled), *(text(line.cells[m]) for m in models)]
+        for line in lines
+    ]
+    return header, rows, reasons
+
+
+def _speeds(lines: Sequence[Any], models: dict[str, str]) -> list[list[str]]:
+    ours = next((line for line in lines if line.stack == "crosspack"), None)
+
+    def relative(line: Any, model: str) -> str:
+        seconds, base = line.cells[model].seconds, ours.cells[model].seconds if ours else 0.0
+        return f"{base / seconds:.1f}" if seconds and base else ""
+
+    return [[line.stack, *(relative(line, model) for model in models)] for line in lines]
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu                                # all of it but options, the most important first
     python -m benchmarks.gpu --only step rope               # some sections
-    python -m benchmarks.gpu --output results               # where gpu.json and the charts go
+    python -m benchmarks.gpu --output results               # where gpu.json goes
     python -m benchmarks.gpu --budget 240                   # seconds after which nothing new is begun
     python -m benchmarks.gpu --only step --match captured   # some contenders
     python -m benchmarks.gpu --only options --match '^(?!flex)'   # all but flex, which compiles for minutes
@@ -22,12 +22,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from traceback import print_exc
-from typing import Any
 
 import torch
 
 from benchmarks._report import machine, table, versions
-from benchmarks.gpu_clock import TOY, Result, copy_bandwidth, matrix_rate, set_budget, set_match
+from benchmarks.gpu_clock import TOY, Result, copy_bandwidth, failed, matrix_rate, set_budget, set_match
 
 # name -> the generator of its results; in the order of importance
 SECTIONS = {
@@ -36,10 +35,8 @@ SECTIONS = {
     "attention": "benchmarks.gpu_attention:run",
     "logprobs": "benchmarks.gpu_logprobs:run",
     "wide": "benchmarks.gpu_attention:run_wide",
-    "scaling": "benchmarks.gpu_attention:run_scaling",
-    "sweep": "benchmarks.gpu_rope:run_sweep",
     "others": "benchmarks.gpu_step:run_others",
-    "hybrid": "benchmarks.gpu_hybrid:run",
+    "hybrid": "benchmarks.gpu_step:run_hybrid",
     "options": "benchmarks.gpu_options:run",
     "moe": "benchmarks.gpu_moe:run",
 }
@@ -50,10 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=[x for x in SECTIONS if x not in BY_NAME_ONLY])
     chosen = parsed(options, arguments)
-    results = collected((found for name in chosen.only for found in _section(name)), chosen.output)
-    if chosen.output:
-        draw(chosen.output, results)
-    return results
+    return collected((found for name in chosen.only for found in _section(name)), chosen.output)
 
 
 def _section(name: str) -> Iterator[Result]:
@@ -69,7 +63,8 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
     options.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing new after that")
-    options.add_argument("--output", type=Path, help="folder for the figures as JSON, and for charts")
+    options.add_argument("--output", type=Path, help="folder for the figures as JSON")
+    options.add_argument("--tiny", action="store_true", help="a toy on the CPU, to see that everything runs")
     return options
 
 
@@ -110,7 +105,7 @@ def survived(name: str, results: Iterator[Result]) -> Iterator[Result]:
         yield from results
     except Exception as failure:
         print_exc()
-        yield Result(name, "the rest", "everything", None, "", f"{type(failure).__name__}: {failure}"[:160])
+        yield failed(name, "the rest", "everything", "", failure)
 
 
 def header() -> str:
@@ -118,11 +113,6 @@ def header() -> str:
     packages = versions("torch", "triton", "transformers", "flash-attn-4", "xformers", "liger-kernel")
     ceilings = f"copy {copy_bandwidth() / 1e12:.2f} TB/s, bfloat16 products {matrix_rate() / 1e12:.0f} TFLOP/s"
     return f"{device}; {machine()}\n{packages}\nmeasured ceilings: {ceilings}"
-
-
-def in_one_line(results: list[Result]) -> str:
-    figures = [f"{figure(r.value)} {r.unit}" for r in results if r.value is not None]
-    return ", ".join([*figures, *dict.fromkeys(r.note for r in results if r.note)])
 
 
 def figure(value: float | None) -> str:
@@ -164,40 +154,6 @@ def write(folder: Path, about: str, results: list[Result], name: str) -> None:
     written = folder / f"{name}.json.new"
     written.write_text(json.dumps(content, indent=1))
     written.replace(folder / f"{name}.json")
-
-
-def draw(folder: Path, results: list[Result]) -> None:
-    """One chart of the sections' first units, ``gpu.png``."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        print("no chart: matplotlib is not installed")
-        return
-    shown = [r for r in results if r.value is not None]
-    titles = list(dict.fromkeys(r.section for r in shown))
-    if not titles:
-        return
-    figure, panels = pyplot.subplots(-(-len(titles) // 2), 2, figsize=(16, 4.5 * -(-len(titles) // 2)), squeeze=False)
-    for title, panel in zip(titles, panels.flat):
-        bars(panel, [r for r in shown if r.section == title], title)
-    figure.tight_layout()
-    figure.savefig(folder / "gpu.png", dpi=110)
-    pyplot.close(figure)
-
-
-def bars(panel: Any, results: list[Result], title: str) -> None:
-    """Grouped bars of the first unit: cases along the axis, one colour per contender."""
-    unit = results[0].unit
-    shown = [r for r in results if r.unit == unit]
-    cases, contenders = (list(dict.fromkeys(x)) for x in ([r.case for r in shown], [r.contender for r in shown]))
-    width = 0.8 / len(contenders)
-    for i, contender in enumerate(contenders):
-        values = {r.case: r.value for r in shown if r.contender == contender}
-        places = [j + i * width for j in range(len(cases))]
-        panel.bar(places, [values.get(case) or 0 for case in cases], width, label=contender)
-    panel.set_xticks([j + 0.4 - width / 2 for j in range(len(cases))], cases, rotation=20, ha="right", fontsize=7)
-    panel.set_title(f"{title}: {unit}", fontsize=9)
-    panel.legend(fontsize=6)
 
 
 if __name__ == "__main__":

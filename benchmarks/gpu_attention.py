@@ -1,4 +1,4 @@
-"""Packed attention: every implementation on sets of short, middling and long documents, and how cost scales.
+"""Packed attention: every implementation on sets of short, middling and long documents.
 
 Rates are over useful operations, 2 (D + Dv) per visible pair and head forward and 2.5 times that backward, so work on
 masked pairs counts as none. Every implementation is compared with the float32 run of the project's plain one, document
@@ -98,30 +98,6 @@ def compare(
         for kind, ms in figures.items():
             operations = useful(shape, documents) * (1 if kind == "forward" else 3.5)
             yield Result(section, case, name, operations / ms / 1e9, f"TFLOP/s, {kind}", note)
-
-
-def run_scaling() -> Iterator[Result]:
-    """Milliseconds, forward and backward, against capacity at fixed documents and against documents at fixed tokens."""
-    capacities = (64, 128) if TOY else (4_096,) if QUICK else (4_096, 16_384, 65_536, 131_072)
-    each = 16 if TOY else 512
-    for capacity in capacities:
-        yield from _milliseconds("documents of 512", f"capacity {capacity:,}", [each] * (capacity // each))
-    tokens = 64 if TOY else 32_768
-    for each in (8, 64) if TOY else (512,) if QUICK else (128, 256, 512, 1_024, 2_048, 4_096, 8_192, 32_768):
-        yield from _milliseconds(f"{tokens:,} tokens", f"documents of {each:,}", [each] * (tokens // each))
-
-
-def _milliseconds(what: str, case: str, documents: list[int]) -> Iterator[Result]:
-    inputs, cotangent = _inputs(LLAMA, documents)
-    for name in filter(wanted, ("sdpa",) if TOY else ("varlen", "flash4", "triton")):
-        packed = PackedMetadata.from_lengths(documents, device=DEVICE)
-
-        def both(name: str = name, packed: PackedMetadata = packed) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(attention(*inputs, packed, implementation=name), inputs, cotangent)
-
-        figures, note = gated(lambda: 0.0, 0.0, lambda: {"ms": device_ms(both)})
-        value = figures.get("ms")
-        yield Result(f"scaling, {what}", case, name, value, "ms", note if value is None else "")
 
 
 def useful(shape: Shape, documents: list[int]) -> float:

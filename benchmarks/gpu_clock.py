@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+if "--tiny" in sys.argv:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU
 TOY = not torch.cuda.is_available()  # without a GPU everything runs tiny, to see that it runs; its times mean nothing
 QUICK = bool(os.environ.get("CROSSPACK_BENCH_QUICK"))  # one small case of everything, to see that all of it runs
 DEVICE = torch.device("cpu" if TOY else "cuda")
@@ -112,6 +115,12 @@ def gated(
         # "backend='inductor' raised:" says nothing yet
         told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         return {}, f"{type(failure).__name__}: {told[:160]}"
+
+
+def failed(section: str, case: str, contender: str, unit: str, failure: Exception) -> Result:
+    """A contender that fails is a line in the table: the first line of what it raised."""
+    reason = next(iter(str(failure).strip().splitlines()), "")[:160]
+    return Result(section, case, contender, None, unit, f"{type(failure).__name__}: {reason}")
 
 
 @contextmanager

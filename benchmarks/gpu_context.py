@@ -6,7 +6,6 @@
     python -m benchmarks.gpu_context --row 262144 --mean 262144 --memory full --layers 2 --steps 2    # one document
     python -m benchmarks.gpu_context --ranks 8 --row 1048576 --mean 65536 --memory full --layers 1 --steps 1 --short
     python -m benchmarks.gpu_context --match auto --budget 120 --output results
-    python -m benchmarks.gpu_context --shape hybrid --match 'one rank$|auto$' --profile    # where a step's time goes
     python -m benchmarks.gpu_context --tiny                        # two processes on the CPU by gloo
 
 Every contender trains random weights on the same row by ``make_train_step``, in bfloat16 and in processes of its own:
@@ -16,7 +15,7 @@ largest peak of a rank beyond weights and gradients, which stay allocated betwee
 are those of one step on rank 0, and its time in the call shows whether the GPU waits for the host. Lengths of documents
 are lognormal with sigma 1.55, as those of source files. NCCL's streams have a high priority, as
 docs/context-parallel.md says, unless TORCH_NCCL_HIGH_PRIORITY=0 is set. Where a step takes a minute, ``--short`` warms
-up by one step, profiles one and leaves host waits out.
+up by one step and leaves host waits out.
 """
 
 from __future__ import annotations
@@ -24,26 +23,19 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
-
-if "--tiny" in sys.argv:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from benchmarks._launch import add_options, compared, launch, trained
-from benchmarks._memory_history import begin_history, end_history
 from benchmarks.gpu import collected, parsed, parser
 from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize, waits
-from benchmarks.gpu_profile import Profile, beside
 from benchmarks.gpu_workload import DTYPE, falcon_mamba, llama3, qwen2, qwen35
 from packing_core import Cost, context_plan, pack
 from torch_backend import PackedCollator, explain, make_train_step, patch
@@ -52,7 +44,6 @@ SHAPES = {"llama": qwen2 if TOY else llama3, "hybrid": qwen35, "mamba": falcon_m
 LAYERS = {"llama": 2 if TOY else 4, "hybrid": 4 if TOY else 8, "mamba": 2 if TOY else 8}
 METHODS = ("auto", "keys", "heads")
 SIGMA = 1.55  # of the logarithm of a document's length
-PROFILED = 3  # steps after the others; one under --short
 
 
 @dataclass(frozen=True)
@@ -161,10 +152,6 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     if mesh is not None:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
     crossing = next((layer.request for layer in explain(model).layers if "straddl" in layer.request), "")
-    if chosen.history:
-        remembered(lambda: step(batch))
-    if chosen.profile:
-        profiled(lambda: step(batch), contender.ranks, 1 if chosen.short else PROFILED)
     return Measured(
         ms=seconds * 1e3,
         host_ms=statistics.median(on_host) * 1e3,
@@ -174,29 +161,6 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
         layers=step.parts["layers"],
         crossing=crossing.rpartition("; ")[2],
     )
-
-
-def remembered(step: Callable[[], object]) -> None:
-    """Prints, of rank 0, what is alive at the peak of a step."""
-    begin_history()
-    with set_checkpoint_early_stop(False):  # its exception ends in a SystemError where stacks are recorded (torch 2.11)
-        step()
-    if os.environ["RANK"] == "0":
-        print(end_history(), flush=True)
-
-
-def profiled(step: Callable[[], object], ranks: int, steps: int) -> None:
-    """Prints, on rank 0, where the time of a step goes on each rank."""
-    profile = Profile()
-    profile.start()
-    for _ in range(steps):
-        step()
-    profile.stop()
-    kinds = [profile.kinds(steps)] * ranks
-    if ranks > 1:
-        dist.all_gather_object(kinds, kinds[0])
-    if os.environ["RANK"] == "0":
-        print(f"{beside(kinds)}\n{profile.report(steps)}", flush=True)
 
 
 def config_of(chosen: argparse.Namespace) -> Any:
@@ -219,16 +183,13 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
     """Starts the processes of a contender; its figures, or why it has none."""
     names = ("shape", "row", "mean", "layers", "steps", "memory", "sigma")
     arguments = [text for name in names for text in (f"--{name}", str(getattr(chosen, name)))]
-    arguments += ["--profile"] * chosen.profile + ["--short"] * chosen.short
-    arguments += ["--history"] * chosen.history
+    arguments += ["--short"] * chosen.short
     limit = min(chosen.limit, seconds_left())
     section = f"context parallelism, {chosen.shape} shape of {chosen.layers} layers" + " as a toy" * TOY
     lengths = lengths_of(chosen.row, chosen.mean, chosen.sigma)
     documents = f"{len(lengths)} documents" if len(lengths) > 1 else "one document"
     case = f"{chosen.row:,} tokens, {documents}, memory={chosen.memory}"
-    found, printed = launch("benchmarks.gpu_context", contender.ranks, asdict(contender), arguments, limit)
-    if chosen.profile or chosen.history:
-        print("\n".join(line for line in printed.splitlines() if line.startswith("|")), flush=True)
+    found = launch("benchmarks.gpu_context", contender.ranks, asdict(contender), arguments, limit)
     if isinstance(found, str):
         return [Result(section, case, contender.name, None, "real tokens/s", found)]
     measured = Measured(**found)
@@ -253,8 +214,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--row", type=int, default=512 if TOY else 65_536, help="tokens")
     options.add_argument("--mean", type=int, help="tokens of a document; a sixteenth of the row if left out")
     options.add_argument("--sigma", type=float, default=SIGMA, help="of the lognormal lengths; 0 for equal ones")
-    options.add_argument("--profile", action="store_true", help="print where the time of a step goes, on each rank")
-    options.add_argument("--history", action="store_true", help="print what is alive at the peak of a step of rank 0")
     options.add_argument("--layers", type=int, help="4 of Llama's if left out, 8 of Qwen3.5's and of Falcon-Mamba's")
     options.add_argument("--memory", default="none", help="the level of memory, see make_train_step")
     options.add_argument(

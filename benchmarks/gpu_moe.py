@@ -5,7 +5,6 @@
     python -m benchmarks.gpu_moe --only step --match 'grouped_mm' # some contenders
     python -m benchmarks.gpu_moe --only step --limit 90           # the most seconds that a contender may take
     python -m benchmarks.gpu_moe --shapes Qwen3 gpt-oss           # shapes whose name begins so
-    python -m benchmarks.gpu_moe --only lora --profile            # the kernels of each contender's layer, by time
     python -m benchmarks.gpu_moe --output results                 # where moe.json goes, renewed with every figure
 
 - ``layer``: the experts alone, at the tokens of one row. Routing is drawn once per shape and the same for all.
@@ -24,7 +23,6 @@ float64, one expert at a time; the largest is of the gradient that the note name
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -66,7 +64,6 @@ OURS = "crosspack"
 IMPLEMENTATIONS = (OURS, "grouped_mm", "sonicmoe", "batched_mm", "eager")
 ROWS = (64,) if TOY else (8_192,) if QUICK else (8_192, 16_384)
 PEFT_TOKENS = 64 if TOY else 4_096
-_SHOWN = 25  # kernels of a profile
 
 
 # -- the layer ---------------------------------------------------------------------------------------------------------
@@ -298,46 +295,6 @@ def _adapters(module: Any) -> dict[str, tuple[Callable[..., Tensor], Callable[..
     return found
 
 
-# -- profiles ----------------------------------------------------------------------------------------------------------
-
-
-def profiles(shapes: Sequence[Experts], sections: Sequence[str]) -> Iterator[dict[str, object]]:
-    """The kernels of one forward and backward of every layer and contender: calls and milliseconds, longest first."""
-    layers = [(shape, ROWS[0], False) for shape in shapes] if "layer" in sections else []
-    with_adapters = [(PEFT, PEFT_TOKENS, True)] if "lora" in sections else []
-    for shape, tokens, lora in [*layers, *with_adapters]:
-        case = make_case(shape, tokens, lora)
-        for name in filter(wanted, IMPLEMENTATIONS):
-            about = {"shape": shape.name, "tokens": tokens, "lora": lora, "contender": name}
-            try:
-                yield about | _profile(chosen_for(case, name).both)
-            except Exception as failure:
-                yield about | {"failed": f"{type(failure).__name__}: {failure}"[:160]}
-        del case
-        free()
-
-
-def _profile(call: Callable[[], object]) -> dict[str, object]:
-    for _ in range(3):
-        call()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as seen:
-        call()
-        if not TOY:
-            torch.cuda.synchronize()
-    kind = torch.autograd.DeviceType.CPU if TOY else torch.autograd.DeviceType.CUDA
-    kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    for event in seen.events():
-        if event.device_type == kind:
-            kernels[event.name[:90]][0] += 1
-            kernels[event.name[:90]][1] += event.time_range.elapsed_us() / 1e3
-    longest = sorted(kernels.items(), key=lambda item: -item[1][1])
-    return {
-        "milliseconds": round(sum(ms for _, (_, ms) in longest), 3),
-        "kernels": [[name, calls, round(ms, 4)] for name, (calls, ms) in longest[:_SHOWN]],
-    }
-
-
 SECTIONS: dict[str, Callable[[Sequence[Experts]], Iterator[Result]]] = {
     "layer": run_layer,
     "lora": run_lora,
@@ -359,16 +316,11 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     options.add_argument("--shapes", nargs="+", default=[""], metavar="NAME", help="only shapes whose name begins so")
     options.add_argument("--limit", type=float, metavar="SECONDS", help="the most that a contender may take")
-    options.add_argument("--profile", action="store_true", help="kernels of the layers in place of their speed")
     chosen = parsed(options, arguments)
     shapes = [shape for shape in SHAPES if shape.name.startswith(tuple(chosen.shapes))]
     if chosen.limit:
         set_limit(chosen.limit)
     with ending_within(chosen.budget):
-        if chosen.profile:
-            for profile in profiles(shapes, chosen.only):
-                print(json.dumps(profile), flush=True)
-            return []
         found = (result for name in chosen.only for result in survived(name, SECTIONS[name](shapes)))
         return collected(found, chosen.output, "moe")
 

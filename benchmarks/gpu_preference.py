@@ -19,8 +19,6 @@ TRL is needed (``pip install trl``); where it cannot be installed, unpack its wh
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,14 +26,11 @@ from itertools import product
 from tempfile import TemporaryDirectory
 from typing import Any
 
-if "--tiny" in sys.argv:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
-
 import numpy as np
 import torch
 
 from benchmarks.gpu import collected, parsed, parser, survived
-from benchmarks.gpu_clock import DEVICE, TOY, Result, free, highest_gib, seconds_left, synchronize, wanted
+from benchmarks.gpu_clock import DEVICE, TOY, Result, failed, free, highest_gib, seconds_left, synchronize, wanted
 from benchmarks.gpu_workload import DTYPE, qwen2
 from torch_backend import enable_packing
 
@@ -56,7 +51,6 @@ class Contender:
         sampling: the order of the pairs; by length, little of a padded batch is padding.
         attention: transformers' implementation of the stock model.
         fast: whether the packed model's layers are compiled.
-        share_prefix: whether the packed model computes the prompt of a pair once.
     """
 
     packed: bool
@@ -65,12 +59,10 @@ class Contender:
     sampling: str = "random"
     attention: str = "sdpa"
     fast: bool = True
-    share_prefix: bool = False
 
     @property
     def name(self) -> str:
         packed = "enable_packing" if self.fast else "enable_packing(fast=False)"
-        packed = "enable_packing(share_prefix=True)" if self.share_prefix else packed
         who = packed if self.packed else f"stock, {self.attention}, {self.sampling}"
         return f"{who}, micro-batches of {self.micro}{', checkpointing' if self.checkpointing else ''}"
 
@@ -152,13 +144,11 @@ def build(contender: Contender, make: Any, pairs: Any, folder: str, updates: int
     )
     if not contender.packed:
         return trainer
-    return enable_packing(trainer, verify=False, fast=contender.fast, share_prefix=contender.share_prefix)
+    return enable_packing(trainer, verify=False, fast=contender.fast)
 
 
-def measure(
-    contender: Contender, shape: str, updates: int, *, section: str = SECTION, pairs: list[dict[str, Any]] | None = None
-) -> Iterator[Result]:
-    """Times a run of one contender, on ``pairs`` in place of its own if they are given."""
+def measure(contender: Contender, shape: str, updates: int) -> Iterator[Result]:
+    """Times a run of one contender."""
     from datasets import Dataset
     from transformers import TrainerCallback
 
@@ -176,7 +166,7 @@ def measure(
                 synchronize()
                 self.warm, self.ended = self.ended, time.perf_counter()
 
-    clock, pairs = Clock(), pairs or preference_pairs(PAIRS_PER_UPDATE * (WARM_UP + updates))
+    clock, pairs = Clock(), preference_pairs(PAIRS_PER_UPDATE * (WARM_UP + updates))
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -187,14 +177,13 @@ def measure(
             loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
             trainer.accelerator.free_memory()
             del trainer
-    except Exception as failure:  # a contender that fails is a line in the table
-        reason = str(failure).strip().splitlines()[0][:120] if str(failure) else ""
-        yield Result(section, shape, contender.name, None, "pairs/s", f"{type(failure).__name__}: {reason}")
+    except Exception as failure:
+        yield failed(SECTION, shape, contender.name, "pairs/s", failure)
         return
-    yield Result(section, shape, contender.name, PAIRS_PER_UPDATE * updates / (clock.ended - clock.warm), "pairs/s")
-    yield Result(section, shape, contender.name, highest_gib(), "GiB at most")
-    yield Result(section, shape, contender.name, float(loss), "mean loss")
-    yield Result(section, shape, contender.name, clock.first - clock.began, "s to the first update")
+    yield Result(SECTION, shape, contender.name, PAIRS_PER_UPDATE * updates / (clock.ended - clock.warm), "pairs/s")
+    yield Result(SECTION, shape, contender.name, highest_gib(), "GiB at most")
+    yield Result(SECTION, shape, contender.name, float(loss), "mean loss")
+    yield Result(SECTION, shape, contender.name, clock.first - clock.began, "s to the first update")
 
 
 def verdict(shape: str, results: Sequence[Result]) -> str:
@@ -235,7 +224,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     options.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     options.add_argument("--updates", type=int, default=1 if TOY else 4, help="timed, after the warm-up")
-    options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
     chosen = parsed(options, arguments)
     results = collected(_run(chosen.shape, chosen.updates), chosen.output)
     for shape in chosen.shape:

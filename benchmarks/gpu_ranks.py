@@ -3,7 +3,6 @@
     python -m benchmarks.gpu_ranks                      # 2 GPUs, Qwen2-0.5B shape, rows of 16,384, bfloat16
     python -m benchmarks.gpu_ranks --ranks 8 --match FSDP2 --output results
     python -m benchmarks.gpu_ranks --documents 1200 --epochs 2 --limit 60 --budget 140   # what fits into three minutes
-    python -m benchmarks.gpu_ranks --match 'DDP, balance$' --profile    # where the time of a step goes
     python -m benchmarks.gpu_ranks --ranks 8 --shape experts --match FSDP2 --memory full    # Qwen3-30B-A3B
     python -m benchmarks.gpu_ranks --tiny               # two processes on the CPU by gloo, where nothing is sharded
 
@@ -22,15 +21,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any
-
-if "--tiny" in sys.argv:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
 
 import numpy as np
 import torch
@@ -44,7 +39,6 @@ from benchmarks._launch import add_options, compared, launch, trained
 from benchmarks.gpu import collected, parsed, parser
 from benchmarks.gpu_clock import DEVICE, TOY, Result, highest_gib, seconds_left, synchronize
 from benchmarks.gpu_moe_shapes import qwen3 as qwen3_experts
-from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_workload import DTYPE, qwen2
 from packing_core import Cost, PackedDataset, PackPlan, balance, plan
 from packing_core.planning.epochs import plan_epoch
@@ -56,7 +50,6 @@ SHAPES = {
 }
 LEARNING_RATE = 1e-5
 WARM_UP = 6  # steps at least: layers are compiled, and the third or fourth is recorded as a CUDA graph
-PROFILED = 3  # steps after the warm-up
 # What may cost DDP time: a search through the graph of every step, small messages.
 VARIANTS: list[dict[str, Any]] = [
     {"ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 200},
@@ -124,19 +117,17 @@ def dealt(lengths: list[int], capacity: int, contender: Contender, cost: Cost) -
 
 
 class Clock:
-    """Takes the time after the warm-up and after the last epoch, and profiles what follows the warm-up.
+    """Takes the time after the warm-up and after the last epoch.
 
     Args:
         steps: of an epoch.
         epochs: that are timed.
-        profiled: whether to profile, on rank 0.
     """
 
-    def __init__(self, steps: int, epochs: int, profiled: bool) -> None:
+    def __init__(self, steps: int, epochs: int) -> None:
         self.steps, self.warm = steps, -(-WARM_UP // steps) * steps
         self.last = self.warm + epochs * steps
         self.ticks: list[float] = []
-        self.profile = Profile() if profiled and os.environ["RANK"] == "0" else None
 
     def ended(self, step: int) -> None:
         """Call it after each step, counted from 1."""
@@ -145,10 +136,6 @@ class Clock:
             if dist.is_initialized():
                 dist.barrier()
             self.ticks.append(time.perf_counter())
-        if self.profile is not None and step == self.warm:
-            self.profile.start()
-        if self.profile is not None and step == self.warm + PROFILED:
-            self.profile.stop()
 
 
 def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
@@ -162,14 +149,12 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     docs = documents(chosen.capacity, chosen.documents)
     rows, imbalance = dealt([len(each) for each in docs], chosen.capacity, contender, Cost.from_config(config))
     steps = rows.n_rows // contender.ranks
-    clock = Clock(steps, chosen.epochs, chosen.profile)
+    clock = Clock(steps, chosen.epochs)
     data = PackedDataset(docs, rows)
     if contender.by_step:
         losses, note = by_step(contender, model, data, clock, chosen.memory)
     else:
         losses, note = by_trainer(contender, model, data, clock, chosen.memory)
-    if clock.profile is not None:
-        print(clock.profile.report(PROFILED), flush=True)
     seconds = clock.ticks[1] - clock.ticks[0]
     return Measured(
         tokens_per_second=rows.n_tokens * chosen.epochs / seconds,
@@ -244,12 +229,9 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
     arguments = [
         "--capacity", str(chosen.capacity), "--epochs", str(chosen.epochs), "--documents", str(chosen.documents),
         "--shape", chosen.shape, "--layers", str(chosen.layers), "--memory", chosen.memory,
-        *["--profile"] * chosen.profile,
     ]  # fmt: skip
     limit = min(chosen.limit, seconds_left())
-    found, printed = launch("benchmarks.gpu_ranks", contender.ranks, asdict(contender), arguments, limit)
-    if chosen.profile:
-        print("\n".join(line for line in printed.splitlines() if line.startswith("|")), flush=True)
+    found = launch("benchmarks.gpu_ranks", contender.ranks, asdict(contender), arguments, limit)
     section = f"training on several ranks, {'toy' if TOY else SHAPES[chosen.shape][0]}"
     case = f"rows of {chosen.capacity:,}, heavy-tailed"
     if isinstance(found, str):
@@ -286,7 +268,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--epochs", type=int, default=1 if TOY else 3, help="timed, after the warm-up")
     options.add_argument("--documents", type=int, default=60 if TOY else 2_400)
     options.add_argument("--limit", type=float, default=240, help="seconds for a contender")
-    options.add_argument("--profile", action="store_true", help="the kernels of three steps of rank 0; no speed then")
     chosen = parsed(options, arguments)
     if trained(chosen, lambda contender: train(Contender(**contender), chosen)):
         return []

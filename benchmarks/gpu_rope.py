@@ -1,4 +1,4 @@
-"""Rotary embedding: q and k forward and backward beside the copy floor, transformers, Liger and Unsloth, and the sweep.
+"""Rotary embedding: q and k forward and backward beside the copy floor, transformers, Liger and Unsloth.
 
 The floor is the time to read and write every byte once at the measured copy bandwidth. Liger's kernel and Unsloth's are
 those of their PyPI packages; of Unsloth only the kernel's own file is loaded, because importing the package patches
@@ -36,7 +36,6 @@ from torch_backend.ops.rope import apply_rope
 
 HEADS, KV_HEADS, WIDTH = (4, 2, 16) if TOY else (32, 8, 128)
 TABLE = (64,) if TOY else (8_192,) if QUICK else (2_048, 8_192, 32_768)
-SWEEP = (32,) if TOY else (1_024,) if QUICK else (256, 512, 1_024, 2_048, 4_096, 8_192)
 # q, k [B, H, S, D] over memory [B, S, H, D], full-width cos and sin [B, S, D], as transformers holds them
 Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -45,12 +44,6 @@ def run() -> Iterator[Result]:
     for name in CONTENDERS:
         for tokens in TABLE:
             yield from _table(tokens, name)
-
-
-def run_sweep() -> Iterator[Result]:
-    for tokens in SWEEP:
-        for packed in (False, True):
-            yield from _sweep(tokens, packed)
 
 
 def ours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,35 +120,6 @@ def _table(tokens: int, name: str) -> Iterator[Result]:
         eager = kind.startswith("us")
         unit = kind if eager else f"of the floor, {kind}"
         yield Result("rope", case, name, ms * 1e3 if eager else ms / floor, unit, note)
-
-
-def _sweep(tokens: int, packed: bool) -> Iterator[Result]:
-    case = f"{tokens:,} tokens, {'packed' if packed else 'one document'}"
-    eager: float | None = None
-    for name in ("transformers eager", "unsloth", "liger", "ours"):
-        if (TOY and name not in IN_TOY) or not wanted(name):
-            continue
-        rotation = CONTENDERS[name]
-        inputs = _inputs(tokens, packed)
-        exact = _rotated_exactly(inputs)
-
-        def measure(rotation: Rotation = rotation, inputs: tuple[Tensor, ...] = inputs) -> dict[str, float]:
-            scratch = [x.clone() for x in inputs[:2]]
-            return {"us": graph_ms(lambda: rotation(*scratch, *inputs[2:])) * 1e3}
-
-        figures, note = gated(lambda rotation=rotation: _error(rotation, tokens, packed), 1e-2, measure)
-        if not figures:
-            yield Result("rope sweep", case, name, None, "us", note)
-            continue
-        us = figures["us"]
-        eager = us if rotation is transformers_eager else eager
-        yield Result("rope sweep", case, name, us, "us", note)
-        if eager is not None:
-            yield Result("rope sweep", case, name, eager / us, "speedup")
-        found = rotation(*(x.clone() for x in inputs[:2]), *inputs[2:])
-        off = torch.cat([(x.double() - y).abs().flatten() for x, y in zip(found, exact, strict=True)])
-        yield Result("rope sweep", case, name, float(off.max()), "difference, max")
-        yield Result("rope sweep", case, name, float(off.mean()), "difference, mean")
 
 
 def _inputs(tokens: int, packed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -48,6 +48,7 @@ from benchmarks.gpu_workload import (
     llama3,
     make_model,
     qwen2,
+    qwen35,
 )
 from torch_backend import patch
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -56,6 +57,7 @@ from torch_backend.segments import PackedMetadata
 from torch_backend.steps.cuda_graph import CapturedStep, compile_layers
 from torch_backend.steps.memory import Level, level_layers, set_level
 
+HYBRID_ROWS = (256,) if TOY else (16_384,)
 NOISE = 2.0  # times the error of bfloat16 itself; contamination is tens of times
 WARM_UP = 5  # steps of every contender, of which a captured one runs three as usual
 Loss = Callable[[Mapping[str, Any]], Tensor]
@@ -98,6 +100,13 @@ def run_others() -> Iterator[Result]:
         return
     few = [c for c in CONTENDERS if c.name in LORA_RUNS]
     yield from race(Shape("Llama-3-8B, LoRA", llama3, (8_192,), lora=True, steps=6), few)
+
+
+def run_hybrid() -> Iterator[Result]:
+    """The Qwen3.5 shape, 8 layers of which 6 scan; stock scans by ``fla`` if it is there, in plain torch otherwise."""
+    for contender in HYBRID_CONTENDERS:
+        steps = 8 if contender.name.startswith("ours") and not TOY else 2  # a scan in plain torch takes seconds a step
+        yield from race(Shape("Qwen3.5 hybrid, 8 layers", qwen35, HYBRID_ROWS, steps=steps), [contender])
 
 
 def race(shape: Shape, contenders: Sequence[Contender]) -> Iterator[Result]:
@@ -219,6 +228,14 @@ CONTENDERS = [
     Contender("padded, SDPA", stock, "padded"),
     Contender("stock packed, SDPA", stock, "stock", capacities=(16_384, 256)),
     Contender("ours, work lists rebuilt in every layer", ours_rebuilt, capacities=(16_384, 256)),
+]
+HYBRID_CONTENDERS = [
+    Contender("ours, compiled and captured", ours_compiled, "fixed", captured=True),
+    Contender("ours, captured", ours_alone, "fixed", captured=True),
+    Contender("ours", ours_alone),
+    Contender("stock packed: SDPA, metadata", stock, "stock"),
+    Contender("padded, SDPA, scan as installed", stock, "padded"),
+    Contender("padded, SDPA, scan in plain torch", without_fla(stock), "padded"),
 ]
 LORA_RUNS = {BEST_STOCK, "ours, compiled and captured", "ours with Liger's norms and MLP, captured"}
 TOY_RUNS = {c.name for c in CONTENDERS if "Liger" not in c.name}

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.gpu_clock import DEVICE, TOY, Result, highest_gib, seconds_left, synchronize
-from benchmarks.gpu_profile import Profile
+from benchmarks.gpu_clock import DEVICE, TOY, Result, failed, highest_gib, seconds_left, synchronize
 from benchmarks.gpu_workload import LONGEST, Shape, documents, make_model, tight, with_adapters
 from packing_core import PackedDataset
 from torch_backend import PackedCollator, enable_packing, explain, make_train_step, patch
@@ -28,7 +27,6 @@ from torch_backend.steps.memory import LEVELS
 
 LEARNING_RATE = 1e-5
 WARM_UP = 14  # steps at least, in two or more whole epochs
-PROFILED = 3  # steps after the warm-up
 
 
 @dataclass
@@ -46,7 +44,6 @@ class Run:
     first_loss: float = 0.0
     last_loss: float = 0.0
     note: str = ""
-    profile: Profile | None = None
 
     def __post_init__(self) -> None:
         self.row_count = len(self.rows)
@@ -63,10 +60,6 @@ class Run:
     def tick(self, step: int) -> None:
         """Called after every step; ``step`` counts from 1. It waits for the GPU three times in all."""
         warm = self.row_count * self.warm_up
-        if self.profile is not None and step == warm:
-            self.profile.start()
-        if self.profile is not None and step == warm + PROFILED:
-            self.profile.stop()
         if step not in (1, warm, self.steps):
             return
         synchronize()
@@ -259,16 +252,14 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
 
 
-def measure(
-    shape: Shape, name: str, capacity: int, epochs: int, repeat: int, profile: bool = False
-) -> Iterator[Result]:
+def measure(shape: Shape, name: str, capacity: int, epochs: int, repeat: int) -> Iterator[Result]:
     """The figures of one contender; ``repeat``: of the documents, for epochs of more steps."""
     section, case = f"training, {shape.name}", f"rows of {capacity:,}"
     if seconds_left() < 0:
         yield Result(section, case, name, None, "real tokens/s", "not run: out of time")
         return
     docs = documents() * repeat
-    run = Run(docs, PackedDataset(docs, tight(docs, capacity)), epochs, profile=Profile() if profile else None)
+    run = Run(docs, PackedDataset(docs, tight(docs, capacity)), epochs)
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
     model = make_model(replace(shape, lora=False), None, few=TOY)
@@ -276,14 +267,11 @@ def measure(
         model = (shape.adapters or with_adapters)(model)
     try:
         CONTENDERS[name](run, model)
-    except Exception as failure:  # a contender that fails is a line in the table
-        reason = str(failure).strip().splitlines()[0][:160] if str(failure) else ""
-        yield Result(section, case, name, None, "real tokens/s", f"{type(failure).__name__}: {reason}")
+    except Exception as failure:
+        yield failed(section, case, name, "real tokens/s", failure)
         return
     finally:
         del model
-    if run.profile is not None:
-        print(run.profile.report(min(PROFILED, run.row_count * epochs)), flush=True)
     tokens = sum(map(len, docs)) * epochs
     figures = {
         "real tokens/s": tokens / (run.ended - run.warm),

@@ -4,10 +4,8 @@
     python -m benchmarks.gpu_trainers --capacity 65536 --match make_train_step
     python -m benchmarks.gpu_trainers --repeat 10 --epochs 1  # 70 steps an epoch and not 7
     python -m benchmarks.gpu_trainers --only sft lora --output results  # results/sft.json, results/lora.json
-    python -m benchmarks.gpu_trainers --match SFT.*packing$ --profile  # where the time of a step goes
-    python -m benchmarks.gpu_trainers --only slots --data gsm8k_train.jsonl
-    python -m benchmarks.gpu_trainers --only start train    # each contender in processes of its own
-    python -m benchmarks.gpu_trainers --only trainers sft lora start train slots --tiny  # on the CPU, to see it run
+    python -m benchmarks.gpu_trainers --only train          # each contender in processes of its own
+    python -m benchmarks.gpu_trainers --only trainers sft lora train --tiny  # on the CPU, to see it run
 
 Sections, each of one to four minutes:
 
@@ -20,10 +18,7 @@ Sections, each of one to four minutes:
                 the process that Liger changed, rows of 16,384; needs liger-kernel
     lora        Trainer with LoRA adapters on the Llama-3-8B shape, rows of 8,192, beside the best stock step
     lora_full   the same, both recomputing their layers: memory="full", and gradient checkpointing of the stock steps
-    start       from train() to the end of the first step, with no compile cache and with the one of the run before;
-                of DPO and GRPO after enable_packing: benchmarks.gpu_first_step
     train       crosspack train on the Qwen2-0.5B shape, float32 weights under autocast and bfloat16 weights
-    slots       which share of all slots of an epoch of GSM8K are real tokens, padded and packed; needs no GPU
 
 Contenders of "trainers", "sft", "lora" and "lora_full" train on the same packed rows, one row a step: 480 documents
 of mean 243 and at most 2,048 tokens, in the fewest rows, evened out so that the rows are full. Tokens per second count
@@ -37,8 +32,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 import statistics
 import subprocess
 import sys
@@ -49,12 +42,8 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-if "--tiny" in sys.argv:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
-
 import torch
 
-from benchmarks import pack_dataset
 from benchmarks.gpu import collected, parsed, parser, survived
 from benchmarks.gpu_clock import TOY, Result, free, wanted
 from benchmarks.gpu_step import BEST_STOCK, Contender, race, stock, stock_checkpointing, stock_liger
@@ -82,7 +71,7 @@ LIMIT = 300  # seconds for a process
 
 def trainers(chosen: argparse.Namespace) -> Iterator[Result]:
     for name in filter(wanted, CONTENDERS):
-        yield from _measured(SMALL, name, chosen.capacity, chosen.epochs, chosen.repeat, chosen.profile)
+        yield from _measured(SMALL, name, chosen.capacity, chosen.epochs, chosen.repeat)
 
 
 def sft(chosen: argparse.Namespace) -> Iterator[Result]:
@@ -117,10 +106,8 @@ def lora_full(chosen: argparse.Namespace) -> Iterator[Result]:
     yield from race(LARGE, STOCK_FULL)
 
 
-def _measured(
-    shape: Shape, name: str, capacity: int, epochs: int, repeat: int, profile: bool = False
-) -> Iterator[Result]:
-    yield from measure(shape, name, capacity, epochs, repeat, profile)
+def _measured(shape: Shape, name: str, capacity: int, epochs: int, repeat: int) -> Iterator[Result]:
+    yield from measure(shape, name, capacity, epochs, repeat)
     torch._dynamo.reset()
     free()
 
@@ -129,24 +116,6 @@ def _beside(shape: Shape) -> Iterator[Result]:
     """The stock steps: dense masks of 64k tokens do not fit, so SDPA has the shortest rows alone."""
     yield from race(shape, STOCK[:1])
     yield from race(Shape(shape.name, shape.make, shape.capacities[:1], lora=shape.lora), STOCK[1:])
-
-
-def start(chosen: argparse.Namespace) -> Iterator[Result]:
-    for name in filter(wanted, (TRAINER, SFT)):
-        with TemporaryDirectory() as folder:
-            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-            for case in ("no compile cache", "a compile cache"):
-                command = ["-m", "benchmarks.gpu_trainers", "--match", f"^{re.escape(name)}$", "--output", folder]
-                log = _run([*command, "--epochs", "1", *["--tiny"] * TOY], caches)
-                try:
-                    found = json.loads(Path(folder, "trainers.json").read_text())["results"]
-                except FileNotFoundError:
-                    yield Result("start", case, name, None, "s", log)
-                    return
-                figures = {each["unit"]: each for each in found}
-                for unit in ("first step, s", "warm-up, s"):
-                    yield Result("start", case, name, **{x: figures[unit][x] for x in ("value", "unit", "note")})
-                Path(folder, "trainers.json").unlink()
 
 
 def train(chosen: argparse.Namespace) -> Iterator[Result]:
@@ -191,15 +160,6 @@ def commands(ranks: int) -> list[list[str]]:
     return [bfloat16, *([*several, "--strategy", strategy] for strategy in ("ddp", "fsdp"))]
 
 
-def slots(chosen: argparse.Namespace) -> Iterator[Result]:
-    path = chosen.data or pack_dataset.GSM8K
-    for name, size, steps, real, trained in pack_dataset.fill(path):
-        case = f"GSM8K in rows of 1,024, batches of {size}"
-        figures = {"steps": float(steps), "% real tokens": 100 * real, "% trained tokens": 100 * trained}
-        for unit, value in figures.items():
-            yield Result("slots", case, name, value, unit)
-
-
 SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Result]]] = {
     "trainers": trainers,
     "sft": sft,
@@ -207,19 +167,16 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Result]]] = {
     "liger": liger,
     "lora": lora,
     "lora_full": lora_full,
-    "start": start,
     "train": train,
-    "slots": slots,
 }
 
 
-def _run(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
+def _run(command: Sequence[str]) -> str:
     """Run Python in a process of its own; the line that says best why it failed, if it did."""
     try:
         done = subprocess.run(
-            [sys.executable, *command], env=os.environ | (environment or {}), text=True, timeout=LIMIT,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [sys.executable, *command], text=True, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
     except subprocess.TimeoutExpired:
         return f"no end after {LIMIT} s"
     lines = [line for line in done.stdout.splitlines() if line.strip()]
@@ -233,10 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--capacity", type=int, default=256 if TOY else 16_384, help="tokens of a row of trainers")
     options.add_argument("--epochs", type=int, default=1 if TOY else 4, help="of trainers timed, after the warm-up")
     options.add_argument("--repeat", type=int, default=1, help="of the documents of trainers, for epochs of more steps")
-    options.add_argument("--data", type=Path, help="prompts and completions of slots and train, a .jsonl file")
+    options.add_argument("--data", type=Path, help="prompts and completions of train, a .jsonl file")
     options.add_argument("--ranks", type=int, default=1, help="of train, each with a GPU")
-    options.add_argument("--profile", action="store_true", help="the kernels of three steps of trainers; no speed then")
-    options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
     chosen = parsed(options, arguments)
     results: list[Result] = []
     for section in chosen.only:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from benchmarks.gpu_clock import DEVICE, TOY
 from packing_core import PackPlan, pack, plan
 from torch_backend import PackedCollator
 
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
 LONGEST = 64 if TOY else 2_048
 DTYPE = torch.float32 if TOY else torch.bfloat16
 Batch = dict[str, Any]

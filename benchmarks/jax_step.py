@@ -4,7 +4,6 @@
     python -m benchmarks.jax_step --match "^scanned$"        # one of them: the peak is then its own
     python -m benchmarks.jax_step --devices 2 --match "^scanned$"   # data parallel and fully sharded, beside one device
     python -m benchmarks.jax_step --compile                  # seconds of compiling, nothing runs
-    python -m benchmarks.jax_step --profile "^scanned$"      # which parts of the step take the GPU's time
 
 Random weights, bfloat16 compute with float32 master weights, AdamW, rows of 16,384 tokens packed from documents of mean
 length 243 and at most 2,048 tokens, one row a step. With several devices each step has as many rows as there are
@@ -22,7 +21,6 @@ import argparse
 import re
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +35,6 @@ from flax import nnx
 
 import packing_core
 from benchmarks._report import machine, versions, write_json
-from benchmarks.jax_profile import profile_of
 from jax_backend import make_train_step
 from jax_backend.batches import to_batch
 from jax_backend.model.decoder import Decoder, DecoderConfig
@@ -64,6 +61,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "scanned, recomputed": {"scan_layers": True, "remat": "full"},
     "scanned, products and attention kept": {"scan_layers": True, "remat": "dots_and_attention"},
     "scanned": {"scan_layers": True},
+    "scanned, contained": {"scan_layers": True, "contain_nonfinite": True},
     "one by one, products and attention kept": {"remat": "dots_and_attention"},
     "one by one": {},
 }
@@ -142,35 +140,6 @@ def compile_cold(config: DecoderConfig, match: str, *, toy: bool) -> Iterator[di
         yield {"compile_s": seconds}
 
 
-def profile(config: DecoderConfig, way: str, *, toy: bool) -> dict[str, Any]:
-    """Milliseconds of each kind of work in a step, and the operations that took longest, over three steps."""
-    step = step_of(config, WAYS[way], {})
-    batches = [step.place(batch) for batch in make_batches(1, 128 if toy else 16_384, config.vocab_size)]
-    shape = batches[0]["input_ids"].shape
-    text = step.compile(rows=shape[1], tokens=shape[2]).as_text()
-    state, _ = step(step.init(donate=True), batches[0])
-    with tempfile.TemporaryDirectory() as folder:
-        jax.block_until_ready(state)
-        begin = time.perf_counter()
-        with jax.profiler.trace(folder):
-            for batch in batches:
-                state, metrics = step(state, batch)
-            jax.block_until_ready((state, metrics))
-            seconds = time.perf_counter() - begin
-        kinds, longest = profile_of(Path(folder), text or "")
-    steps = len(batches)
-    milliseconds = {kind: microseconds / steps / 1e3 for kind, microseconds in kinds.items()}
-    whole = sum(milliseconds.values())
-    print(f"{way}: {whole:.1f} ms of work and waiting a step, {seconds / steps * 1e3:.1f} ms on the clock")
-    for kind, ms in sorted(milliseconds.items(), key=lambda part: -part[1]):
-        print(f"  {ms:8.2f} ms  {ms / whole:6.1%}  {kind}")
-    for operation in longest:
-        ms = operation.microseconds / steps / 1e3
-        origin = operation.origin.replace("while/body/", "").replace("closed_call/", "")[-100:]
-        print(f"  {ms:8.2f} ms  {operation.times / steps:5.0f} x  {operation.name}  {operation.result}  {origin}")
-    return {"profile_ms": milliseconds, "longest": longest}
-
-
 def make_batches(rows: int, capacity: int, vocabulary: int) -> list[dict[str, np.ndarray]]:
     """Three batches [rows, capacity] of different segmentations."""
     rng = np.random.default_rng(0)
@@ -228,7 +197,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--meshes", default="", metavar="PATTERN", help="of several devices: those whose name it matches"
     )
     parser.add_argument("--compile", action="store_true", help="only compile, and say how long it took")
-    parser.add_argument("--profile", metavar="WAY", choices=list(WAYS), help="only profile three steps of this way")
     parser.add_argument("--seconds", type=float, default=140.0, help="begin nothing after this long")
     parser.add_argument("--output", type=Path, help="file of JSON, rewritten after each measurement")
     parser.add_argument("--toy", action="store_true", help="tiny shapes; only to see that everything runs")
@@ -239,9 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     print("\n".join(header), flush=True)
     config = DecoderConfig.from_hf(TOY if options.toy else QWEN)
-    if options.profile:
-        parts = iter([profile(config, options.profile, toy=options.toy)])
-    elif options.compile:
+    if options.compile:
         parts = compile_cold(config, options.match, toy=options.toy)
     else:
         parts = run(

@@ -2,9 +2,7 @@
 
     python -m benchmarks.plan            # a few minutes, most of them spent in other packers
     python -m benchmarks.plan --quick    # ours alone, up to a million documents
-    python -m benchmarks.plan --composition    # only what the rows are made of, and the time
     python -m benchmarks.plan --real     # only all packers on four sets of real lengths, a minute
-    python -m benchmarks.plan --steps    # only what balance and stream make of mixed rows
 
 One thread, lengths as a NumPy array (as a list for packers that want one, made before the clock starts). Ours includes
 checking the lengths and writing the shuffled plan; the others return lists of ids, or, for TRL, a table whose tokens it
@@ -20,15 +18,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks._report import best, machine, table, versions
-from packing_core import Cost, PackPlan, balance, plan, stream
-from packing_core.planning.composition import Composition, composition
+from packing_core import plan
 
 REAL = Path(__file__).parents[2] / "shared" / "data" / "token_lengths.npz"
 REAL_SETS = (("gsm8k", 2048), ("gpteacher", 2048), ("python_source", 16_384), ("python_source", 65_536))
@@ -38,8 +34,6 @@ MILLION = 1_000_000
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--quick", action="store_true", help="ours alone, up to a million documents")
-    options.add_argument("--composition", action="store_true", help="only the table of what rows are made of")
-    options.add_argument("--steps", action="store_true", help="only the tables of balanced steps and of streams")
     options.add_argument("--real", action="store_true", help="only the table of all packers on real lengths")
     options.add_argument("--repeat", type=int, default=15, help="the best of so many runs of ours is reported")
     chosen = options.parse_args()
@@ -49,19 +43,8 @@ def main() -> None:
     print(versions("numpy", *peers), end="\n\n")
     if chosen.real:
         peers_on_real_lengths()
-        return
-    if not chosen.steps:
-        compositions([10_000, 100_000, MILLION], chosen.repeat, peers=not chosen.quick)
-    if not chosen.composition:
-        balanced_steps()
-        streamed()
-    if chosen.composition or chosen.steps:
-        return
-    sets(chosen.repeat, peers=not chosen.quick)
-    scaling([10_000, 100_000, MILLION] + ([] if chosen.quick else [10 * MILLION]), chosen.repeat)
-    capacities(chosen.repeat)
-    real_lengths(chosen.repeat)
-    utilisation()
+    else:
+        sets(chosen.repeat, peers=not chosen.quick)
 
 
 def distributions(count: int) -> Iterator[tuple[str, np.ndarray, int]]:
@@ -85,7 +68,6 @@ def sets(repeat: int, *, peers: bool) -> None:
             label = f"{name}, {count:,}"
             ours: dict[str, dict[str, Any]] = {
                 "crosspack best_fit": {"strategy": "best_fit"},
-                'crosspack effort="max"': {"effort": "max"},
                 "crosspack mixed": {"strategy": "mixed"},
             }
             base = None
@@ -105,116 +87,6 @@ def sets(repeat: int, *, peers: bool) -> None:
                 efficiency = int(lengths.sum()) / (rows[0] * capacity)
                 lines.append([label, title, *_figures(seconds, base, rows[0], efficiency)])
     print(table(header, lines), end="\n\n")
-
-
-def compositions(counts: list[int], repeat: int, *, peers: bool) -> None:
-    """Prints the composition of rows and of steps of 8 rows; ``sequential`` on these lengths is a random draw."""
-    lines = []
-    for count in counts:
-        for name, lengths, capacity in distributions(count):
-            label, base = f"{name}, {count:,}", None
-            for strategy in ("best_fit", "mixed", "sequential"):
-                made = plan(lengths, capacity, strategy=strategy)
-                run = partial(plan, lengths, capacity, strategy=strategy)
-                seconds = best(repeat, run, time.process_time)  # of one thread: beside other jobs the least disturbed
-                base = base or seconds
-                figures = _figures(seconds, base, made.n_rows, made.efficiency)
-                lines.append([label, f"crosspack {strategy}", *figures, *_composed(made.composition())])
-            for title, rows_of in ROWS_OF_PEERS.items() if peers and count < MILLION / 10 else ():
-                try:
-                    rows = rows_of(lengths, capacity)
-                except ImportError as missing:
-                    lines.append([label, title, f"not installed ({missing.name})", *[""] * 9])
-                    continue
-                shuffled = [rows[r] for r in np.random.default_rng(0).permutation(len(rows))]
-                offsets = np.concatenate([[0], np.cumsum([len(row) for row in shuffled])])
-                steps = np.arange(len(rows) // 8 * 8).reshape(-1, 8)
-                figures = composition(offsets, np.concatenate(shuffled), steps)
-                efficiency = f"{int(lengths.sum()) / (len(rows) * capacity):.4f}"
-                lines.append([label, title, "", "", f"{len(rows):,}", efficiency, *_composed(figures)])
-    header = ["set, documents", "packer", "processor ms", "time, ratio to best_fit", "rows", "efficiency"]
-    header += [
-        "documents per row, deviation",
-        "of a step of 8",
-        "log spread in a row",
-        "KS row",
-        "KS step",
-        "attention",
-    ]
-    print(table(header, lines), end="\n\n")
-
-
-def balanced_steps(count: int = 300_000, ranks: int = 64) -> None:
-    """Prints how even the ranks are, and how mixed the steps, beside steps of as many rows in random order."""
-    lines = []
-    for name, lengths, capacity in islice(distributions(count), 2):
-        random = plan(lengths, capacity, strategy="sequential")
-        made = {strategy: plan(lengths, capacity, strategy=strategy) for strategy in ("best_fit", "mixed")}
-        costs = {"default": Cost(), "attention alone": Cost(tokens=0, squares=1)}
-        for (strategy, rows), (title, cost), per_rank in product(made.items(), costs.items(), (1, 2, 4, 8)):
-            dealt = balance(rows, ranks, cost=cost, rows_per_step=per_rank)
-            steps, drawn = dealt.composition(), random.composition(ranks * per_rank)
-            of_a_row = drawn.documents_per_row_deviation  # rows drawn at random are independent
-            spreads = steps.documents_per_step_deviation, of_a_row / np.sqrt(ranks * per_rank)
-            distances = steps.step_distance, drawn.step_distance
-            figures = [f"{figure:.3f}" for figure in (dealt.imbalance, *spreads, *distances)]
-            lines.append([name, strategy, title, str(per_rank), *figures])
-    header = [f"{count:,} documents, {ranks} ranks", "rows", "cost", "rows per rank", "slowest / mean"]
-    header += ["spread, balanced", "spread, random", "KS, balanced", "KS, random"]
-    print(table(header, lines), end="\n\n")
-
-
-def streamed(count: int = 60_000) -> None:
-    """Prints how full and how mixed the rows of a stream are."""
-    lines = []
-    for name, lengths, capacity in islice(distributions(count), 2):
-        tokens = np.zeros(capacity, np.int32)
-        documents = [tokens[:length] for length in lengths.tolist()]
-        for strategy in ("best_fit", "mixed"):
-            chunks = list(stream(documents, capacity, strategy=strategy, seed=0).chunks())
-            rows = np.concatenate([np.bincount(chunk.rows, minlength=len(chunk)) for chunk in chunks])
-            efficiency = int(lengths.sum()) / (len(rows) * capacity)
-            lines.append([f"{name}, {count:,}", strategy, f"{efficiency:.4f}", f"{rows.std() / rows.mean():.2f}"])
-    print(table(["stream, buffer 8,192", "rows", "efficiency", "documents per row, deviation"], lines), end="\n\n")
-
-
-def scaling(counts: list[int], repeat: int) -> None:
-    """Time over the number of documents, short set."""
-    lines = []
-    for count in counts:
-        lengths = lognormal(270, 0.9, count, 2048)
-        for strategy in ("best_fit", "mixed", "first_fit", "sequential"):
-            run = partial(plan, lengths, 2048, strategy=strategy)
-            seconds = best(repeat if count <= MILLION else 3, run, time.process_time)
-            made = plan(lengths, 2048, strategy=strategy)
-            lines.append([f"{count:,}", strategy, f"{seconds * 1e3:,.1f}", f"{made.efficiency:.5f}"])
-    print(table(["short documents", "strategy", "processor ms", "efficiency"], lines), end="\n\n")
-
-
-def capacities(repeat: int) -> None:
-    """A million heavy-tailed documents at every usual capacity."""
-    lines = []
-    for capacity in (2**k for k in range(11, 21)):
-        lengths = lognormal(3000, 1.3, MILLION, capacity)
-        run = partial(plan, lengths, capacity, strategy="best_fit")
-        made, seconds = run(), best(min(repeat, 5), run)
-        lines.append([f"{capacity:,}", f"{seconds * 1e3:,.1f}", *_fill(made)])
-    print(table(["heavy tail, capacity", "ms", "rows", "lower bound", "efficiency"], lines), end="\n\n")
-
-
-def real_lengths(repeat: int) -> None:
-    """Token counts of real documents, where they are at hand."""
-    if not REAL.exists():
-        print("real lengths: not at hand", end="\n\n")
-        return
-    lines = []
-    with np.load(REAL) as stored:
-        for name in ("gsm8k", "gpteacher", "python_source"):
-            for capacity in (2048, 8192, 65_536):
-                run = partial(plan, stored[name], capacity, overflow="split", strategy="best_fit")
-                made, seconds = run(), best(repeat, run)
-                lines.append([f"{name}, {made.n_documents:,}", f"{capacity:,}", f"{seconds * 1e3:,.1f}", *_fill(made)])
-    print(table(["real set, documents", "capacity", "ms", "rows", "lower bound", "efficiency"], lines), end="\n\n")
 
 
 def peers_on_real_lengths() -> None:
@@ -244,31 +116,6 @@ def peers_on_real_lengths() -> None:
 
 def _ours(lengths: np.ndarray, capacity: int, strategy: Any) -> Callable[[], int]:
     return lambda: plan(lengths, capacity, strategy=strategy).n_rows
-
-
-def utilisation() -> None:
-    """The field's usual table: real tokens over slots, each document padded to a row, and packed."""
-    lines = []
-    for mean in (256, 512, 1024):
-        made = plan(lognormal(mean, 0.6, 100_000, 2048), 2048, strategy="best_fit")
-        padded = made.n_tokens / (made.n_documents * made.capacity)
-        lines.append([str(mean), f"{padded:.1%}", f"{made.efficiency:.2%}", f"{made.efficiency / padded:.2f}"])
-    print(table(["mean length, rows of 2,048", "padded", "packed", "ratio"], lines))
-
-
-def _composed(made: Composition) -> list[str]:
-    return [
-        f"{made.documents_per_row_deviation:.2f}",
-        f"{made.documents_per_step_deviation:.2f}",
-        f"{made.length_spread:.2f} of {made.data_length_spread:.2f}",
-        f"{made.row_distance:.2f}",
-        f"{made.step_distance:.2f}",
-        f"{made.attention_per_row_deviation:.2f}",
-    ]
-
-
-def _fill(made: PackPlan) -> list[str]:
-    return [f"{made.n_rows:,}", f"{made.lower_bound:,}", f"{made.efficiency:.5f}"]
 
 
 def _figures(seconds: float, base: float, rows: int, efficiency: float) -> list[str]:
@@ -321,18 +168,6 @@ def _file_of(package: str, *path: str) -> Any:
     return module
 
 
-def _rows_of_lightbinpack(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
-    return [lengths[row] for row in import_module("lightbinpack").obfd(lengths.tolist(), capacity)]
-
-
-def _rows_of_trl(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
-    pa, packer = import_module("pyarrow"), import_module("trl.data_utils")._pack_bfd
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    tokens = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.zeros(offsets[-1], np.uint8)))
-    return [np.array(row) for row in packer(pa.table({"input_ids": tokens}), capacity)["seq_lengths"].to_pylist()]
-
-
-ROWS_OF_PEERS = {"lightbinpack obfd (C++)": _rows_of_lightbinpack, "TRL bfd": _rows_of_trl}
 FAST_PEERS = {"lightbinpack obfd (C++)": _lightbinpack}
 SLOW_PEERS = {
     "lightbinpack obfd (C++)": _lightbinpack,

@@ -27,16 +27,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-if "--tiny" in sys.argv:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
 
 import numpy as np
 import torch
@@ -44,8 +39,7 @@ from torch import Tensor
 
 from benchmarks._report import machine, versions
 from benchmarks.gpu_clock import DEVICE, TOY
-from benchmarks.gpu_workload import qwen2
-from benchmarks.pack_dataset import GSM8K
+from benchmarks.gpu_workload import GSM8K, qwen2
 from crosspack.encoding.text import Encoder, Policy
 from crosspack.encoding.tokenizer import train_tokenizer
 from packing_core import plan

@@ -1,0 +1,1 @@
+"""Audits behind the tables of the documentation, which `docs/make_*.py` write and tests hold."""
