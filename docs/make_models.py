@@ -1,72 +1,131 @@
-"""Audits every model family and writes docs/models.md: ``python docs/make_models.py``."""
+"""Audits every model family and writes the tables of docs/models.md.
+
+python -m docs.make_models [decoders encoders experts]
+"""
 
 from __future__ import annotations
 
 import logging
+import re
+import sys
 import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
-from textwrap import fill
 
-from torch_backend.auditing.families import FamilyReport, audit_families
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from tools.tables.experts import ExpertsReport, audit_family_experts
+from tools.tables.families import ENCODER_HEADS, FamilyReport, audit_encoder, audit_family
+from torch_backend.auditing.tiny import all_families
 from torch_backend.hf.anatomy.families import REFUSED
 
 PAGE = Path(__file__).with_name("models.md")
-INTRODUCTION = """# Model families
-
-What `crosspack.patch` does with every family that `AutoModelForCausalLM` of transformers {transformers} knows.
-Measured by `crosspack.audit` on a tiny random model of each: float32, CPU, torch {torch}, train mode, default
-`use_cache`, two packed rows with padding. **Exact** means two things. Logits, loss and every gradient agree with those
-of each document alone, to 1e-4 of the largest value. And replacing every token of one document changes no other
-document. `python docs/make_models.py` writes this page.
-
-**{exact} of {built} causal decoders are exact ({share:.1%}), {refused} are refused with a reason, {wrong} are wrong.**
-{not_built} more could not be built as a tiny model. The other {halves} families are encoders or halves of
-encoder-decoders, and are refused as language models. With their own heads [encoders](encoders.md) are served.
-
-- Route `attention`: every attention layer receives the segment boundaries, and so do the convolution and scan of
-  layers that carry state along the row (state-space, linear attention, convolutions). Where a convolution or scan
-  cannot take them, that layer runs on batches of documents of similar length.
-- Route `documents`: attention cannot receive the boundaries from outside, so the whole decoder runs on such batches.
-
-| family | route | logits | gradients |
-|---|---|---|---|
-"""
+_EXACT = "exact"
 
 
-def page(reports: list[FamilyReport]) -> str:
-    """The page's text."""
-    exact = [r for r in reports if r.verdict == "exact"]
+def grouped(families: Iterable[tuple[tuple[str, ...], str]]) -> str:
+    """Rows of a table: the cells that families have in common, then the families."""
+    names = defaultdict(list)
+    for cells, family in families:
+        names[cells].append(family)
+    return "".join(f"| {' | '.join((*cells, ', '.join(found)))} |\n" for cells, found in sorted(names.items()))
+
+
+def reasons(families: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"| {family} | {' '.join(reason.split())[:120]} |\n" for family, reason in families)
+
+
+def decoders(reports: list[FamilyReport]) -> str:
+    exact = [r for r in reports if r.verdict == _EXACT]
     refused = [r for r in reports if r.verdict == "refused" and r.family in REFUSED]
-    halves = [r for r in reports if r.verdict == "refused" and r.family not in REFUSED]
-    wrong = [r for r in reports if r.verdict == "contaminated"]
-    not_built = [r for r in reports if r.verdict == "not built"]
+    halves = [r.family for r in reports if r.verdict == "refused" and r.family not in REFUSED]
+    wrong = [r.family for r in reports if r.verdict == "contaminated"]
     built = len(exact) + len(refused) + len(wrong)
-    text = INTRODUCTION.format(
-        transformers=version("transformers"),
-        torch=version("torch").partition("+")[0],
-        exact=len(exact),
-        built=built,
-        share=len(exact) / built,
-        refused=len(refused),
-        wrong=len(wrong) or "none",
-        halves=len(halves),
-        not_built=len(not_built),
+    return (
+        f"**{len(exact)} of {built} causal decoders are exact ({len(exact) / built:.1%}), {len(refused)} are refused "
+        f"with a reason, {len(wrong) or 'none'} are wrong.**\n"
+        f"transformers {version('transformers')}; the largest error is {largest(exact):.0e}.\n\n"
+        "| route | families |\n|---|---|\n"
+        + grouped(((r.report.route or "",), r.family) for r in exact if r.report)
+        + "\n| refused | reason |\n|---|---|\n"
+        + reasons((r.family, REFUSED[r.family]) for r in refused)
+        + "\n| not built tiny, not refused | what transformers says |\n|---|---|\n"
+        + reasons((r.family, r.not_built) for r in reports if r.verdict == "not built")
+        + f"\n{len(halves)} more families are encoders or halves of encoder-decoders, and refused as language models.\n"
     )
-    for r in exact + wrong:
-        assert r.report is not None
-        text += f"| {r.family} | {r.report.route} | {r.report.logits:.0e} | {r.report.gradients:.0e} |\n"
-    text += "\n## Refused\n\n| family | reason |\n|---|---|\n"
-    text += "".join(f"| {r.family} | {REFUSED[r.family]} |\n" for r in refused)
-    names = fill(", ".join(r.family for r in halves), 120, break_on_hyphens=False)
-    text += f"\n## Encoders and halves of encoder-decoders\n\n{names}.\n"
-    text += "\n## Not built tiny\n\nThese are not counted above. `patch` does not refuse them.\n\n"
-    text += "| family | what transformers says |\n|---|---|\n"
-    text += "".join(f"| {r.family} | {' '.join(r.not_built.split())} |\n" for r in not_built)
-    return text
+
+
+def largest(reports: list[FamilyReport]) -> float:
+    return max(max(r.report.logits, r.report.gradients) for r in reports if r.report)
+
+
+def encoders(found: dict[str, dict[str, FamilyReport]]) -> str:
+    exact = {f: heads for f, heads in found.items() if any(r.verdict == _EXACT for r in heads.values())}
+    reports = [r for heads in exact.values() for r in heads.values() if r.verdict == _EXACT]
+    routes = {r.family: (r.report.route or "") for r in reports if r.report}
+    cells = (
+        ((routes[family], *(heads[head].verdict if head in heads else "-" for head in ENCODER_HEADS)), family)
+        for family, heads in exact.items()
+    )
+    refused = {f: next(iter(heads.values())) for f, heads in found.items() if f not in exact}
+    return (
+        f"transformers {version('transformers')}; the largest error is {largest(reports):.0e}.\n\n"
+        f"| route | {' | '.join(ENCODER_HEADS)} | families |\n|---|{'---|' * len(ENCODER_HEADS)}---|\n"
+        + grouped(cells)
+        + "\n| refused, or not built tiny | reason |\n|---|---|\n"
+        + reasons((family, why(report)) for family, report in refused.items())
+    )
+
+
+def why(report: FamilyReport) -> str:
+    """Explains why a head of a family is not supported."""
+    if report.report is None:
+        return f"not built: {report.not_built}"
+    return (report.report.refused or report.verdict).partition(" cannot be trained packed: ")[2] or report.verdict
+
+
+def experts(reports: list[ExpertsReport]) -> str:
+    exact = sum(r.report.verdict == _EXACT for r in reports)
+    ours, replayed = (sum(why is None for why in whys) for whys in zip(*((r.kept, r.replay) for r in reports)))
+    return (
+        f"Of the {len(reports)} families with experts that `AutoModelForCausalLM` of transformers "
+        f"{version('transformers')} knows, {exact} are exact, {ours} run on our kernels and {replayed} can be replayed."
+        "\n\n| experts of packed calls | routing replay | families |\n|---|---|---|\n"
+        + grouped(
+            (
+                (
+                    "ours" if r.kept is None else f"transformers': {r.kept}",
+                    "yes" if r.replay is None else f"refused: {r.replay}",
+                ),
+                r.family,
+            )
+            for r in reports
+        )
+    )
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "decoders": lambda: decoders([audit_family(family) for family in all_families()]),
+    "encoders": lambda: encoders(
+        {family: audit_encoder(family) for family in sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES)}
+    ),
+    "experts": lambda: experts(
+        [report for family in all_families() if (report := audit_family_experts(family)) is not None]
+    ),
+}
+
+
+def replaced(page: str, part: str, table: str) -> str:
+    """The page with the table between the marks of a part."""
+    return re.sub(
+        rf"(<!-- {part} -->\n).*?(?=<!-- end of {part} -->)", lambda mark: mark[1] + table, page, flags=re.DOTALL
+    )
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    PAGE.write_text(page(list(audit_families())))
+    for part in sys.argv[1:] or PARTS:
+        PAGE.write_text(replaced(PAGE.read_text(), part, PARTS[part]()))

@@ -36,6 +36,22 @@ class Chart:
 
 
 CHARTS = {
+    "speed": Chart(
+        "Times the speed of the best other way, by class of model",
+        "Speed by class of model",
+        "times",
+        {
+            "dense, training step": ("dense, 0.5B, a training step",),
+            "dense, SFTTrainer": ("dense, 0.5B, `SFTTrainer`",),
+            "8B with LoRA, Trainer": ("dense, 8B, LoRA",),
+            "mixture of experts": ("experts, 30B-A3B",),
+            "images": ("images, 3B",),
+            "preference pairs": ("preference pairs",),
+            "encoder, masked tokens": ("masked tokens",),
+        },
+        "",
+        "One H200, experts one H100, bfloat16. Dense: beside flash-attn-4 and Liger; images, encoder: beside padding.",
+    ),
     "step": Chart(
         "Real tokens per second, Qwen2-0.5B shape, rows of 16,384, one H200",
         "The training step",

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from conformance.numerics import EPSILON, FACTOR, FLOOR
 from crosspack import PackedCollator, pack
 from docs.site.drawing import LINE, OTHER, OWN, PADDING, SEGMENTS, WIDTH, Drawing
 from packing_core import reference
 from packing_core.batches.batch import PackedBatch
+from packing_core.budget import EPSILON, FACTOR, FLOOR
 from tests.house.test_layers import FLOORS, PACKAGES
 
 ROOT = Path(__file__).parents[2]

@@ -30,6 +30,7 @@ SHOWN = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "conduct.md",
     "benchmarks/RESULTS.md": "results.md",
     "conformance/SPEC.md": "requirements.md",
 }
@@ -55,13 +56,11 @@ _IN_LIST = re.compile(
 _FENCED = re.compile(r"(^ *```.*?^ *```$)", flags=re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):(?=<code>)")
-_BADGE = re.compile(r"^\[!\[.*\n", flags=re.MULTILINE)
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Add the pages that are made from other files of the repository."""
     pages = {page: (ROOT / source).read_text() for source, page in SHOWN.items()}
-    pages["index.md"] = _BADGE.sub("", pages["index.md"])  # pictures of another host
     pages["examples.md"] = examples()
     pages |= {page: f"# {title}\n\n" + directives(homes(packages)) for page, (title, packages) in REFERENCE.items()}
     pages |= {page: f"# {title}\n\n" + directives(modules) for page, (title, modules) in MODULES.items()}
