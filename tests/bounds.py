@@ -24,9 +24,9 @@ LIBRARIES = ("accelerate", "peft", "trl", "transformers", "typer")
 # What the oldest transformers asks for and later ones do not, or in other versions.
 WITH_OLDEST = ("tokenizers<=0.23.0", "huggingface_hub<2", "httpx", "httpcore", "h11", "anyio", "certifi", "idna")
 TESTS = (
-    "torch_backend/test_conditions.py",
-    "torch_backend/test_sft_step.py",
-    "torch_backend/test_entry.py",
+    "torch_backend/hf/test_conditions.py",
+    "torch_backend/steps/test_sft_step.py",
+    "torch_backend/hf/test_entry.py",
     "cli/test_train_options.py",
 )
 CHOSEN = "lora or LoRA or wrapper or entry or (test_train_options and not adapters)"

@@ -1,37 +1,32 @@
-"""Random models, batches and trainers, packed against each document alone, for as long as it is given.
+"""Random models and batches, packed against each document alone, for as long as it is given.
 
     python -m tests.fuzz --minutes 120
-    python -m tests.fuzz --only models --family qwen3_next bamba
+    python -m tests.fuzz --family qwen3_next bamba
     python -m tests.fuzz --seed 4711 --cases 1        # that case again
 
-Each case follows from its number alone. A model is a random family with random fields of its config; a batch has
-random lengths, rows, padding and marks; a trainer is a case of ``tests/torch_backend/test_any_trainer.py``, and
-``packing`` runs the properties of ``tests/packing_core`` on other examples. A refusal is an answer, and counted by its
-message. Anything else than the numbers of the documents alone is a finding: it is written to ``--output`` as it comes,
-and the exit status is 1.
+Each case follows from its number alone. A model is a random family with random fields of its config, in float64; a
+batch has random lengths, rows, padding and marks. A refusal is an answer, and counted by its message. Anything else
+than the numbers of the documents alone is a finding: it is written to ``--output`` as it comes, and the exit status
+is 1. Random trainers and rows: ``CROSSPACK_EXAMPLES`` with ``test_any_trainer.py`` and ``tests/packing_core``.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import logging
 import re
-import sys
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 import transformers
@@ -40,24 +35,12 @@ from torch.nn import functional as F
 
 import torch_backend
 from packing_core.errors import PackingError
-from tests import processes
-from tests.torch_backend.models import tiny
+from tests.torch_backend.models import in_float64, tiny
 from torch_backend.auditing.tiny import all_families, family_config
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.families import refusal
 
-KINDS = ("models", "trainers", "packing")
-SHARES = (0.85, 0.14, 0.01)  # of the cases
-TOLERANCE = 1e-4  # of the largest value, in float32; a document that sees another one is off by 1e-2 and more
-PROPERTIES = (
-    "test_any_input.py",
-    "test_batch.py",
-    "test_dataset.py",
-    "test_mixing.py",
-    "test_ragged.py",
-    "test_runs.py",
-    "test_stream.py",
-)
+TOLERANCE = 1e-4  # of the largest value; a document that sees another one is off by 1e-2 and more
 # Fields of configs and values for them. A family that cannot be built or run with one is left out of the comparison.
 FIELDS: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (1, 2, 3),
@@ -109,10 +92,8 @@ class NotBuilt(Exception):
 class Tally:
     """Counts of a run."""
 
-    cases: Counter[str] = field(default_factory=Counter)
+    cases: int = 0
     loss_of_its_own: int = 0  # models whose gradients were those of a plain loss over their logits
-    ties: int = 0  # models with experts that differ in float32 alone
-    noisy: int = 0  # models that differ by at most eight times what float32 differs from float64 in the documents alone
     refused: Counter[str] = field(default_factory=Counter)
     not_built: Counter[str] = field(default_factory=Counter)
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -140,7 +121,12 @@ def model_case(rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def run_model(case: dict[str, Any], tally: Tally) -> None:
+def case_of(seed: int) -> dict[str, Any]:
+    """Returns the case of a number."""
+    return model_case(np.random.default_rng(seed))
+
+
+def compare(case: dict[str, Any], tally: Tally) -> None:
     """Compares logits, loss and gradients of a packed batch with those of its documents alone.
 
     Raises:
@@ -148,41 +134,8 @@ def run_model(case: dict[str, Any], tally: Tally) -> None:
         PackingError: it is refused.
         AssertionError: they differ.
     """
-    try:
-        _compare(case, tally, torch.float32)
-    except AssertionError:
-        _compare(case, tally, torch.float64)  # two experts, or two sides of a kink, within a rounding; a leak stays
-        if _has_experts(_built(case)):
-            tally.ties += 1
-        else:
-            _compare(case, tally, torch.float32, 8 * _rounding(case))
-            tally.noisy += 1
-
-
-def _rounding(case: dict[str, Any]) -> float:
-    """Returns how far the documents alone are in float32 from float64, of each gradient's largest value."""
-    single, double = (_alone(_built(case).to(dtype), *_batch(case))[2] for dtype in (torch.float32, torch.float64))
-    largest = max(float(x.abs().max()) for x in double.values())
-    return max(_error(single[name].double(), right, floor=largest / 100) for name, right in double.items())
-
-
-def _has_experts(model: Any) -> bool:
-    return any("expert" in name or "router" in name for name, _ in model.named_modules())
-
-
-def _batch(case: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the documents of a case and their labels."""
-    generator = torch.Generator().manual_seed(case["position"])
-    documents = [torch.randint(4, 90, (length,), generator=generator) for length in case["lengths"]]
-    labels = [torch.where(torch.rand(len(x), generator=generator) < case["masked"], -100, x) for x in documents]
-    return documents, documents if all(bool((x[1:] == -100).all()) for x in labels) else labels
-
-
-def _compare(case: dict[str, Any], tally: Tally, dtype: torch.dtype, tolerance: float = TOLERANCE) -> None:
     documents, labels = _batch(case)
-    model = _built(case).to(dtype)
-    if dtype is torch.float64 and _has_experts(model):
-        model.set_experts_implementation("eager")  # grouped_mm has no float64
+    model = _built(case)
     truth = _alone(model, documents, labels)
     torch_backend.patch(model, implementation=case["implementation"], verify=False)
     options = {"capacity": case["capacity"], "strategy": case["strategy"]}
@@ -200,12 +153,20 @@ def _compare(case: dict[str, Any], tally: Tally, dtype: torch.dtype, tolerance: 
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for number, right in enumerate(truth[0]):
-        _same(logits[number].detach(), right, f"logits of document {number}", tolerance)
-    _same(loss.detach(), truth[1], "loss", tolerance)
+        _same(logits[number].detach(), right, f"logits of document {number}")
+    _same(loss.detach(), truth[1], "loss")
     largest = max(float(x.abs().max()) for x in truth[2].values())
     for name, right in truth[2].items():
         assert name in gradients, f"no gradient of {name}"
-        _same(gradients[name], right, f"gradient of {name}", tolerance, floor=largest / 100)
+        _same(gradients[name], right, f"gradient of {name}", floor=largest / 100)
+
+
+def _batch(case: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the documents of a case and their labels."""
+    generator = torch.Generator().manual_seed(case["position"])
+    documents = [torch.randint(4, 90, (length,), generator=generator) for length in case["lengths"]]
+    labels = [torch.where(torch.rand(len(x), generator=generator) < case["masked"], -100, x) for x in documents]
+    return documents, documents if all(bool((x[1:] == -100).all()) for x in labels) else labels
 
 
 def _mean_loss(logits: list[Tensor], labels: list[Tensor]) -> Tensor:
@@ -237,7 +198,7 @@ def _built(case: dict[str, Any]) -> Any:
                 module.p = 0.0
         if case["checkpointing"] and model.supports_gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        return model
+        return in_float64(model)
     except Exception as error:  # a library's, about a config that nobody has
         raise NotBuilt(f"{case['family']}: {type(error).__name__}") from error
 
@@ -264,69 +225,21 @@ def _alone(
     return [x.detach() for x in logits], loss.detach(), gradients, is_mean
 
 
-def _same(found: Tensor, right: Tensor, what: str, tolerance: float, floor: float = 1e-6) -> None:
-    error = _error(found, right, floor)
-    assert error <= tolerance, f"{what} is off by {error:.1e}"
+def _same(found: Tensor, right: Tensor, what: str, floor: float = 1e-6) -> None:
+    error = float((found - right).abs().max() / right.abs().max().clamp_min(floor))
+    assert error <= TOLERANCE, f"{what} is off by {error:.1e}"
 
 
-def _error(found: Tensor, right: Tensor, floor: float) -> float:
-    return float((found - right).abs().max() / right.abs().max().clamp_min(floor))
-
-
-def trainer_case(rng: np.random.Generator) -> dict[str, Any]:
-    """A case of the trainers' test."""
-    from tests.torch_backend.test_any_trainer import FACTORS
-
-    case = {name: values[rng.integers(len(values))] for name, values in FACTORS.items()}
-    return {**case, "seed": int(rng.integers(1 << 31))}
-
-
-def run_trainer(case: dict[str, Any], tally: Tally) -> None:
-    """Runs the trainers' test on a case."""
-    from tests.torch_backend import test_any_trainer
-
-    with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-        test_any_trainer.check(case, case["seed"], folder)
-
-
-def packing_case(rng: np.random.Generator) -> dict[str, Any]:
-    """A file of properties and a seed for its examples."""
-    return {"file": PROPERTIES[rng.integers(len(PROPERTIES))], "seed": int(rng.integers(1 << 31))}
-
-
-def run_packing(case: dict[str, Any], tally: Tally) -> None:
-    """Runs the properties of a file on examples that follow from a seed."""
-    path = Path(__file__).parent / "packing_core" / case["file"]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
-    ended = processes.run([*command, f"--hypothesis-seed={case['seed']}"], limit=600)
-    assert ended.returncode == 0, ended.stdout[-3000:]
-
-
-CASES: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any], Tally], None]]] = {
-    "models": (model_case, run_model),
-    "trainers": (trainer_case, run_trainer),
-    "packing": (packing_case, run_packing),
-}
-
-
-def case_of(seed: int) -> tuple[str, dict[str, Any]]:
-    """Returns the kind and the case of a number."""
-    rng = np.random.default_rng(seed)
-    kind = KINDS[rng.choice(len(KINDS), p=SHARES)]
-    return kind, CASES[kind][0](rng)
-
-
-def run_case(seed: int, tally: Tally, kinds: Sequence[str] = KINDS, families: Sequence[str] | None = None) -> None:
-    """Runs the case of a number, if it is of these kinds and families, and counts how it ends."""
-    kind, case = case_of(seed)
-    if kind not in kinds or (families is not None and case.get("family", families[0]) not in families):
+def run_case(seed: int, tally: Tally, families: Sequence[str] | None = None) -> None:
+    """Runs the case of a number, if it is of these families, and counts how it ends."""
+    case = case_of(seed)
+    if families is not None and case["family"] not in families:
         return
-    run = CASES[kind][1]
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            run(case, tally)
+            compare(case, tally)
     except NotBuilt as error:
         tally.not_built[str(error)] += 1
         return
@@ -337,13 +250,12 @@ def run_case(seed: int, tally: Tally, kinds: Sequence[str] = KINDS, families: Se
         tally.findings.append(
             {
                 "seed": seed,
-                "kind": kind,
                 "case": case,
                 "error": f"{type(error).__name__}: {str(error)[:600]}",
                 "where": f"{Path(where.filename).name}:{where.lineno}",
             }
         )
-    tally.cases[kind] += 1
+    tally.cases += 1
 
 
 def main() -> int:
@@ -351,29 +263,25 @@ def main() -> int:
     options.add_argument("--minutes", type=float, default=10.0)
     options.add_argument("--seed", type=int, default=0, help="of the first case")
     options.add_argument("--cases", type=int, help="how many; without it, as many as there is time for")
-    options.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     options.add_argument("--family", nargs="+", help="of the models")
     options.add_argument("--output", type=Path, default=Path("fuzz-findings.jsonl"))
     given = options.parse_args()
     tally = Tally()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    datasets.disable_progress_bars()
     transformers.logging.set_verbosity_error()
     seed, end = given.seed, time.monotonic() + 60 * given.minutes
     with suppress(KeyboardInterrupt):  # what was found until then counts
         while time.monotonic() < end and (given.cases is None or seed < given.seed + given.cases):
             before = len(tally.findings)
-            run_case(seed, tally, given.only, given.family)
+            run_case(seed, tally, given.family)
             for finding in tally.findings[before:]:
-                print(f"seed {seed}: {finding['kind']}: {finding['error'].splitlines()[0]}", flush=True)
+                print(f"seed {seed}: {finding['error'].splitlines()[0]}", flush=True)
                 with open(given.output, "a") as file:
                     file.write(json.dumps(finding, default=str) + "\n")
             seed += 1
-    print(f"seeds {given.seed} to {seed - 1}:", ", ".join(f"{n:,} {kind}" for kind, n in tally.cases.items()))
+    print(f"seeds {given.seed} to {seed - 1}: {tally.cases:,} cases")
     print(f"with a loss of their own, judged by a plain one: {tally.loss_of_its_own:,}")
-    print(f"with experts, equal in float64 alone: {tally.ties:,}")
-    print(f"equal but for the rounding of float32: {tally.noisy:,}")
     for what, counts in (("not built", tally.not_built), ("refused", tally.refused)):
         print(f"{what}: {sum(counts.values()):,}")
         for message, count in counts.most_common(25):

@@ -4,7 +4,7 @@
 
 Results are written as they come (``tests.jsonl`` and ``gate-*.jsonl`` in the output folder), each test has a limit,
 and the whole run ends after so many minutes, so a run that is stopped has named what failed. ``report.md`` has the
-versions, the failures, the slowest tests, and the table of backends for docs/conformance.md. ``--two`` runs the tests
+versions, the failures, the slowest tests, and the table of backends. ``--two`` runs the tests
 that need two GPUs instead (NCCL). The package need not be installed: its entry points are read from pyproject.toml.
 """
 

@@ -49,8 +49,9 @@ def home(module: str, name: str) -> str:
 
 
 def modules_of(files: Iterable[str]) -> set[str]:
-    """Returns the modules of the packages, and of helpers in ``tests``, among files given as paths below the root."""
-    paths = [ROOT / file for file in files if file.endswith(".py") and file.split("/")[0] in (*PACKAGES, "tests")]
+    """Returns the modules of packages, ``tools`` and test helpers among files given as paths below the root."""
+    folders = (*PACKAGES, "tools", "tests")
+    paths = [ROOT / file for file in files if file.endswith(".py") and file.split("/")[0] in folders]
     return {module_of(path) for path in paths}
 
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import psutil
 
-LIMIT = 90
+LIMIT = 180
 
 
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:

@@ -23,10 +23,22 @@ TIERS = ("quick", "rest", "all")
 # Folders and files that run with all of their cases every time. They are quick, and in these files of torch_backend a
 # case is a rule of its own about what a batch, a call or a trainer may hold.
 RULES = (
-    "around_training", "changed_after_patch", "collator", "columns", "document_losses", "enable_packing", "inputs",
-    "marks", "memory_fit", "reduction", "replaced_collator", "shared_prefixes", "unmarked_inputs", "unpad",
-)  # fmt: skip
-WHOLE = ("tests/packing_core/", "tests/house/", *(f"tests/torch_backend/test_{name}.py" for name in RULES))
+    "collate/test_collator.py",
+    "collate/test_columns.py",
+    "collate/test_shared_prefixes.py",
+    "hf/test_changed_after_patch.py",
+    "hf/inputs/test_inputs.py",
+    "hf/inputs/test_marks.py",
+    "hf/inputs/test_unmarked_inputs.py",
+    "hf/inputs/test_unpad.py",
+    "job/test_memory_fit.py",
+    "losses/test_document_losses.py",
+    "losses/test_reduction.py",
+    "trainers/test_around_training.py",
+    "trainers/test_enable_packing.py",
+    "trainers/test_replaced_collator.py",
+)
+WHOLE = ("tests/packing_core/", "tests/house/", *(f"tests/torch_backend/{name}" for name in RULES))
 DURATIONS = ROOT / "tests" / "durations.json"
 UNKNOWN = 10.0  # seconds of a file that has no recorded duration
 

@@ -25,3 +25,8 @@ def test_the_packages_and_what_they_may_import_are_those_of_the_tests() -> None:
 def test_the_parts_of_torch_backend_stand_in_the_order_of_their_imports() -> None:
     (listed,) = re.findall(r"^```\n(pieces\.py.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert [line.split()[0].rstrip("/").removesuffix(".py") for line in listed.splitlines()] == FLOORS
+
+
+def test_commits_are_checked_by_the_ruff_of_the_constraints() -> None:
+    (pinned,) = re.findall(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    assert f"rev: v{pinned}\n" in (ROOT / ".pre-commit-config.yaml").read_text()

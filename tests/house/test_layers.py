@@ -23,7 +23,6 @@ FLOORS = [
     "known_rows",
     "seal",
     "ops",
-    "hub",
     "context_parallel",
     "hf",
     "collate",

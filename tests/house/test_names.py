@@ -81,6 +81,7 @@ CODE = (
     "crosspack",
     "conformance",
     "benchmarks",
+    "tools",
     "examples",
     "tests",
     "docs",

@@ -55,8 +55,8 @@ def test_a_file_that_a_change_reaches_runs_whole_with_its_slow_tests() -> None:
     ("changed", "reached"),
     [
         ("packing_core/planning/plan.py", "tests/packing_core/test_plan.py"),
-        ("torch_backend/patching.py", "tests/torch_backend/test_patch.py"),  # by its public name
-        ("tests/torch_backend/models.py", "tests/torch_backend/test_patch.py"),
+        ("torch_backend/patching.py", "tests/torch_backend/hf/test_patch.py"),  # by its public name
+        ("tests/torch_backend/models.py", "tests/torch_backend/hf/test_patch.py"),
         ("tests/house/test_tiers.py", "tests/house/test_tiers.py"),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_change_reaches_the_tests_that_import_it(changed: str, reached: str) -
 
 def collected(marks: dict[str, str]) -> list[SimpleNamespace]:
     """Stands for the cases of eight tests, each with its mark."""
-    path = ROOT / "tests" / "torch_backend" / "test_conv.py"
+    path = ROOT / "tests" / "torch_backend" / "ops" / "test_conv.py"
     name = path.relative_to(ROOT).as_posix()
     return [
         SimpleNamespace(nodeid=f"{name}::test_{test}[{case}]", path=path, get_closest_marker=mark.__eq__)
