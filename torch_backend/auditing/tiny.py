@@ -62,11 +62,14 @@ def all_families() -> list[str]:
 
 
 def family_config(family: str) -> Any:
-    """Returns the default config of a transformers model type, with its missing fields filled in."""
-    from transformers import CONFIG_MAPPING
+    """Returns the default config of a transformers model type, with its missing fields filled in.
 
-    config_class = CONFIG_MAPPING[family]
-    return config_class(**LEFT_OPEN.get(family, {}))
+    By transformers' own class: ``CONFIG_MAPPING`` may hold another one, as fla registers its own of ``mamba2`` and others.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return getattr(transformers, CONFIG_MAPPING_NAMES[family])(**LEFT_OPEN.get(family, {}))
 
 
 def tiny_config(
