@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in one command: the tests marked ``gpu``, then the gate of every backend.
 
-    python -m tests.gpu [--two] [--only tests|gate] [--shard K/N] [--minutes 9] [--output gpu-report]
+    python -m tests.gpu [--two] [--only tests|gate] [--shard K/N] [--minutes 13] [--output gpu-report]
 
 Results are written as they come (``tests.jsonl`` and ``gate-*.jsonl`` in the output folder), each test has a limit,
 and the whole run ends after so many minutes, so a run that is stopped has named what failed. ``report.md`` has the
@@ -31,7 +31,7 @@ SHARES = {"torch": 5 / 8, "jax": 3 / 8}  # flex compiles for minutes
 BACKENDS = {"torch": ("sdpa", "triton", "varlen", "flex"), "jax": ("cudnn", "pallas", "chunked", "xla")}
 PACKAGES = ("torch", "triton", "transformers", "jax", "flax", "numpy", "pytest")
 TEST_LIMIT = 240  # seconds of one test, in which its kernels compile for the first time
-GATE_SHARE = 0.4  # of the whole time
+GATE_SHARE = 0.6  # of the whole time
 STOPPED = 124
 _MARKS = re.compile(r"mark\.gpu|mark\.two_gpus|indirect=")  # the cases of a fixture are marked where it is defined
 
@@ -41,7 +41,7 @@ def main() -> int:
     options.add_argument("--two", action="store_true", help="the tests that need two GPUs, without the gate")
     options.add_argument("--only", choices=("tests", "gate"), help="without the other part")
     options.add_argument("--shard", metavar="K/N")
-    options.add_argument("--minutes", type=float, default=9.0)
+    options.add_argument("--minutes", type=float, default=13.0)
     options.add_argument("--processes", type=int, default=max(2, min(16, os.cpu_count() or 2)))
     options.add_argument("--output", type=Path, default=Path("gpu-report"))
     given = options.parse_args()
