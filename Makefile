@@ -13,6 +13,8 @@ demo: .venv/.demo
 # The tiers of the suite: CONTRIBUTING.md, tests/tiers.py. Two workers on two cores: with a thread for every core each,
 # torch's threads would wait for one another.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# No implicit promotion in JAX, as in tests/jax_backend/conftest.py.
+GATE = JAX_NUMPY_DTYPE_PROMOTION=strict JAX_NUMPY_RANK_PROMOTION=raise $(PYTEST) conformance
 SUITE = $(PYTEST) tests --numprocesses 2 --dist loadscope --no-loadscope-reorder
 # `make test-all SHARD=2/6` runs one of six shards; the conformance suite belongs to the last one.
 SHARDED = $(if $(SHARD),--shard $(SHARD))
@@ -30,7 +32,7 @@ test-quick: .venv/.dev
 	$(SUITE) --tier quick
 
 gate-part: .venv/.dev
-	$(PYTEST) conformance --all --part 1/28 --each
+	$(GATE) --all --part 1/28 --each
 
 gate-part-interpreted: .venv/.dev
 	$(call interpreted,--part 1/28)
@@ -38,17 +40,17 @@ gate-part-interpreted: .venv/.dev
 # What `make test` leaves out.
 test-rest: .venv/.dev
 	$(SUITE) --tier rest $(SHARDED)
-	$(if $(LAST),$(PYTEST) conformance --all --thorough --numprocesses 2 --dist loadgroup)
+	$(if $(LAST),$(GATE) --all --thorough --numprocesses 2 --dist loadgroup)
 	$(if $(LAST),$(call interpreted,--thorough --numprocesses 2 --dist loadgroup))
 
 test-all: .venv/.dev
 	$(SUITE) --tier all $(SHARDED)
-	$(if $(LAST),$(PYTEST) conformance --all --thorough --numprocesses 2 --dist loadgroup)
+	$(if $(LAST),$(GATE) --all --thorough --numprocesses 2 --dist loadgroup)
 	$(if $(LAST),$(call interpreted,--thorough --numprocesses 2 --dist loadgroup))
 
 # Triton has wheels for Linux alone, and a backend that is named must load.
 interpreted = @if $(BIN)/python -c 'import triton' 2> /dev/null; \
-	then $(INTERPRETED) $(PYTEST) conformance $(1) --backend torch:triton; \
+	then $(INTERPRETED) $(GATE) $(1) --backend torch:triton; \
 	else echo 'torch:triton is not judged: Triton is not installed'; fi
 
 # On a machine with a GPU, with its own torch and JAX: PYTHON names their interpreter. `SHARD=k/n` divides it too.

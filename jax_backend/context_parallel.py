@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jax_backend.attention import merge_attention, segment_attention
 from jax_backend.placement import over_devices
 from jax_backend.segments import checked_ids, find_segments, is_concrete, run_numbers
-from jax_backend.strictness import widened
+from jax_backend.strictness import aligned, widened
 from packing_core.errors import LayoutError, PackingError
 
 METHODS = ("all_gather_kv", "ring")
@@ -160,7 +160,7 @@ def _with_sinks(
 ) -> Any:
     out, lse = local(q, k, v, ids, starts)
     if sinks is not None:  # what the sink leaves of every weight, as in segment_attention
-        out = out * jax.nn.sigmoid(lse - sinks.astype(jnp.float32))[..., None]
+        out = out * jax.nn.sigmoid(lse - aligned(sinks.astype(jnp.float32), lse.ndim))[..., None]
     chunks = jnp.sort(starts) == jnp.arange(len(starts)) * (ids.shape[1] * lax.axis_size(axis) // len(starts))
     return (out * jnp.where(chunks.all(), 1.0, jnp.nan)).astype(q.dtype)
 

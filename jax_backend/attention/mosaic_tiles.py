@@ -140,7 +140,7 @@ def plan_queries(queries: Interval, size: int, tokens: int, block: int) -> Query
     clear = -(-jnp.max(low, axis=-1) // tokens)
     masked = jnp.min(jnp.where(some, high, 0), axis=-1) // tokens
     walk = jnp.stack([after - 1, jnp.maximum(after - first, 0), clear, masked], axis=-1).astype(jnp.int32)
-    step = jnp.arange(-(-size // tokens), dtype=jnp.int32)[:, None]
+    step = jnp.arange(-(-size // tokens), dtype=jnp.int32)[None, :, None]
     leader, following = (jnp.sum(x[:, None] <= step, axis=-1, dtype=jnp.int32) for x in (after, first))
     return QueryPlan(begin, end, walk, leader, leader < following)
 

@@ -67,8 +67,8 @@ def packed_cross_entropy(
     counts = targets != ignore_index
     is_class = (targets >= 0) & (targets < logits.shape[-1])
     picked = jnp.take_along_axis(wide, jnp.where(is_class, targets, 0)[..., None], axis=-1)[..., 0]
-    weight = counts if weights is None else jnp.where(counts, jax.lax.stop_gradient(weights), 0)
-    weight = weight.astype(jnp.float32)
+    weight = counts if weights is None else jax.lax.stop_gradient(weights)
+    weight = jnp.where(counts, weight.astype(jnp.float32), 0.0)
     nll = jnp.where(counts, jax.nn.logsumexp(wide, axis=-1) - picked, 0.0)
     return jnp.sum(weight * nll) * one_or_nan(is_class | ~counts), jnp.sum(weight)
 

@@ -111,8 +111,8 @@ def linear_cross_entropy(
     softcap = softcap or None
     targets = signed("targets", targets)
     counts = targets != ignore_index
-    factors = counts if weights is None else jnp.where(counts, jax.lax.stop_gradient(weights), 0)
-    factors = factors.astype(jnp.float32)
+    factors = counts if weights is None else jax.lax.stop_gradient(weights)
+    factors = jnp.where(counts, factors.astype(jnp.float32), 0.0)
     classes = weight.shape[not transposed]
     is_class = (targets >= 0) & (targets < classes)
     labels = jnp.where(counts & is_class, targets, -1)

@@ -96,7 +96,7 @@ def token_logprobs(
         return jnp.take_along_axis(log_p, rows, axis=-1), spread_out, ids[..., 1:]
 
     ids = targets[..., None] if candidates is None else jnp.concatenate([targets[..., None], candidates], axis=-1)
-    trained = weights != 0
+    trained = weights.astype(bool)
     hidden = model.hidden(input_ids, segment_ids, position_ids)
     rows, length = input_ids.shape
     classes = jax.eval_shape(model.logits, hidden).shape[-1]

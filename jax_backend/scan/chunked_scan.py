@@ -220,7 +220,7 @@ def _walk(
         return of_state(both, fade, state), state
 
     last, starts = jax.lax.scan(walk, state, (ends, fades), reverse=reverse)
-    states = of_state(inside, fades_inside, starts)
+    states = of_state(inside, fades_inside, starts[None])
     return last, jnp.moveaxis(states, 0, 1).reshape(-1, *state.shape)[:steps]
 
 

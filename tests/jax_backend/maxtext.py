@@ -71,9 +71,9 @@ class AttentionOp:
         """The path that reads the segment ids: one dense mask."""
         at = jnp.arange(query.shape[1])
         distance = at[:, None] - at[None, :]
-        visible = (decoder_segment_ids[:, :, None] == decoder_segment_ids[:, None, :]) & (distance >= 0)
+        visible = (decoder_segment_ids[:, :, None] == decoder_segment_ids[:, None, :]) & (distance >= 0)[None]
         if self.attention_type == AttentionType.LOCAL_SLIDING:
-            visible &= distance < self.sliding_window_size
+            visible &= (distance < self.sliding_window_size)[None]
         group = query.shape[2] // key.shape[2]
         key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
         logits = jnp.einsum("bsnd,btnd->bnst", query, key) * query.shape[-1] ** -0.5

@@ -161,7 +161,9 @@ def test_a_named_implementation_that_cannot_serve_says_why(
 
 
 def test_cudnn_counts_the_rows_that_vmap_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn, "_call", lambda q, k, v, lengths, first, request: q * k.sum() * lengths.sum())
+    monkeypatch.setattr(
+        cudnn, "_call", lambda q, k, v, lengths, first, request: q * k.sum() * lengths.sum().astype(q.dtype)
+    )
     small = request(queries=8, heads=1, kv_heads=1, max_segments=2**17)  # 2**20 of 2**25
     segments = find_segments(jnp.ones((1, 8), int))
 

@@ -102,7 +102,7 @@ def test_logits_that_are_not_finite_are_never_exact() -> None:
         audit(model, longest=100)
 
     def broken_when_packed(weights, batch):
-        logits = jax.nn.one_hot(batch["input_ids"], V) * weights
+        logits = jax.nn.one_hot(batch["input_ids"], V) * weights[None, None]
         return jnp.where((batch["segment_ids"] > 1).any(), jnp.nan, logits)
 
     verdict = audit(jnp.ones(V), call=broken_when_packed)
@@ -111,7 +111,7 @@ def test_logits_that_are_not_finite_are_never_exact() -> None:
 
 def test_a_model_that_gives_no_logits_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"gives \(2, 640\) for inputs \[B, S\] = .*: return logits \[B, S, V\]"):
-        audit({"w": jnp.ones(3)}, call=lambda params, batch: batch["input_ids"] * params["w"].sum())
+        audit({"w": jnp.ones(3)}, call=lambda params, batch: params["w"][batch["input_ids"]])
 
 
 def test_what_is_no_argument_by_position_is_refused_by_name() -> None:

@@ -53,7 +53,7 @@ LEAKS: dict[str, Callable[[Array], Array]] = {
     "backward alone": leaking_backward,
     "between chunks of 64": between_chunks(64),
     "between chunks of 256": between_chunks(256),
-    "absolute positions": lambda x: x + 0.1 * jnp.sin(jnp.arange(x.shape[1]))[:, None],
+    "absolute positions": lambda x: x + 0.1 * jnp.sin(jnp.arange(x.shape[1]))[None, :, None],
     "normalisation over the row": lambda x: x / jnp.sqrt(jnp.square(x).mean(1, keepdims=True)),
     "forward, by 1e-6": lambda x: x + 1e-6 * previous(x),
 }
@@ -71,7 +71,7 @@ def model_with(leak: Callable[[Array], Array]):
 
     def call(params: dict[str, Array], batch: dict[str, Array]) -> Array:
         x = params["embed"][batch["input_ids"]]
-        q, k, v = x @ params["q"], x @ params["k"] + params["key bias"], x @ params["v"]
+        q, k, v = x @ params["q"], x @ params["k"] + params["key bias"][None, None], x @ params["v"]
         heads = (y.reshape(*y.shape[:2], 2, M // 2) for y in (q, k, v))
         attended = segment_attention(*heads, batch["segment_ids"], implementation="xla").reshape(x.shape)
         return leak(x + attended) @ params["out"]

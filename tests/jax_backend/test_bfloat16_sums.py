@@ -17,6 +17,7 @@ from jax_backend import context_attention, context_parallel, segment_attention
 from jax_backend.model import layers, linear, moe
 from jax_backend.model.decoder import Decoder, DecoderConfig
 from jax_backend.model.lora import add_adapters
+from jax_backend.strictness import aligned
 from jax_backend.training.train_step import make_train_step
 from tests.jax_backend.models import CONFIGS
 from tests.jax_backend.test_context_parallel import S, mesh_of
@@ -71,8 +72,8 @@ def product_in_one_dtype(x: jax.Array, y: jax.Array, *, axes: int) -> jax.Array:
 # The gradient of a weight is a leaf: how it is added shows in no other one.
 SUMS: dict[str, tuple[Any, str, Any]] = {
     "kernel": (linear, "add_products", product_in_one_dtype),
-    "bias": (linear, "add_bias", lambda x, bias: x + bias.astype(x.dtype)),
-    "norm": (layers, "scale_by", lambda x, weight: x * weight.astype(x.dtype)),
+    "bias": (linear, "add_bias", lambda x, bias: x + aligned(bias.astype(x.dtype), x.ndim)),
+    "norm": (layers, "scale_by", lambda x, weight: x * aligned(weight.astype(x.dtype), x.ndim)),
     "embedding": (layers.Embedding, "__call__", nnx.Embed.__call__),
     "experts": (moe, "weights_of", lambda tensor, expert, dtype: tensor.astype(dtype)[expert]),
 }
@@ -110,7 +111,8 @@ def context_gradients(method: str, devices: int) -> tuple[list[float], list[floa
         return jax.grad(loss, argnums=(0, 1, 2))
 
     def errors(got: Any) -> list[float]:
-        return [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in zip(got, wanted, strict=True)]
+        pairs = zip((x.astype(jnp.float32) for x in got), wanted, strict=True)
+        return [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs]
 
     alone = jax.jit(gradient(partial(segment_attention, implementation="xla")))
     wanted = alone(*wide)

@@ -62,7 +62,7 @@ def test_the_flax_model_gives_what_its_dense_mask_gave() -> None:
     page = module("packed_flax.py")
     segment_ids = ids("1111222220003333", "1222222222222233")
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    dense = (same & jnp.tril(jnp.ones((16, 16), bool)))[:, None]
+    dense = jnp.tril(same)[:, None]
     x = jax.random.normal(jax.random.key(0), (2, 16, 32))
     before = page.Block(32, 4, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(0))(x, dense)
     model = page.Block(32, 4, rngs=nnx.Rngs(0))
@@ -162,11 +162,15 @@ def maxtext_mesh(**sizes: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:count]).reshape(*sizes.values()), tuple(sizes))
 
 
+def real(segment_ids: jax.Array) -> jax.Array:
+    return (segment_ids > 0)[..., None, None]
+
+
 def operands() -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(1), 4)
     q, k, v, dout = (jax.random.normal(key, (2, 32, n, 16)) for key, n in zip(keys, (4, 2, 2, 4), strict=True))
     segment_ids = ids("1" * 9 + "2" * 14 + "0" * 2 + "3" * 7, "1" * 16 + "2" * 16)
-    return q, k, v, dout * (segment_ids > 0)[..., None, None], segment_ids
+    return q, k, v, jnp.where(real(segment_ids), dout, 0), segment_ids
 
 
 def trained(op: AttentionOp) -> list[np.ndarray]:
@@ -176,7 +180,7 @@ def trained(op: AttentionOp) -> list[np.ndarray]:
     def both(q: Any, k: Any, v: Any) -> Any:
         attend = lambda q, k, v: op.apply_attention(q, k, v, segment_ids, None, None, "train")[0]  # noqa: E731
         out, pullback = jax.vjp(attend, q, k, v)
-        return out * (segment_ids > 0)[..., None, None], *pullback(dout)
+        return jnp.where(real(segment_ids), out, 0), *pullback(dout)
 
     spread = jax.sharding.NamedSharding(op.mesh, P(("data", "fsdp"), None, "tensor"))
     with logical_rules():

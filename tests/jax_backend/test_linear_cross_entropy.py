@@ -28,7 +28,7 @@ def plain_powers(hidden, weight, labels, bases, scale) -> Any:
     """Computes the result of the kernel for Hopper GPUs in plain operations."""
     logits = jnp.einsum("cm,vm->cv", hidden, weight, preferred_element_type=jnp.float32) * scale
     exponents = jnp.minimum(logits * LOG2E - bases[:, None], mosaic_powers.HIGHEST)
-    powers = jnp.where(jnp.arange(len(weight)) == labels[:, None], 0.0, jnp.exp2(exponents))
+    powers = jnp.where(jnp.arange(len(weight))[None] == labels[:, None], 0.0, jnp.exp2(exponents))
     return powers.astype(hidden.dtype), powers.sum(axis=1)[None]
 
 
@@ -96,7 +96,9 @@ def test_sums_and_gradients_are_within_the_error_budget(chunk, dtype, options, w
         wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in (arrays["hidden"], arrays["weight"])]
         if dtype == "bfloat16":
             wide[1] = wide[1].astype(jnp.bfloat16).astype(jnp.float64)
-        exact = sums_and_gradients(two_steps, *wide, *(np.asarray(x) for x in list(arrays.values())[2:]), **options)
+        exact = sums_and_gradients(
+            two_steps, *wide, np.asarray(arrays["targets"]), np.asarray(arrays["weights"], np.float64), **options
+        )
     for one, truth, like in zip(found, exact, rounded, strict=True):
         assert over_budget(one, truth, like, scale=float(np.abs(truth).max()), dtype=dtype).max() <= 1
 

@@ -103,6 +103,14 @@ def test_targets_of_any_integer_dtype_ignore_what_is_ignored(loss: str, dtype: s
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+def test_weights_may_be_a_mask(loss: str) -> None:
+    logits, targets = jax.random.normal(jax.random.key(0), (1, 8, V)), jnp.arange(8)[None]
+    mask = targets % 3 == 0
+    found, wanted = (LOSSES[loss](logits, targets, weights=weights) for weights in (mask, mask.astype(jnp.float32)))
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_of_no_tokens_is_nothing_of_nothing(loss: str) -> None:
     def run(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         return LOSSES[loss](logits, jnp.zeros((2, 0), jnp.int32))

@@ -142,7 +142,7 @@ def test_rows_hold_a_token_once_per_packed_head_and_give_it_back() -> None:
     assert tiles.shape == (2, 3, TILE)
     np.testing.assert_array_equal(tiles[1, 1, ROWS : ROWS + 17], [*range(120, 136), 120])
     back = by_token(jnp.stack([tiles, tiles + 1000], axis=1), 4, 72)
-    np.testing.assert_array_equal(back, numbers[..., None] + np.repeat([0, 1000], 4))
+    np.testing.assert_array_equal(back, np.asarray(numbers)[..., None] + np.repeat([0, 1000], 4))
     np.testing.assert_array_equal(by_step(back, 4, ROWS)[:, 1, 2:4], (tiles[:, 1] + 1000).reshape(2, 2, ROWS))
 
 

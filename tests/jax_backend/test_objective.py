@@ -52,7 +52,7 @@ def z_loss(model: Any, batch: dict[str, jax.Array]) -> Any:
     logits = model(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
     total, weight = packed_cross_entropy(logits, batch["targets"], weights=batch["loss_weights"])
     penalty = 1e-2 * (batch["loss_weights"] * jax.nn.logsumexp(logits, axis=-1) ** 2).sum()
-    right = (batch["loss_weights"] * (logits.argmax(-1) == batch["targets"])).sum()
+    right = batch["loss_weights"].sum(where=logits.argmax(-1) == batch["targets"])
     return total + penalty, weight, {"penalty_sum": penalty, "accuracy": (right, weight)}
 
 
