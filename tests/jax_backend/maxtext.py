@@ -1,4 +1,4 @@
-"""A stand-in for MaxText's ``AttentionOp``, which is not installable beside the versions that are tested here.
+"""A stand-in for MaxText's ``AttentionOp``, which needs Python 3.12; `test_maxtext` runs the original.
 
 Names, argument order, shapes and return values are those of ``AttentionOp`` in ``layers/attention_op.py`` of MaxText
 0.2.5, as far as training reads them; the bodies are written anew, and scale the logits themselves, where MaxText scales
