@@ -1,4 +1,4 @@
-"""Checks before a release: ``python .ci/release.py v0.2.0 dist/*``. Standard library only.
+"""Checks before a release: ``python .ci/release.py v0.3.0 dist/*``. Standard library only.
 
 The tag, pyproject.toml, CITATION.cff and the changelog must name one version, and the wheel and the sdist must hold the
 packages, their data, the licence and nothing else.

@@ -57,6 +57,8 @@ SWITCHES = (
 )  # of packing itself
 NO_SWITCH = "leave it out, documents are packed in any case"
 _NEEDLESS = {  # the reason why there is no such argument -> what it is called elsewhere
+    "since 0.3 documents start anywhere in a row; choose a capacity that suits your kernels": "alignment",
+    'since 0.3 strategy="best_fit" is the tightest': "effort",
     "labels are padded with -100": "label_pad_id label_pad_token_id label_pad ignore_index",
     "every batch has them: batch.cu_seqlens, .lengths, .segment_ids, .position_ids and .attention_mask": (
         "return_boundaries return_position_ids return_seq_idx return_flash_attn_kwargs return_attention_mask "

@@ -26,6 +26,8 @@ HINTS = {
         lambda: pack(D, 4, label_pad_id=-100),
         "'label_pad_id': leave it out, labels are padded with -100",
     ),
+    "alignment": (lambda: stream(D, 4, alignment=2), "'alignment': leave it out, since 0.3 documents start anywhere"),
+    "effort": (lambda: plan([2], 4, effort="max"), "'effort': leave it out, since 0.3 strategy=\"best_fit\" is"),
     "drop_last": (lambda: stream(D, 4, drop_last=True), "'drop_last': leave it out, no row is left out"),
     "shuffle": (lambda: plan([2], 4, shuffle=True), "'shuffle': pass seed=, an integer shuffles, None keeps the order"),
     "truncation": (lambda: pack(D, 4, truncation=True), '\'truncation\': pass overflow=, "error", "truncate", "split"'),
