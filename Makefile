@@ -5,7 +5,7 @@ BIN := .venv/bin
 INTERPRETED := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-quick gate-part gate-part-interpreted test-rest test-all test-gpu test-two-gpus test-bounds lint types docs clean
+.PHONY: demo test test-quick gate-part gate-part-interpreted test-rest test-all test-gpu test-two-gpus test-bounds test-main lint types docs clean
 
 demo: .venv/.demo
 	$(BIN)/crosspack train --compare --steps 24 --output runs/demo --overwrite
@@ -63,6 +63,10 @@ test-two-gpus:
 # With the oldest and the newest accelerate, peft, trl and transformers that are allowed.
 test-bounds: .venv/.dev
 	$(BIN)/python -m tests.bounds
+
+# With the main branches of transformers and TRL: needs git and the network.
+test-main: .venv/.dev
+	$(BIN)/python -m tests.bounds main
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

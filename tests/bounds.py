@@ -1,6 +1,7 @@
 """Tests wrapped models and the console with the oldest and the newest libraries allowed: ``make test-bounds``.
 
-``python -m tests.bounds oldest`` runs with the oldest alone, which are the same for the same commit.
+``python -m tests.bounds oldest`` runs with the oldest alone, which are the same for the same commit; ``python -m
+tests.bounds main`` runs the quick tier of tests/torch_backend with the main branches of transformers and TRL.
 Each set goes into a folder of its own, without dependencies, which stands before the packages of the environment.
 So nothing that is installed moves. Lower bounds are read from pyproject.toml and ``packing_core.extras``; the newest
 releases are those of the package index.
@@ -20,6 +21,7 @@ from packing_core.extras import MINIMUM
 from tests.processes import run
 
 ROOT = Path(__file__).parents[1]
+BOUNDS, MAIN = ("oldest", "newest"), "main"
 LIBRARIES = ("accelerate", "peft", "trl", "transformers", "typer")
 # What the oldest transformers asks for and later ones do not, or in other versions.
 WITH_OLDEST = ("tokenizers<=0.23.0", "huggingface_hub<2", "httpx", "httpcore", "h11", "anyio", "certifi", "idna")
@@ -29,6 +31,7 @@ TESTS = (
     "torch_backend/hf/test_entry.py",
     "cli/test_train_options.py",
 )
+QUICK_TIER = ("--tier", "quick", "--numprocesses", "2", "--dist", "loadscope", "tests/torch_backend")
 CHOSEN = "lora or LoRA or wrapper or entry or (test_train_options and not adapters)"
 
 
@@ -41,25 +44,35 @@ def oldest() -> list[str]:
     return [f"{name}=={bounds[name]}" for name in LIBRARIES]
 
 
-def run_with(requirements: list[str], folder: str) -> int:
-    """Install requirements into a folder and run the tests with it; the exit status of the first that fails."""
+def requirements(which: str) -> list[str]:
+    """What is installed for a set: ``oldest``, ``newest`` or ``main``.
+
+    >>> requirements("main")[1]
+    'git+https://github.com/huggingface/trl'
+    """
+    if which == MAIN:
+        return [f"git+https://github.com/huggingface/{name}" for name in ("transformers", "trl")]
+    return [*oldest(), *WITH_OLDEST] if which == "oldest" else list(LIBRARIES)
+
+
+def run_with(which: str, folder: str) -> int:
+    """Install a set into a folder and run its tests with it; the exit status of the first command that fails."""
     install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", folder]
-    tests = [str(ROOT / "tests" / name) for name in TESTS]
+    chosen = QUICK_TIER if which == MAIN else ("-k", CHOSEN, *(f"tests/{name}" for name in TESTS))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), folder)), "OMP_NUM_THREADS": "1"}
-    for arguments in ([*install, *requirements], ["-m", "pytest", "--quiet", "-k", CHOSEN, *tests]):
-        done = run([sys.executable, *arguments], cwd=ROOT, env=env, limit=600)
+    for arguments in ([*install, *requirements(which)], ["-m", "pytest", "--quiet", *chosen]):
+        done = run([sys.executable, *arguments], cwd=ROOT, env=env, limit=3600 if which == MAIN else 600)
         if done.returncode:
             print(done.stdout, done.stderr, sep="\n")
             return done.returncode
-    print(*requirements, done.stdout.splitlines()[-1], flush=True)
+    print(*requirements(which), done.stdout.splitlines()[-1], flush=True)
     return 0
 
 
-def main(which: list[str]) -> int:
-    sets = {"oldest": [*oldest(), *WITH_OLDEST], "newest": list(LIBRARIES)}
-    for requirements in [sets[name] for name in which or sets]:
+def main(chosen: list[str]) -> int:
+    for which in chosen or BOUNDS:
         with TemporaryDirectory() as folder:
-            if status := run_with(requirements, folder):
+            if status := run_with(which, folder):
                 return status
     return 0
 

@@ -161,6 +161,23 @@ def test_actions_are_pinned_by_commit() -> None:
         assert action.startswith("./") or re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", action), action
 
 
+def test_a_change_of_pages_alone_skips_the_tests_of_code() -> None:
+    (pattern,) = re.findall(r"^  PAGES: (.*)$", (ROOT / ".github/workflows/ci.yml").read_text(), flags=re.MULTILINE)
+    pages = ["README.md", "docs/torch.md", "benchmarks/RESULTS.md", "docs/images/rows.svg", ".github/CODEOWNERS"]
+    code = ["conformance/SPEC.md", "docs/make_models.py", "crosspack/__init__.py", "pyproject.toml", "unknown"]
+    assert [name for name in pages + code if re.search(pattern, name)] == pages
+
+
+def test_a_workflow_runs_targets_that_exist_on_cached_downloads() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for path in WORKFLOWS:
+        text = path.read_text()
+        for target in re.findall(r"run: make ([\w-]+)", text):
+            assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), (path.name, target)
+        if path.name != "release.yml":  # what is published is built from fresh downloads
+            assert text.count("cache: pip") == text.count("actions/setup-python@")
+
+
 def test_supported_versions_are_those_of_the_project() -> None:
     page = (ROOT / "docs/releases.md").read_text()
     rows = dict(re.findall(r"^\| (\w+) \| ([\d.]+) \|", page, flags=re.MULTILINE))
