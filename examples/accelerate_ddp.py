@@ -2,15 +2,19 @@
 
 Run it: python examples/accelerate_ddp.py
 Or:     torchrun --nproc-per-node 2 examples/accelerate_ddp.py
+Needs: pip install 'crosspack[hf]'
 """
 
-import numpy as np
-import torch
-from accelerate import Accelerator
-from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+try:
+    import numpy as np
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[hf]'") from None
 
 accelerator = Accelerator(cpu=not torch.cuda.is_available())
 rng = np.random.default_rng(0)

@@ -1,16 +1,21 @@
 """The audit of a stack that is not ours: two trainers that pack by other collators, as they are, before they train.
 
 Run it: python examples/audit_other_stack.py
+Needs: pip install 'crosspack[hf]'
 """
 
 import logging
 from tempfile import TemporaryDirectory
 
-import torch
-from datasets import Dataset
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+try:
+    import accelerate  # noqa: F401, which Trainer needs
+    import torch
+    from datasets import Dataset
+    from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[hf]'") from None
 
 logging.disable(logging.WARNING)
 torch.manual_seed(0)

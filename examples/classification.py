@@ -1,16 +1,21 @@
 """Classification of documents on packed rows: a Trainer with a sequence classifier, and one line.
 
 Run it: python examples/classification.py
+Needs: pip install 'crosspack[hf]'
 """
 
 from tempfile import TemporaryDirectory
 
-import numpy as np
-import torch
-from datasets import Dataset
-from transformers import ModernBertConfig, ModernBertForSequenceClassification, Trainer, TrainingArguments
+try:
+    import accelerate  # noqa: F401, which Trainer needs
+    import numpy as np
+    import torch
+    from datasets import Dataset
+    from transformers import ModernBertConfig, ModernBertForSequenceClassification, Trainer, TrainingArguments
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[hf]'") from None
 
 PAD, FIRST, WORDS, CLASSES = 0, 10, 64, 3
 rng = np.random.default_rng(0)

@@ -1,7 +1,8 @@
 """Trainer with DeepSpeed ZeRO-3 on packed rows: the line that a script needs, under a launcher of several ranks.
 
-Run it: torchrun --nproc-per-node 2 examples/deepspeed_zero3.py    (needs `pip install deepspeed`)
+Run it: torchrun --nproc-per-node 2 examples/deepspeed_zero3.py
 or:     deepspeed --num_gpus 2 examples/deepspeed_zero3.py
+Needs: pip install 'crosspack[hf]' deepspeed
 """
 
 import argparse
@@ -9,11 +10,16 @@ import os
 import tempfile
 from pathlib import Path
 
-import datasets
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+try:
+    import accelerate  # noqa: F401, which Trainer needs
+    import datasets
+    import deepspeed  # noqa: F401
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[hf]' deepspeed") from None
 
 options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 options.add_argument("--config", default=str(Path(__file__).with_name("deepspeed_zero3.json")), help="of DeepSpeed")

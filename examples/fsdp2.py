@@ -1,18 +1,22 @@
 """A plain training loop over weights that FSDP2 shards: rows dealt to ranks at equal cost, one step on all of them.
 
 Run it: torchrun --nproc-per-node 2 examples/fsdp2.py    (on GPUs by NCCL, elsewhere by gloo)
+Needs: pip install 'crosspack[hf]'
 """
 
 import os
 
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+try:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.utils.data import DataLoader
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[hf]'") from None
 
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":

@@ -1,15 +1,19 @@
 """A backend for the gate: an adapter of a few lines puts any attention before the conformance suite. This one leaks.
 
 Run it: python examples/gate_backend.py    (or: crosspack conform --backend gate_backend:CausalOnly, in this folder)
+Needs: pip install 'crosspack[test]'
 """
 
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
+try:
+    import numpy as np
 
-from packing_core.protocol import Backend, Capabilities, attention_options, require_declared
+    from packing_core.protocol import Backend, Capabilities, attention_options, require_declared
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[test]'") from None
 
 
 def softmax_attention(q, k, v, visible, scale):

@@ -1,13 +1,17 @@
 """Packed rows in grain: random access with shuffling and sharding by host, and a stream that resumes where it stopped.
 
 Run it: python examples/grain_rows.py
+Needs: pip install 'crosspack[jax]'
 """
 
-import grain
-import numpy as np
+try:
+    import grain
+    import numpy as np
 
-import crosspack
-import jax_backend
+    import crosspack
+    import jax_backend
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[jax]'") from None
 
 rng = np.random.default_rng(0)
 documents = [rng.integers(1, 500, length) for length in rng.integers(5, 200, 400)]

@@ -1,17 +1,21 @@
 """GRPO on packed rows: generation as in stock TRL, and every forward that scores completions without padding.
 
 Run it: python examples/grpo.py
+Needs: pip install 'crosspack[hf]'
 """
 
 from tempfile import TemporaryDirectory
 
-import torch
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import GRPOConfig, GRPOTrainer
+try:
+    import torch
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[hf]'") from None
 
 torch.manual_seed(0)
 words = ["<pad>", "<end>", *(f"word{i}" for i in range(14))]

@@ -1,6 +1,7 @@
 """DPO in JAX over a mesh: both answers of every pair in packed rows, and rows spread over devices.
 
 Run it: python examples/jax_dpo.py
+Needs: pip install 'crosspack[jax]'
 """
 
 import os
@@ -9,14 +10,17 @@ os.environ.setdefault(
     "XLA_FLAGS", "--xla_force_host_platform_device_count=4"
 )  # four devices of a CPU; GPUs as they are
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
+try:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
 
-import crosspack
-import jax_backend
+    import crosspack
+    import jax_backend
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[jax]'") from None
 
 BETA, PAIRS, CAPACITY = 0.1, 8, 64
 

@@ -1,16 +1,20 @@
 """Packed rows in an Equinox model: attention between tokens of one document, positions that restart, the packed loss.
 
 Run it: python examples/jax_equinox.py
+Needs: pip install 'crosspack[jax]' equinox
 """
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
+try:
+    import equinox as eqx
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
 
-import crosspack
-import jax_backend
+    import crosspack
+    import jax_backend
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[jax]' equinox") from None
 
 WORDS, WIDTH, HEADS = 64, 32, 4
 INV_FREQ = 10_000.0 ** -(np.arange(0, WIDTH // HEADS, 2, dtype=np.float32) / (WIDTH // HEADS))

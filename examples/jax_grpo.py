@@ -1,6 +1,7 @@
 """GRPO in JAX over a mesh: groups of completions in packed rows, and rows spread over devices.
 
 Run it: python examples/jax_grpo.py
+Needs: pip install 'crosspack[jax]'
 """
 
 import os
@@ -9,14 +10,17 @@ os.environ.setdefault(
     "XLA_FLAGS", "--xla_force_host_platform_device_count=4"
 )  # four devices of a CPU; GPUs as they are
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
+try:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
 
-import crosspack
-import jax_backend
+    import crosspack
+    import jax_backend
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[jax]'") from None
 
 CLIP, GROUPS, SAMPLES, CAPACITY, LONGEST = 0.2, 4, 8, 64, 12
 PROMPT = np.array([62, 63])

@@ -1,14 +1,18 @@
 """A JAX training loop on packed rows: a flax decoder, optax, and a step that compiles once for every segmentation.
 
 Run it: python examples/jax_loop.py
+Needs: pip install 'crosspack[jax]'
 """
 
-import numpy as np
-import optax
-from flax import nnx
+try:
+    import numpy as np
+    import optax
+    from flax import nnx
 
-import crosspack
-import jax_backend
+    import crosspack
+    import jax_backend
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[jax]'") from None
 
 rng = np.random.default_rng(0)
 documents = [np.arange(start, start + length) % 60 for start, length in rng.integers(4, 40, (200, 2))]  # they count

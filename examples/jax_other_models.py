@@ -1,20 +1,24 @@
 """Packed rows in flax's own layers, nnx and linen: attention with rotation, a loss without logits, grain in, orbax out.
 
 Run it: python examples/jax_other_models.py
+Needs: pip install 'crosspack[jax]'
 """
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import grain
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import linen, nnx
+try:
+    import grain
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import linen, nnx
 
-import crosspack
-import jax_backend
+    import crosspack
+    import jax_backend
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[jax]'") from None
 
 WORDS, WIDTH, HEADS = 64, 32, 4
 INV_FREQ = jnp.asarray(10_000.0 ** -(np.arange(0, WIDTH // HEADS, 2, dtype=np.float32) / (WIDTH // HEADS)))

@@ -1,15 +1,19 @@
 """Packed attention in an nnx model of your own: `segment_attention` takes the segment ids, and the step any module.
 
 Run it: python examples/jax_own_model.py
+Needs: pip install 'crosspack[jax]'
 """
 
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
+try:
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
 
-import crosspack
-import jax_backend
+    import crosspack
+    import jax_backend
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[jax]'") from None
 
 
 class Block(nnx.Module):

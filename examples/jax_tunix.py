@@ -1,15 +1,19 @@
 """Packed rows in Tunix: its Qwen3, adapters by qwix, its PeftTrainer, and an audit of the model.
 
-Run it: python examples/jax_tunix.py (it needs google-tunix and qwix)
+Run it: python examples/jax_tunix.py
+Needs: pip install 'crosspack[jax]' google-tunix qwix
 """
 
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
+try:
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
 
-import crosspack
-import jax_backend
+    import crosspack
+    import jax_backend
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[jax]' google-tunix qwix") from None
 
 
 def packed_inputs(batch):
@@ -41,9 +45,12 @@ def logits_of(model, batch):
 
 
 if __name__ == "__main__":
-    import qwix
-    from tunix.models.qwen3 import model as qwen3
-    from tunix.sft import peft_trainer
+    try:
+        import qwix
+        from tunix.models.qwen3 import model as qwen3
+        from tunix.sft import peft_trainer
+    except ImportError as error:
+        raise SystemExit(f"{error}: pip install 'crosspack[jax]' google-tunix qwix") from None
 
     config = qwen3.ModelConfig(
         num_layers=1,

@@ -1,12 +1,16 @@
 """Batches under the names that MaxText's train step reads, with targets that cross no boundary.
 
 Run it: python examples/maxtext_keys.py
+Needs: pip install 'crosspack[jax]'
 """
 
-import grain
+try:
+    import grain
 
-import crosspack
-import jax_backend
+    import crosspack
+    import jax_backend
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[jax]'") from None
 
 documents = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34], [41, 42]]
 batch = crosspack.pack(documents, 8, seed=None)

@@ -1,13 +1,17 @@
 """A plain torch training loop on packed documents: three lines, and the loss of a step is the mean over its tokens.
 
 Run it: python examples/plain_loop.py
+Needs: pip install 'crosspack[hf]'
 """
 
-import torch
-from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+try:
+    import torch
+    from torch.utils.data import DataLoader
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[hf]'") from None
 
 torch.manual_seed(0)
 documents = [torch.randint(1, 500, (int(length),)).numpy() for length in torch.randint(5, 200, (256,))]

@@ -1,11 +1,15 @@
 """Packing for several ranks with numpy alone: a planned data set divided by cost, and a stream that resumes anywhere.
 
 Run it: python examples/ranks.py
+Needs: pip install crosspack
 """
 
-import numpy as np
+try:
+    import numpy as np
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install crosspack") from None
 
 RANKS = 4
 rng = np.random.default_rng(0)

@@ -14,7 +14,9 @@ from tempfile import TemporaryDirectory
 def pack(data: Path, output: Path, *options: str) -> dict[str, bytes]:
     """Run the command; the files of rows that it wrote."""
     command = [sys.executable, "-m", "crosspack", "pack", "--quiet", "--data", str(data), "--capacity", "256"]
-    subprocess.run([*command, "--output", str(output), *options], check=True)
+    done = subprocess.run([*command, "--output", str(output), *options])
+    if done.returncode:  # the command has said why
+        raise SystemExit(done.returncode)
     return {path.name: path.read_bytes() for path in sorted(output.glob("*.parquet"))}
 
 

@@ -1,17 +1,21 @@
 """A reward model trained on packed rows: TRL's RewardTrainer as you build it, and one line.
 
 Run it: python examples/reward.py
+Needs: pip install 'crosspack[hf]'
 """
 
 from tempfile import TemporaryDirectory
 
-import torch
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
-from trl import RewardConfig, RewardTrainer
+try:
+    import torch
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+    from trl import RewardConfig, RewardTrainer
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[hf]'") from None
 
 torch.manual_seed(0)
 words = ["<pad>", "<end>", "good", "bad", *(f"word{i}" for i in range(60))]

@@ -1,12 +1,16 @@
 """A policy-gradient update in which eight answers share one prompt that is computed once.
 
 Run it: python examples/shared_prefixes.py
+Needs: pip install 'crosspack[hf]'
 """
 
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+try:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[hf]'") from None
 
 torch.manual_seed(0)
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -1,17 +1,21 @@
 """Training on a stream that is stopped and resumed: the state is json, and the losses go on as if nothing had happened.
 
 Run it: python examples/stream_resume.py
+Needs: pip install 'crosspack[hf]'
 """
 
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+try:
+    import numpy as np
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[hf]'") from None
 
 
 def write(path: Path) -> None:

@@ -1,15 +1,20 @@
 """Transformers' Trainer on packed documents: one line packs the whole data set and makes the steps fast.
 
 Run it: python examples/trainer.py
+Needs: pip install 'crosspack[hf]'
 """
 
 from tempfile import TemporaryDirectory
 
-import numpy as np
-from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+try:
+    import accelerate  # noqa: F401, which Trainer needs
+    import numpy as np
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[hf]'") from None
 
 rng = np.random.default_rng(0)
 documents = Dataset.from_dict({"input_ids": [rng.integers(1, 500, n).tolist() for n in rng.integers(5, 200, 256)]})

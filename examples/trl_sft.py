@@ -1,17 +1,21 @@
 """TRL's SFTTrainer with LoRA on completions: the rows that TRL packs, trained without contamination by one line.
 
 Run it: python examples/trl_sft.py
+Needs: pip install 'crosspack[hf]'
 """
 
 from tempfile import TemporaryDirectory
 
-from datasets import Dataset
-from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+try:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[hf]'") from None
 
 words = {word: number for number, word in enumerate(["<pad>", "<eos>", *map(str, range(100))])}
 inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))

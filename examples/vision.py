@@ -1,16 +1,20 @@
 """Chats with no, one and several images in packed rows, trained with a tiny LLaVA that is made here.
 
 Run it: python examples/vision.py
+Needs: pip install 'crosspack[hf]'
 """
 
-import torch
-from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.utils.data import DataLoader
-from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, PreTrainedTokenizerFast
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+try:
+    import torch
+    from PIL import Image
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from torch.utils.data import DataLoader
+    from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, PreTrainedTokenizerFast
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-import crosspack
+    import crosspack
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'crosspack[hf]'") from None
 
 # -- a tiny model and its processor; yours come from from_pretrained --
 words = ["<pad>", "<image>", "<user>", "<assistant>", "what", "color", "is", "it", "red", "green", "blue", "hello"]

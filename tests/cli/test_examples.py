@@ -10,6 +10,8 @@ import os
 import re
 import runpy
 import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,38 @@ def test_every_example_is_run_here():
 def test_an_example_begins_by_what_it_shows_and_how_to_run_it(path):
     purpose, _, usage = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
     assert purpose.endswith(".") and "\n" not in purpose and usage.startswith("Run it: ") and path.name in usage
+    assert "\nNeeds: pip install " in usage
+
+
+def imported(path: Path) -> set[str]:
+    """Top names of what an example imports and Python does not bring."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    named += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in named} - sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_ends_in_one_line_where_what_it_needs_is_missing(path, monkeypatch):
+    (needs,) = re.findall(r"^Needs: (.*)$", path.read_text(), flags=re.MULTILINE)
+    for name in imported(path):  # whole, before one of them is missing
+        with suppress(ImportError):
+            import_module(name)
+    for name in imported(path):
+        with monkeypatch.context() as patch:
+            for missing in [one for one in sys.modules if one.partition(".")[0] == name] + [name]:
+                patch.setitem(sys.modules, missing, None)
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_path(str(path), run_name="__main__")
+        assert ended.value.code.endswith(f": {needs}") and "\n" not in ended.value.code
+
+
+def test_packing_without_ray_ends_in_the_line_of_the_command(tmp_path):
+    (tmp_path / "ray.py").write_text("raise ModuleNotFoundError('No module named ray', name='ray')\n")
+    path = os.pathsep.join((str(tmp_path), str(EXAMPLES.parent)))
+    done = processes.run([sys.executable, *paths("ray_pack")], env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 2 and "pip install 'crosspack[ray]'" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CLAIMS])
@@ -108,9 +142,18 @@ def test_an_example_prints_what_it_claims(name, capsys):
         assert change > 1, found
 
 
+# Runs scripts one after the other in a process.
+IN_TURN = """
+import runpy, sys
+for path in sys.argv[1:]:
+    sys.argv[:] = [path]
+    runpy.run_path(path, run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, said", [("fsdp2", "slowest rank over mean 1.0"), ("context_parallel", "straddling documents exchange")]
+    ("name", "said"), [("fsdp2", "slowest rank over mean 1.0"), ("context_parallel", "straddling documents exchange")]
 )
 def test_ranks_share_weights_steps_and_documents(name, said):
     text = torchrun(*paths(name))
@@ -123,8 +166,8 @@ def test_the_pages_have_the_lines_of_the_examples_for_several_gpus():
     for page, name in (("distributed.md", "fsdp2"), ("trainers.md", "deepspeed_zero3")):
         page = (EXAMPLES.parent / "docs" / page).read_text()
         (block,) = re.findall(rf"^```{name}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
-        example = Path(*paths(name)).read_text().splitlines()
-        assert not [line for line in block.splitlines() if line not in example]
+        example = [line.strip() for line in Path(*paths(name)).read_text().splitlines()]
+        assert not [line for line in block.splitlines() if line.strip() not in example]
 
 
 # DeepSpeed would compile this first, for longer than a test may take; gloo does the same.
