@@ -5,7 +5,7 @@ BIN := .venv/bin
 INTERPRETED := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-quick gate-part gate-part-interpreted test-rest test-all test-gpu test-two-gpus test-bounds test-main lint types docs clean
+.PHONY: demo test test-quick gate-part gate-part-interpreted test-rest test-all test-gpu test-two-gpus test-bounds test-main test-pages lint types docs clean
 
 demo: .venv/.demo
 	$(BIN)/crosspack train --compare --steps 24 --output runs/demo --overwrite
@@ -67,6 +67,11 @@ test-bounds: .venv/.dev
 # With the main branches of transformers and TRL: needs git and the network.
 test-main: .venv/.dev
 	$(BIN)/python -m tests.bounds main
+
+# Pages, examples, and what is generated from code: pictures and tables.
+GENERATED = $(addprefix tests/torch_backend/hf/test_,accepted.py families.py expert_families.py)
+test-pages: .venv/.dev
+	$(PYTEST) -m "not slow" tests/house tests/cli/test_examples.py tests/*/test_docs.py $(GENERATED)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -45,7 +45,7 @@ def oldest() -> list[str]:
 
 
 def requirements(which: str) -> list[str]:
-    """What is installed for a set: ``oldest``, ``newest`` or ``main``.
+    """Lists what is installed for a set: ``oldest``, ``newest`` or ``main``.
 
     >>> requirements("main")[1]
     'git+https://github.com/huggingface/trl'

@@ -47,18 +47,18 @@ def patch(
         implementation: of attention, as in :func:`torch_backend.attention`.
         verify: prove it on a tiny clone of the model before returning (see :func:`torch_backend.audit`), and on a short
             row of the model itself, forward and backward, if it holds what its config does not make: adapters,
-            quantised or parametrised weights, hooks, replaced modules and forwards. What joins later is proved at the
-            next packed call, and so is all of a model that is on the meta device when it is patched.
+            quantised or parametrised weights, hooks, replaced modules and forwards. Parts that
+            are added later, and a model that is on the meta device now, are proved at their next packed call.
         mesh: one dimension of a ``DeviceMesh``, as in ``mesh["cp"]``, over whose ranks the documents of each batch are
             cut (context parallelism). All these ranks pass the same batch; each runs its part of the tokens. The
             model's ``loss`` is that of the whole batch on every rank. Its gradients are those of one process once they
             are averaged over ranks, as DDP and FSDP do. A model that is patched again without a mesh keeps its mesh.
         context_method: how the attention of documents on several ranks communicates: "keys" sends each piece the
-            earlier keys and values of its document, "heads" (Ulysses) turns such documents from parts of the tokens to
-            parts of the heads, "auto" takes what sends less in each layer.
+            earlier keys and values of its document, "heads" (Ulysses) exchanges them so that each rank has all of a
+            document's tokens for some of the heads, "auto" takes whichever sends less, layer by layer.
 
     Returns:
-        ``model`` itself, patched in place. Patching again changes the implementation, if it is another one. A warning
+        ``model`` itself, patched in place. Patching again with another implementation changes it. A warning
         is logged if a cast of the whole model has rounded its rotary frequencies.
 
     Raises:
@@ -113,10 +113,10 @@ def unpad(model: Model, *, implementation: str | Sequence[str] = "auto", verify:
 
     A call with ``input_ids`` and an ``attention_mask`` [B, S] takes the padding out, runs one packed row, and returns
     what the caller expects: values per token at their places [B, S, ...] with zeros at padding, and values per document
-    as they are. Real tokens are counted on the device and read once per call. Calls without such a mask, calls that ask
-    for a cache or for attention weights, and images of M-RoPE models without positions run padded as before, and so do
-    all after :func:`unpatch`. Where a padded call would make a cache without being asked for one, ``past_key_values``
-    raises when it is read.
+    as they are. The number of real tokens is read from the device once per call. These run padded as before:
+    calls without such a mask, calls that ask for a cache or for attention weights, images of M-RoPE models without
+    positions, and every call after :func:`unpatch`. Where a padded call would make a cache without being asked for one,
+    ``past_key_values`` raises when it is read.
 
     Args:
         model: anything that holds a transformers model, such as a ``SentenceTransformer`` or ``CrossEncoder``.

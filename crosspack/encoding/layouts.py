@@ -92,9 +92,8 @@ def _refuse_images(record: Mapping[str, Any], where: Any) -> None:
     """Raises PackingError if a record has images, which would be left out without a word."""
     if (found := images_in(record)) is not None:
         raise PackingError(
-            f"{where} has {found}, which is not read here: `crosspack train --model` trains records with images, of "
-            f"which one is among the first {LOOKED_AT}, and crosspack.PackedVisionDataset packs them; or leave the "
-            "images out of them"
+            f"{where} has {found}, which this command does not read: use `crosspack train --model`, with images among "
+            f"the first {LOOKED_AT} records, or crosspack.PackedVisionDataset, or leave the images out"
         )
 
 

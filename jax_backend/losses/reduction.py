@@ -32,7 +32,7 @@ def reduce(
     documents: int,
     where: jax.Array | None = None,
 ) -> jax.Array:
-    """One value per document of a packed batch, from one per token, differentiable.
+    """Reduces values per token to one per document of a packed batch, differentiable.
 
     Padding never counts. Pieces of a document that was split are one document, in reading order. A document without a
     token that counts gets 0 and sends no gradient.
@@ -159,7 +159,7 @@ def _documents(batch: Mapping[str, Any], documents: int) -> tuple[jax.Array, jax
     if ids is None or positions is None:
         raise LayoutError(
             "the batch does not say what its documents are (document_ids, document_positions): make it with "
-            "jax_backend.to_batch; a batch that holds a document twice cannot say so, take the rows on their own"
+            "jax_backend.to_batch; if a document is in it twice, make a batch of its own of the rows that repeat it"
         )
     return jnp.asarray(ids).reshape(-1), jnp.asarray(positions).reshape(-1)
 

@@ -46,7 +46,7 @@ def token_logprobs(
     candidates: jax.Array | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> TokenLogprobs:
-    """Log-probability of each trained token of a batch, differentiable.
+    """Computes the log-probability of each trained token of a batch, differentiable.
 
     Args:
         model: a decoder, or anything with its ``hidden(input_ids, segment_ids, position_ids)`` and ``logits(hidden)``.

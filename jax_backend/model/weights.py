@@ -68,8 +68,8 @@ def save(model: Decoder, folder: str | Path) -> None:
     if tensors.keys() != wanted:
         raise LayoutError(
             f"the model has {sorted(tensors.keys() - wanted) or 'nothing'} that its config does not describe and lacks "
-            f"{sorted(wanted - tensors.keys()) or 'nothing'}, so transformers would load it with random weights: undo "
-            "what was put into its layers, adding adapters to their kernels"
+            f"{sorted(wanted - tensors.keys()) or 'nothing'}, so transformers would load it with random weights: "
+            "merge adapters into their kernels, and take out what else was put into its layers"
         )
     if jax.process_index():
         return

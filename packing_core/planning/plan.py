@@ -51,7 +51,7 @@ def plan(
 
     Args:
         lengths: [N] tokens of each document, integers of at least 1.
-        capacity: tokens a row can hold, or a :class:`.rule.RowRule`, which has the other options but ``seed`` too.
+        capacity: tokens a row can hold, or a :class:`.rule.RowRule`, which replaces every other option but ``seed``.
         strategy: ``mixed`` makes rows whose lengths look like a random draw: it fills rows with documents in random
             order and their ends with the longest documents that still fit; rows are at least 99.9% full or, where those
             of ``best_fit`` are not, at most 0.5% more of them (exact definition: :func:`.mixed.mixed`). ``best_fit``
@@ -72,15 +72,15 @@ def plan(
         max_segments: most pieces in a row; None for no limit. Short documents then leave rows partly empty: compare
             ``PackPlan.efficiency``.
         seed: shuffles the finished rows, so that planning order is not training order; None keeps the planner's.
-            Under ``mixed`` it also draws the documents; None takes them in their own order as the draw.
-        order: the order of the rows. ``random`` is that of ``seed``. The others keep to an order of the documents:
+            Under ``mixed`` it also draws the documents; None takes them in their own order.
+        order: the order of the rows. ``random`` shuffles them by ``seed``. The others follow an order of the documents:
             ``curriculum`` trains short pieces first, in stages of one octave of length (65 to 128 tokens, 129 to 256),
             whose rows have the same tokens and ever fewer documents; ``sorted`` follows the ``keys``, smallest first;
             ``grouped`` trains documents of one key next to each other, groups in random order; ``weighted`` deals the
             tokens of several sources, which the keys name, by ``weights`` for as long as each lasts, and every document
-            once. Documents see each other under none of them. Rows are ``mixed`` inside stages, of at most 64 rows
-            where the order names none, so they follow the order up to a stage; the emptiest row of each moves on to
-            the next. ``seed`` draws what the order leaves open.
+            once. Rows are ``mixed`` inside stages (of at most 64 rows where the order defines none), so the order
+            holds from stage to stage and not within one; documents of a stage's emptiest row move on to the next
+            stage. ``seed`` draws what the order leaves open.
         keys: [N] the key of each document, a number or a text: what to sort by, the group, or the source.
         weights: key -> share of the tokens under ``weighted``.
 

@@ -113,8 +113,8 @@ class RowRule:
             )
         if self.min_piece > max(1, most := (self.capacity - number) // 2):
             raise PackingError(
-                f"min_piece is {self.min_piece:,}, and a row of {self.capacity:,} tokens with context={number:,} can "
-                f"be shared out to pieces of at most {most:,}: lower min_piece or context, or raise capacity",
+                f"min_piece is {self.min_piece:,}, and may be at most {most:,} in rows of {self.capacity:,} tokens "
+                f"with context={number:,}: lower min_piece or context, or raise capacity",
                 option="min_piece context capacity",
             )
 

@@ -238,7 +238,7 @@ def test_a_tokenizer_that_is_trained_keeps_any_bytes_and_loads_again(tokenizer, 
 )
 def test_records_with_images_are_refused_and_not_trained_without_them(record, column):
     message = (
-        f"record 0 has {column}, which is not read here: `crosspack train --model` trains records with images, of "
+        f"record 0 has {column}, which this command does not read: use `crosspack train --model`, with images among "
     )
     with pytest.raises(PackingError, match=re.escape(message)):
         canonical(record, "record 0", ())

@@ -154,5 +154,5 @@ def test_what_cannot_be_reduced_is_refused():
     with pytest.raises(PackingError, match="documents must be at least 1"):
         reduce(jnp.zeros((3, 8)), batch, "sum", documents=0)
     twice = to_batch(packing_core.pack([[1], [2, 3]], 4, seed=None)[[0, 0]])
-    with pytest.raises(LayoutError, match="a batch that holds a document twice cannot say so"):
+    with pytest.raises(LayoutError, match="if a document is in it twice, make a batch of its own"):
         reduce(jnp.zeros((2, 4)), twice, "sum", documents=2)

@@ -238,7 +238,7 @@ REFUSED = {
     ),
     "too long": (
         {"overflow": "overlap", "context": 4, "min_piece": 3},
-        "min_piece is 3, and a row of 8 tokens with context=4 can be shared out to pieces of at most 2: lower",
+        "min_piece is 3, and may be at most 2 in rows of 8 tokens with context=4: lower",
     ),
     "zero": ({"overflow": "split", "min_piece": 0}, "min_piece must be an integer of at least 1, got 0"),
     "their name": ({"overflow": "overlap", "stride": 4}, "plan() has no argument 'stride': pass context="),

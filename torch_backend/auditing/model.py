@@ -63,7 +63,7 @@ class AuditReport:
             of an unpatched model whose clone was patched for the audit.
         logits: packed against alone, worst over documents; of a model without a head, its last hidden states.
         loss: of the packed loss against the mean over the targets of all documents.
-        gradients: of the parameter that is worst by what its own may be, worst_parameter: its name.
+        gradients: of the parameter that comes worst off against its own allowance; worst_parameter: its name.
         leak: how far documents moved when every token of the documents beside them was replaced.
         gradient_leak: how far the gradients of their loss moved.
         moved: how far the replaced documents moved, at least; the probe is void unless they did.
@@ -171,7 +171,7 @@ def audit(
             ``position_ids`` and no other mark. True judges what :func:`torch_backend.patch` would make of it, and False
             what it was before. The report's ``audited`` says which it was.
         implementation: of a patched model's attention; that of ``model``'s patch if None, or "auto".
-        tolerance: what every error may be, relative to the largest reference value, instead of what rounding allows.
+        tolerance: the bound of every error, relative to the largest reference value, in place of what rounding allows.
         mesh: of a model that is judged patched, the ranks over which its documents are cut, as in
             :func:`torch_backend.patch`; those of ``model``'s patch if None. All of them call this, compare documents
             that lie on several ranks with each document alone, and get the same report.

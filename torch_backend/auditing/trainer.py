@@ -129,7 +129,7 @@ def audit_trainer(trainer: Any) -> TrainerReport:
     if kind_of(trainer) is None and (labels_documents(trainer.model) or trains_first_token(trainer.model)):
         raise UnsupportedError(
             f"{type(trainer).__name__} trains a classifier or a masked language model, and audit(trainer) judges "
-            "losses of next tokens and of answers: audit its model, audit(trainer.model)"
+            "losses of next tokens and of answers: use audit(trainer.model)"
         )
     with torch.random.fork_rng(), _model_of_train(trainer), as_before(trainer):
         step: ScoredStep | _Step

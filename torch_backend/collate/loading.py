@@ -85,9 +85,9 @@ class StreamedRows(IterableDataset[ReadyBatch]):
     Every rank gets the same number of batches, every document is in one batch of one rank, and the workers of a rank
     take turns with its batches, so the order does not depend on their number.
 
-    An epoch packs the documents anew. It is the next one whenever the loader is iterated again, also if the last one
-    was not read to its end; ``set_epoch`` chooses one, and should be called where there are several ranks, as
-    ``DistributedSampler`` wants it.
+    Each epoch packs the documents anew. Iterating the loader again starts the next epoch, even if the last one was not
+    read to its end. ``set_epoch`` chooses the epoch; with several ranks call it before each, as for
+    ``DistributedSampler``.
 
     Args:
         source, capacity: as in :func:`packing_core.stream`.

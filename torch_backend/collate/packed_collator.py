@@ -53,8 +53,8 @@ class PackedCollator:
         padding_free: puts rows that come packed into one row, without their padding.
         max_seqlen, bucket: fixed sizes for compiled kernels, see ``PackedBatch.kernel_view``.
         share_prefix: computes a common beginning of a batch's documents once (``packing_core.pack_tree``). True shares
-            every one that no target is in, from 16 tokens on. ``"auto"`` shares those of 64 and more in batches that
-            save a tenth of their work or more by it, where the model can run them and has no dropout. The work of
+            every beginning of 16 tokens or more that holds no target. ``"auto"`` shares those of 64 or more where that
+            saves at least a tenth of the batch's work, if the model can run them and has no dropout. The work of
             segments of n tokens after b tokens of their ancestors is ``a sum(n) + s sum(n (n + 2 b))``: a token and an
             attention pair by ``Cost.from_config(model.config)``. Losses are then computed by ``make_train_step``,
             ``causal_lm_loss`` or ``token_logprobs``.
@@ -90,8 +90,8 @@ class PackedCollator:
         idle = [f"{name}={value!r}" for name, value in plan_options.items() if IN_ORDER.get(name, name) != value]
         if capacity is None and idle:
             raise PackingError(
-                f"{idle[0]} has an effect with a capacity alone: without one, all documents of a batch go into one row "
-                "as long as they are. Pass PackedCollator(model, capacity, ...)"
+                f"{idle[0]} has no effect without a capacity, because all documents of a batch then go into one row: "
+                "pass PackedCollator(model, capacity, ...)"
             )
         pads = [config.pad_token_id for config in configs if getattr(config, "pad_token_id", None) is not None]
         self.pad_id = int(pads[0]) if pads else 0

@@ -27,7 +27,7 @@ def next_token_targets(labels: Tensor) -> Tensor:
 def packed_cross_entropy(
     logits: Tensor, targets: Tensor, *, weights: Tensor | None = None, ignore_index: int = IGNORE_INDEX
 ) -> tuple[Tensor, Tensor]:
-    """The summed cross-entropy and the summed weight of the targets.
+    """Returns the summed cross-entropy and the summed weight of the targets.
 
     Args:
         logits: [..., V], any floating dtype; the softmax runs in float32 at least.
@@ -57,7 +57,7 @@ def packed_cross_entropy(
 
 
 def normalise(loss_sum: Tensor, weight_sum: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The mean over the targets of all ranks, scaled so that gradients averaged over ranks are those of that mean.
+    """Returns the mean over the targets of all ranks, scaled so that gradients averaged over ranks are those of it.
 
     Without any target it is 0, and so are its gradients.
 

@@ -161,7 +161,7 @@ def next_tokens_of(batch: Mapping[str, Any]) -> NextTokens:
 
 
 def next_token_pairs(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """The places of a batch that predict a token, and what they predict, also where a prefix is shared.
+    """Returns the places of a batch that predict a token, and the tokens they predict, also behind shared prefixes.
 
     The last token of a shared prefix predicts the first one of everything that continues it, so it is there several
     times. ``packed_cross_entropy(logits.flatten(0, 1)[places], targets)`` is then the loss of the batch.

@@ -59,9 +59,9 @@ def token_logprobs(
     top_k: int | None = None,
     candidates: Tensor | None = None,
 ) -> TokenLogprobs:
-    """Log-probability of each trained token of a batch, differentiable, in chunks whose logits are made again.
+    """Computes the log-probability of each trained token, differentiable, in chunks of logits.
 
-    No tensor [tokens, vocabulary] exists at any time, and without gradients not even a second pass is made.
+    No tensor [tokens, vocabulary] ever exists: the backward computes the logits of each chunk again.
 
     On a model that was patched with a mesh, every rank of it passes the same whole batch and options and gets the
     values of the whole batch. If every rank computes the same loss of them, gradients that are averaged over the ranks

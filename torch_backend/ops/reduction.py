@@ -23,7 +23,7 @@ from torch_backend.segments import to_device
 
 
 def reduce(values: Tensor, batch: Mapping[str, Any], how: Reduction, *, where: Tensor | None = None) -> Tensor:
-    """One value per document of a packed batch, from one per token, differentiable.
+    """Reduces values per token to one per document of a packed batch, differentiable.
 
     Padding never counts. Pieces of a document that was split are one document, in reading order. A document without a
     token that counts gets 0 and sends no gradient.
@@ -79,7 +79,7 @@ def reduce(values: Tensor, batch: Mapping[str, Any], how: Reduction, *, where: T
 
 
 def spread(values: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    """Each document's value at each of its tokens, 0 in padding: what the sum of :func:`reduce` is the adjoint of.
+    """Returns each document's value at each of its tokens, 0 in padding: the adjoint of a :func:`reduce` by sum.
 
     Tokens that several documents share get 0.
 
@@ -115,8 +115,8 @@ def document_tokens(batch: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     if lengths is None or documents is None:
         raise LayoutError(
             "the batch does not say which document each segment belongs to (packed_lengths, packed_documents): let "
-            "PackedCollator build it, or wrap its collator in with_boundaries; a batch that holds a document twice "
-            "cannot say so, take the rows it repeats in on their own"
+            "PackedCollator build it, or wrap its collator in with_boundaries; if a document is in the batch twice, "
+            "make a batch of its own of the rows that repeat it"
         )
     order = np.array([segment for document in documents for segment in document], np.int64)
     of_segment = np.asarray(lengths, np.int64)

@@ -38,7 +38,7 @@ def check_optimizer(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
     if not any(id(p) in ours for group in inner.param_groups for p in group["params"]):
         raise UnsupportedError(
             f"the optimizer holds no trained parameter of this {type(model).__name__}, so its steps would not train "
-            "it: make it of model.parameters(), after the model was wrapped, sharded or given adapters"
+            "it: build it from model.parameters() after wrapping, sharding or adding adapters"
         )
     if needed := _needed(type(inner)):
         raise UnsupportedError(
@@ -73,8 +73,8 @@ def check_numbers(model: nn.Module, max_grad_norm: Any, autocast: Any) -> None:
     trained = torch.float16 in {p.dtype for p in model.parameters() if p.requires_grad}
     if autocast is torch.float16 or trained:
         raise UnsupportedError(
-            f"{'trained weights in float16' if trained else 'autocast=torch.float16'} needs gradients that are scaled, "
-            "or small ones become 0, and a training step has no scaler: take bfloat16, or a Trainer with fp16=True"
+            f"{'trained weights in float16' if trained else 'autocast=torch.float16'} needs a loss scaler, or small "
+            "gradients become 0, and make_train_step has none: use bfloat16, or a Trainer with fp16=True"
         )
     if autocast not in (None, torch.bfloat16):
         raise PackingError(f"autocast={autocast}: pass torch.bfloat16, or None for the dtype of the weights")

@@ -108,9 +108,8 @@ class TrainStep:
     ) -> None:
         if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):
             raise UnsupportedError(
-                "make_train_step calls backward() and optimizer.step(), and a DeepSpeedEngine takes both steps itself: "
-                "train by a Trainer and enable_packing(trainer), which DeepSpeed serves, or wrap the model by DDP or "
-                "FSDP2 instead"
+                "make_train_step cannot train a DeepSpeedEngine, which runs backward() and optimizer.step() itself: "
+                "use a Trainer with enable_packing(trainer), or wrap the model in DDP or FSDP2"
             )
         self.model = model
         self.optimizer = optimizer
@@ -162,7 +161,7 @@ class TrainStep:
                 such microbatches. Tensors may be on the host; if they are, counting targets waits for nothing.
 
         Raises:
-            LayoutError: there is no microbatch, or one has no labels; under FSDP on all ranks, where that is on one.
+            LayoutError: there is no microbatch, or one has no labels; under FSDP all ranks raise if one does.
             UnsupportedError: documents are cut over ranks, and a batch does not say where they begin.
         """
         microbatches = [self._part(each) for each in ([batch] if isinstance(batch, Mapping) else batch)]
@@ -198,9 +197,8 @@ class TrainStep:
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
         """The loss of batches as a step counts it: over all their targets, in all batches and on all ranks.
 
-        The model computes in evaluation mode, and nothing of it changes. Where its forward waits for other ranks, under
-        FSDP and under DDP with buffers, a rank that has fewer batches than others runs its last one again, which is not
-        counted.
+        The model runs in evaluation mode and is left unchanged. Under FSDP, and under DDP with buffers, each forward
+        waits for the other ranks, so a rank with fewer batches runs its last one again without counting it.
 
         Raises:
             LayoutError: ranks wait for each other, and one has no batch; on all of them.
@@ -225,7 +223,7 @@ class TrainStep:
         if context_of(self.model) is not None and part.get(BatchKey.SHARE) is None:
             raise UnsupportedError(
                 "the batch does not say where its documents begin, so it is not cut over ranks, and each of them would "
-                "count all of its targets: collate it by PackedCollator(model), a single document too"
+                "count all of its targets: collate it with PackedCollator(model), even if it is one document"
             )
         return part
 
@@ -272,8 +270,8 @@ class TrainStep:
         empty = {**batch, **{name: torch.full_like(batch[name], IGNORE_INDEX) for name in names}}
         if bool(self._targets(empty).any()):
             raise LayoutError(
-                "ranks have different numbers of microbatches, and each forward of a sharded model waits for all of "
-                "them; a microbatch of numbers to predict has no empty form: pass as many on every rank"
+                "ranks have different numbers of microbatches, and each forward of a sharded model waits for all "
+                "ranks: pass the same number on every rank, because labels that are scores cannot be left empty"
             )
         return empty
 

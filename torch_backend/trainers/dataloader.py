@@ -61,9 +61,9 @@ def pack_training_data(
     _refuse_shares(data, first)
     if isinstance(first, ReadyBatch):
         raise PackingError(
-            f"{type(data).__name__} gives packed batches, and enable_packing packs documents: pass the documents as "
-            "train_dataset (a datasets.Dataset, a list or an IterableDataset of examples), or the PackedDataset of a "
-            "PackedRows, and capacity to enable_packing; a loop of your own with make_train_step takes packed batches"
+            f"{type(data).__name__} yields batches that are packed already, and enable_packing packs documents itself: "
+            "pass the documents as train_dataset (a datasets.Dataset, a list or an IterableDataset) or a "
+            "PackedDataset, or train these batches in a loop with make_train_step"
         )
     if isinstance(first, PackedBatch | VisionRows):
         first = first if isinstance(first, PackedBatch) else first.batch
@@ -105,9 +105,9 @@ def _refuse_shares(data: Any, first: Any) -> None:
     shares = [share for share, _ in ranks]
     if len(ranks) > 1 and (any(shares) or any(rank != ranks[0] for rank in ranks)):
         raise PackingError(
-            f"the ranks hold shares of the training data already{f' ({shares})' if any(shares) else ''}, or different "
-            "ones, and their rows would be dealt to the ranks again, which loses the rest: pass the same data on every "
-            "rank, without split_dataset_by_node, shard(...) or part(...)"
+            f"the training data differ between ranks{f' (shares {shares})' if any(shares) else ''}, and dealing their "
+            "rows to the ranks would lose documents: pass the same, whole data on every rank, without "
+            "split_dataset_by_node, shard(...) or part(...)"
         )
 
 

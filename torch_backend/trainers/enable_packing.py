@@ -69,7 +69,7 @@ def enable_packing(
     under ``packing=True`` or ``padding_free=True``, transformers' ``DataCollatorWithFlattening``, axolotl's) is wrapped
     in :func:`torch_backend.with_boundaries`. Any other is replaced, if packing trains the same tokens and can carry
     what the collator adds (:mod:`.replaced`).
-    Another call takes the last one back first: its options hold, and it packs what was set in the meantime.
+    A second call undoes the first: the new options hold, and what was set in the meantime is packed.
     Labels at segment starts are -100, so ``num_items_in_batch`` counts only targets that something predicts.
 
     Where the collator is replaced, the whole training set is packed, again in each epoch by the trainer's seed
@@ -172,8 +172,8 @@ def enable_packing(
 def disable_packing(trainer: Trainer) -> Trainer:
     """Give a trainer back as it was before :func:`enable_packing`; without effect on any other.
 
-    Its methods, arguments, data, collator and callbacks are those of before, and its models are unpatched and run
-    layers that are not compiled. What was set since then keeps its value, and so do weights and the optimizer.
+    Restores its methods, arguments, data, collator and callbacks, and unpatches its models, whose layers then run
+    uncompiled. Weights, the optimizer and whatever was set since keep their values.
 
     Args:
         trainer: of any kind that :func:`enable_packing` takes.

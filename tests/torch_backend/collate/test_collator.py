@@ -237,7 +237,7 @@ def test_an_unknown_option_is_answered_by_the_right_one(options: dict[str, Any],
 
 @pytest.mark.parametrize("options", [{"overflow": "drop"}, {"max_segments": 2}, {"seed": 0}, {"strategy": "mixed"}])
 def test_an_option_of_plans_without_a_capacity_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(PackingError, match=f"{next(iter(options))}=.* has an effect with a capacity alone"):
+    with pytest.raises(PackingError, match=f"{next(iter(options))}=.* has no effect without a capacity"):
         PackedCollator(**options)
 
 

@@ -116,5 +116,5 @@ def test_what_cannot_be_reduced_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"values must be \[4, \.\.\.\], one per document, got \[3\]"):
         spread(torch.zeros(3), batch)
     twice = PackedCollator()(pack([[1], [2, 3]], 4, seed=None)[[0, 0]])
-    with pytest.raises(LayoutError, match="a batch that holds a document twice cannot say so"):
+    with pytest.raises(LayoutError, match="if a document is in the batch twice, make a batch of its own"):
         reduce(twice["input_ids"], twice, "sum")

@@ -96,7 +96,7 @@ def regression() -> Any:
         (without_batches, ["FSDP2"], "a rank has no batch to evaluate"),
         (without_batches, ["DDP"], "a rank has no batch to evaluate"),
         (without_labels, ["FSDP2"], "no microbatch with"),
-        (regression, [], "has no empty form"),
+        (regression, [], "pass the same number on every rank"),
     ],
 )
 def test_what_one_rank_cannot_run_is_refused_on_all(call: Any, arguments: list[str], text: str) -> None:

@@ -209,7 +209,7 @@ def test_what_is_not_possible_is_refused_where_it_is_demanded_and_explained_wher
 
 def test_an_engine_of_deepspeed_is_refused_by_name() -> None:
     engine = type("DeepSpeedEngine", (torch.nn.Module,), {})
-    with pytest.raises(UnsupportedError, match="a DeepSpeedEngine takes both steps itself: train by a Trainer and"):
+    with pytest.raises(UnsupportedError, match="cannot train a DeepSpeedEngine, .* itself: use a Trainer with"):
         make_train_step(type("Engine", (engine,), {})(), torch.optim.SGD([torch.zeros(1)]))
 
 
@@ -312,7 +312,7 @@ def test_what_could_not_take_the_step_is_refused_before_it(optimizer: Any, sched
         ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm is nan"),
         ({"max_grad_norm": "1"}, "max_grad_norm is '1'"),
-        ({"autocast": torch.float16}, "autocast=torch.float16 needs gradients that are scaled"),
+        ({"autocast": torch.float16}, "autocast=torch.float16 needs a loss scaler"),
         ({"autocast": torch.float32}, "autocast=torch.float32: pass torch.bfloat16, or None"),
     ],
 )

@@ -84,9 +84,7 @@ def test_enable_packing_refuses_data_that_each_rank_has_a_share_of(kind, tmp_pat
     trainers = [build(tmp_path, make(rank, tmp_path), max_steps=2) for rank in range(2)]
     enabled(trainers[0])
     for _ in trainers:  # both ranks see what both have
-        with pytest.raises(
-            PackingError, match="the ranks hold shares of the training data already.* pass the same data"
-        ):
+        with pytest.raises(PackingError, match="the training data differ between ranks.* pass the same, whole data"):
             enabled(trainers[1])
     seen.clear()
     for data in (WHOLE, WHOLE):
@@ -121,6 +119,6 @@ def test_packed_batches_as_training_data_are_answered_by_what_takes_documents(ro
     trainer = SimpleNamespace(train_dataset=rows)
     options = SimpleNamespace(capacity=None)
     with pytest.raises(
-        PackingError, match="gives packed batches, and enable_packing packs documents: pass the documents"
+        PackingError, match="batches that are packed already, and enable_packing packs documents itself: pass"
     ):
         dataloader.pack_training_data(trainer, SimpleNamespace(capacity=None), options)

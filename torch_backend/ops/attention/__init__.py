@@ -78,7 +78,8 @@ def attention(
         alibi_slopes: [H] non-negative slopes; the logit of query i and key j gets ``-slope * |i - j|``.
         dropout: probability of dropping an attention weight.
         scale: of the logits; ``D ** -0.5`` if None.
-        implementation: "auto", a name of ``IMPLEMENTATIONS``, or names of which the first that serves is taken.
+        implementation: "auto", a name of ``IMPLEMENTATIONS``, or several names, of which the first
+            that supports the request runs.
 
     Returns:
         [T, H, Dv], dtype of q.

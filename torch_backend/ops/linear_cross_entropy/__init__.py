@@ -42,7 +42,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The summed cross-entropy of ``hidden @ weight.T + bias`` and the summed weight of the targets.
+    """Returns the summed cross-entropy of ``hidden @ weight.T + bias`` and the summed weight of the targets.
 
     Args:
         hidden: [..., D].
