@@ -35,19 +35,19 @@ LOST_LENGTHS = (
 )
 DOCUMENTS_AGAIN = "If the data set holds documents again, say so: dataset.info.description = ''"
 _MARKS = [name for name in MARKS if name != "attention_mask"]
-_batch_rows: deque[tuple[int, int]] = deque(maxlen=_BATCH_ROWS)
+_batch_rows: deque[tuple[int, int, bool]] = deque(maxlen=_BATCH_ROWS)
 _beginnings: deque[int] = deque(maxlen=_BEGINNINGS)
 _sorted: dict[torch.device, Tensor] = {}  # the beginnings, by the devices on which they were looked for
 
 
-def remember_rows(rows: Iterable[tuple[int, int]]) -> None:
-    """Remembers rows of a batch by their length and fingerprint."""
+def remember_rows(rows: Iterable[tuple[int, int, bool]]) -> None:
+    """Remembers rows of a batch, or parts of them, by their length and fingerprint, and whether they are whole."""
     _batch_rows.extend(rows)
 
 
-def packed_rows(length: int) -> list[int]:
-    """The fingerprints of the last packed rows of so many tokens."""
-    return [row for tokens, row in tuple(_batch_rows) if tokens == length]
+def packed_rows(length: int, *, shifted: bool) -> list[int]:
+    """The fingerprints of the last packed rows of so many tokens, and of their parts if tokens may be shifted."""
+    return [row for tokens, row, whole in tuple(_batch_rows) if tokens == length and (whole or shifted)]
 
 
 def fingerprints(ids: Tensor) -> Tensor:

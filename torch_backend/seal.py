@@ -10,8 +10,8 @@ a trainer may rebuild it, and loops of users are nobody's.
 
 Code that picks ``input_ids`` out of a batch leaves the seal behind. So a seal also remembers the rows that it stands
 for (:mod:`.known_rows`), and a patched model refuses those of the last batches without their boundaries. Loops that
-shift tokens themselves call the model on ``ids[:, :-1]``, so rows are remembered without their last token and without
-their first one, too. A seal that comes from another process, a DataLoader's worker, brings them along.
+shift tokens themselves call the model on ``ids[:, :-1]`` without labels, so in such calls rows are known without their
+last token and without their first one, too. A seal that comes from another process, a DataLoader's worker, brings them along.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Seal:
 
     Args:
         rows: length and fingerprint of each packed row of its batch, and of its part before the last token and after
-            the first one, where they hold several documents.
+            the first one, where they hold several documents, and whether it is the whole row.
     """
 
-    def __init__(self, rows: tuple[tuple[int, int], ...] = ()) -> None:
+    def __init__(self, rows: tuple[tuple[int, int, bool], ...] = ()) -> None:
         self.rows = rows
         remember_rows(rows)
 
@@ -89,7 +89,9 @@ def sealed(ids: Tensor, starts: Tensor) -> dict[str, Any]:
     last_alone = torch.isin(firsts + length - 1, starts).long()
     first_alone = torch.isin(firsts + 1, starts).long()
     parts = [(ids, documents), (ids[:, :-1], documents - last_alone), (ids[:, 1:], documents - first_alone)]
-    found = [(part.shape[1], row) for part, held in parts for row in fingerprints(part[held > 1]).tolist()]
+    found = [
+        (part.shape[1], row, part is ids) for part, held in parts for row in fingerprints(part[held > 1]).tolist()
+    ]
     return _under_names(Seal(tuple(found)))
 
 

@@ -219,6 +219,14 @@ def test_a_row_of_one_document_needs_no_boundaries() -> None:
         model(input_ids=ids[:1, 1:])
 
 
+def test_a_document_that_begins_or_ends_a_packed_row_is_no_row() -> None:
+    model, batch = patched(), collate([torch.tensor([5, 6, 7]), torch.tensor([8, 9])])
+    for ids in batch["input_ids"][:, :-1], batch["input_ids"][:, 1:]:
+        model(input_ids=ids, labels=ids)
+        with pytest.raises(LayoutError, match="row 0 of input_ids came packed from a collator"):
+            model(input_ids=ids)  # as a loop calls it that shifts tokens itself
+
+
 def test_a_padded_batch_with_lengths_reaches_unpadded_models_alone() -> None:
     from torch_backend.hf.inputs.unpadding import LengthsCollator
 

@@ -108,18 +108,22 @@ def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, starts: int | Non
         guard.check("position_ids", lambda: _restarts(positions, mask), restarting, wait=wait)
     ids = kwargs.get("input_ids")
     if isinstance(ids, Tensor) and ids.ndim == 2 and _says_nothing_of_segments(mask, ids):
-        _refuse_packed_rows(ids, guard, wait=wait)
+        _refuse_packed_rows(ids, guard, shifted=kwargs.get("labels") is None, wait=wait)
         if wait:
             _warn_of_labels(kwargs.get("labels"), ids, mask, guard, starts=starts)
 
 
-def _refuse_packed_rows(ids: Tensor, guard: Guard, *, wait: bool) -> None:
-    """Raise for rows [B, S] that were packed before; those of a compiled model are not looked at."""
+def _refuse_packed_rows(ids: Tensor, guard: Guard, *, shifted: bool, wait: bool) -> None:
+    """Raise for rows [B, S] that were packed before; those of a compiled model are not looked at.
+
+    Args:
+        shifted: they may be parts of one token less; with labels, which the model shifts itself, they are whole.
+    """
     if torch.compiler.is_compiling():
         return
     if knows_beginnings():
         _refuse_beginnings(ids, lambda: begins_packed(ids), "row", guard, wait=wait)
-    if not (known := packed_rows(ids.shape[1])):
+    if not (known := packed_rows(ids.shape[1], shifted=shifted)):
         return
 
     def error(row: int) -> PackingError:
