@@ -11,7 +11,8 @@ a trainer may rebuild it, and loops of users are nobody's.
 Code that picks ``input_ids`` out of a batch leaves the seal behind. So a seal also remembers the rows that it stands
 for (:mod:`.known_rows`), and a patched model refuses those of the last batches without their boundaries. Loops that
 shift tokens themselves call the model on ``ids[:, :-1]`` without labels, so in such calls rows are known without their
-last token and without their first one, too. A seal that comes from another process, a DataLoader's worker, brings them along.
+last token and without their first one, too. A seal that comes from another process, a DataLoader's worker, brings them
+along.
 """
 
 from __future__ import annotations
@@ -89,9 +90,7 @@ def sealed(ids: Tensor, starts: Tensor) -> dict[str, Any]:
     last_alone = torch.isin(firsts + length - 1, starts).long()
     first_alone = torch.isin(firsts + 1, starts).long()
     parts = [(ids, documents), (ids[:, :-1], documents - last_alone), (ids[:, 1:], documents - first_alone)]
-    found = [
-        (part.shape[1], row, part is ids) for part, held in parts for row in fingerprints(part[held > 1]).tolist()
-    ]
+    found = [(part.shape[1], row, part is ids) for part, held in parts for row in fingerprints(part[held > 1]).tolist()]
     return _under_names(Seal(tuple(found)))
 
 

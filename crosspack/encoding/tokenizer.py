@@ -13,6 +13,7 @@ from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
 from packing_core.training.job import is_hub_name
 
+_LEARNED = 1 << 25  # characters of which a tokenizer is trained: more change little of a small vocabulary
 END, PAD = "<|endoftext|>", "<|pad|>"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 CHATML = (
@@ -73,8 +74,9 @@ def vocabulary_digest(tokenizer: Any) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer of at most ``vocab_size`` entries, trained on ``texts``; the same for the same texts.
+    """A byte-level BPE tokenizer of at most ``vocab_size`` entries, trained on the first 32 million characters.
 
+    The same texts give the same tokenizer; what comes after those characters is not read.
     It adds no BOS, ends documents with ``<|endoftext|>``, and writes chats as ChatML.
     """
     tokenizers = require("tokenizers", extra="hf")
@@ -88,10 +90,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(texts, trainer)
+    bpe.train_from_iterator(_beginning(texts), trainer)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD)
     tokenizer.chat_template = CHATML
     return tokenizer
+
+
+def _beginning(texts: Iterable[str]) -> Iterator[str]:
+    left = _LEARNED
+    for text in texts:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
 
 
 def rust_tokenizer(tokenizer: Any) -> Any:

@@ -214,6 +214,13 @@ def test_training_a_tokenizer_repeats_and_reads_every_column():
         list(plain_texts([{"input_ids": [1]}]))
 
 
+def test_a_tokenizer_of_much_data_is_trained_on_its_beginning(monkeypatch):
+    monkeypatch.setattr("crosspack.encoding.tokenizer._LEARNED", 90)
+    texts = iter(["zebras vex a sphinx " * 2] * 100)
+    train_tokenizer(texts, 300)
+    assert len(list(texts)) == 97
+
+
 def test_a_tokenizer_that_is_trained_keeps_any_bytes_and_loads_again(tokenizer, tmp_path):
     text = "ünïcode \t\n 漢字 🦊"
     tokenizer.save_pretrained(tmp_path / "saved")
