@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from crosspack.cli.console import OUT, figures
+from crosspack.cli.documents import documents_together
 from crosspack.cli.models import SMALL_LLAMA, model_source, special_tokens, tokenizer_source
 from crosspack.cli.options import (
     CapacityOptions,
@@ -24,9 +25,9 @@ from crosspack.cli.options import (
     LossOn,
     ModelOptions,
     OverflowPolicy,
+    Workers,
     check_data,
 )
-from crosspack.cli.progress import counted
 from crosspack.cli.tables import lengths_table, warn_if_busy
 from crosspack.encoding.text import Policy
 from packing_core.errors import ContaminationError, PackingError, plural
@@ -50,6 +51,7 @@ class BenchOptions(CapacityOptions, ModelOptions, DataOptions):
     precision: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the forward pass.")] = "float32"
     backend: Annotated[str, typer.Option(help="Which installed backend measures.")] = "torch"
     loss: LossOn = "completion"
+    workers: Workers = None
 
 
 def bench(options: BenchOptions) -> None:
@@ -64,7 +66,7 @@ def bench(options: BenchOptions) -> None:
     )
     if options.model is None:
         built_from = SMALL_LLAMA | special_tokens(source.encoder.tokenizer)
-    corpus = Corpus.collect(counted(OUT, "documents read", source.documents(options.capacity, options.overflow)))
+    corpus = Corpus.collect(documents_together(source, options.capacity, options.overflow, workers=options.workers))
     planned = make_plan(corpus.documents.lengths, options.capacity, overflow=options.overflow, seed=options.seed)
     schedule = Schedule(corpus, (planned,), 1, options.padded_batch, seed=options.seed, pad_id=source.pad_id)
     OUT.print(f"[bold]{escape(options.name)}[/] on {source.describe()}", highlight=False)

@@ -15,7 +15,7 @@ from crosspack.encoding.kinds import Where
 from crosspack.encoding.text import Encoder
 from crosspack.encoding.tokens import check_length, token_documents
 from crosspack.packing.run import PieceJob, each_piece
-from crosspack.packing.unit import Key
+from crosspack.packing.unit import Key, Outcome
 from crosspack.reading.places import Piece, Row, strictly
 from packing_core.errors import PackingError, plural
 from packing_core.planning.packplan import PackPlan
@@ -108,19 +108,19 @@ class FigureReader:
 
     Attributes:
         encoder: of the records; None where they hold token ids.
-        size: bytes of a piece.
         capacity: a longer document is an error that names its place; None if there is none.
+        size: bytes of a piece.
     """
 
     encoder: Encoder | None
-    size: int
     capacity: int | None
+    size: int
 
-    def __call__(self, job: PieceJob) -> Iterator[tuple[Key, int, DocumentFigures]]:
-        """Yields the number, the bytes and the figures of each piece."""
+    def __call__(self, job: PieceJob) -> Iterator[tuple[Outcome, DocumentFigures]]:
+        """Yields the count and the figures of each piece."""
         return each_piece(job, self.size, self._figures)
 
-    def _figures(self, key: Key, piece: Piece) -> tuple[Key, int, DocumentFigures]:
+    def _figures(self, key: Key, piece: Piece) -> tuple[Outcome, DocumentFigures]:
         seen = DocumentFigures()
         if self.encoder is None:
             documents = _held(strictly(piece.items), seen)
@@ -131,7 +131,7 @@ class FigureReader:
             if self.capacity is not None:
                 check_length(str(where), document, self.capacity)
             seen.add(document)
-        return key, piece.size, seen
+        return Outcome(*key, piece.size, documents=len(seen), left_tokens=int(seen.lengths.sum())), seen
 
 
 def _held(records: Iterator[Row], seen: DocumentFigures) -> Iterator[tuple[Where, Document]]:

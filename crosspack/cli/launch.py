@@ -28,6 +28,11 @@ def world_size() -> int:
     return int(os.environ.get(WORLD, "1"))
 
 
+def ranks_here() -> int:
+    """Returns how many of these processes run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def rank() -> int:
     """The number of this process."""
     return int(os.environ.get(RANK, "0"))

@@ -26,7 +26,7 @@ from crosspack.encoding.tokens import check_length
 from crosspack.reading import Records
 from crosspack.reading.files import MAX_RECORD
 from crosspack.reading.lines import SampleBy
-from crosspack.reading.places import Row, strictly
+from crosspack.reading.places import Item, Row, strictly
 from packing_core.errors import PackingError, plural
 from packing_core.planning.rule import RowRule
 from packing_core.training.schedule import Document
@@ -40,6 +40,9 @@ LossOn = Annotated[Loss, typer.Option("--loss", help="Train completions and assi
 OverflowPolicy = Annotated[
     Literal["error", "truncate", "split", "overlap", "restart", "drop"],
     typer.Option("--overflow", help="What to do with a document longer than the capacity."),
+]
+Workers = Annotated[
+    int | None, typer.Option("--workers", min=1, help="Processes that tokenise. Default: one for each core.")
 ]
 
 
@@ -264,12 +267,18 @@ class EncodedRecords:
             CapacityError: a document is too long.
             PackingError: a record has no key that is a number or a text.
         """
-        refuse = skip or raise_error
-        records = strictly(self.records.items(), lambda item: refuse(item, item.error()))
-        for found in self.encoder.encoded(records, refuse):
-            if overflow == "error":
-                check_length(str(found.where), found.document, capacity)
-            yield found.document if key is None else found.document._replace(key=key_of(found.where, found.record, key))
+        return documents_of(self.encoder, self.records.items(), capacity, overflow, key=key, skip=skip)
+
+
+def documents_of(
+    encoder: Encoder, items: Iterable[Item], capacity: int, overflow: str, *, key: str | None, skip: Refuse | None
+) -> Iterator[Document]:
+    """The documents of some records, as of :meth:`EncodedRecords.documents`."""
+    refuse = skip or raise_error
+    for found in encoder.encoded(strictly(items, lambda item: refuse(item, item.error())), refuse):
+        if overflow == "error":
+            check_length(str(found.where), found.document, capacity)
+        yield found.document if key is None else found.document._replace(key=key_of(found.where, found.record, key))
 
 
 def check_data(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from crosspack.cli.charts import Segment
 from crosspack.cli.concerns import KEPT, DocumentFigures, FigureReader, Int64, concerns
 from crosspack.cli.console import OUT, figures, warn
+from crosspack.cli.documents import in_pieces
 from crosspack.cli.figures import report_figure
 from crosspack.cli.findings import (
     by_cap,
@@ -37,8 +39,6 @@ from crosspack.cli.options import (
     TokenOptions,
     check_data,
 )
-from crosspack.cli.packjob import cores, opened_pool, unit_size
-from crosspack.cli.packprogress import PackProgress
 from crosspack.cli.page import page
 from crosspack.cli.speed import Speed, said_of
 from crosspack.cli.tables import (
@@ -53,8 +53,7 @@ from crosspack.cli.tables import (
 from crosspack.encoding.kinds import kind_of
 from crosspack.encoding.layouts import canonical
 from crosspack.encoding.text import Encoder
-from crosspack.packing.run import Totals, piece_jobs, piece_results
-from crosspack.packing.unit import Key, Outcome
+from crosspack.packing.unit import Key
 from crosspack.reading import Records
 from packing_core.errors import PackingError, plural
 from packing_core.extras import require
@@ -285,19 +284,12 @@ class _Source:
 
     def figures(self, capacity: int, overflow: str) -> DocumentFigures:
         """Reads the documents; the figures are in their order, however many processes read."""
-        total = self.records.size()
-        size = unit_size(total, capacity, self.records)
-        jobs = list(piece_jobs(list(self.records.stretches(size)), size, cores()))
-        reader = FigureReader(self.encoder, size, capacity if overflow == "error" else None)
+        reader = partial(FigureReader, self.encoder, capacity if overflow == "error" else None)
         parts: dict[Key, DocumentFigures] = {}
-        read = Totals()
-        with PackProgress(OUT, total, capacity, None) as progress, opened_pool(reader, len(jobs), total) as (pool, _):
-            for _, (key, taken, seen) in piece_results(pool, jobs):
-                if sum(len(part.masks) for before, part in parts.items() if before < key) >= KEPT:
-                    seen.masks.clear()
-                parts[key] = seen
-                read.add(Outcome(key[0], key[1], taken, documents=len(seen), left_tokens=int(seen.lengths.sum())))
-                progress.update(read)
+        for key, seen in in_pieces(self.records, capacity, reader):
+            if sum(len(part.masks) for before, part in parts.items() if before < key) >= KEPT:
+                seen.masks.clear()
+            parts[key] = seen
         whole = DocumentFigures()
         for key in sorted(parts):
             whole.extend(parts.pop(key))

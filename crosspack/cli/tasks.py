@@ -27,6 +27,7 @@ UNREAD = frozenset(
     (
         *(field.name for group in (OrderOptions, TokenOptions) for field in fields(group) if field.name != "seed"),
         *("rows_per_step", "padded_batch", "compile", "deterministic", "compare", "sample", "master_weights"),
+        "workers",
         *("strategy", "context_parallel", "mesh"),
     )
 )

@@ -22,8 +22,8 @@ from crosspack.cli.trainruns import Examples, Steps, report_finished
 GROUPS = {
     "Data": (
         "data eval_data capacity overflow loss",
-        "split eval_split column tokenizer limit on_error context min_piece max_segments packing order order_by "
-        "equal_cost bos eos",
+        "split eval_split column tokenizer limit workers on_error context min_piece max_segments packing order "
+        "order_by equal_cost bos eos",
     ),
     "Model": ("model task lora dtype", "lora_alpha lora_dropout lora_targets merge_lora attention trust_remote_code"),
     "Steps": (

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from crosspack.cli.options import DataOptions, ModelOptions, OrderOptions, TokenOptions
+from crosspack.cli.options import DataOptions, ModelOptions, OrderOptions, TokenOptions, Workers
 from crosspack.cli.records import read_columns
 from crosspack.cli.reporting import Service
 from crosspack.cli.runfile import take_file
@@ -30,6 +30,7 @@ class RecordOptions(DataOptions, TokenOptions):
     limit: Annotated[int | None, typer.Option(min=1, help="Train on the first documents alone, as many as this.")] = (
         None
     )
+    workers: Workers = None
     on_error: Annotated[
         Literal["stop", "skip"], typer.Option(help="A record that cannot be used: stop, or leave it out.")
     ] = "stop"

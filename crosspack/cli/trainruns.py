@@ -20,12 +20,13 @@ from rich.markup import escape
 from crosspack.cli import launch
 from crosspack.cli.checks import read_mesh
 from crosspack.cli.console import OUT, figures
+from crosspack.cli.documents import documents_together
 from crosspack.cli.figures import compare_figure
 from crosspack.cli.hub import push
 from crosspack.cli.models import SMALL_LLAMA, model_config, special_tokens
 from crosspack.cli.options import EncodedRecords
 from crosspack.cli.outputs import Output
-from crosspack.cli.progress import TrainProgress, counted
+from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE
 from crosspack.cli.speed import of_run
@@ -98,9 +99,19 @@ class Steps:
             lenient=lenient,
         )
         skipped: list[str] = []
-        skip = (lambda _, error: skipped.append(first_line(error))) if lenient else None
-        documents = islice(source.documents(rule.capacity, rule.overflow, key=rule.keys, skip=skip), options.limit)
-        corpus = Corpus.collect(counted(OUT, "documents read", documents))
+        if options.limit is None:
+            documents = documents_together(
+                source,
+                rule.capacity,
+                rule.overflow,
+                key=rule.keys,
+                skipped=skipped if lenient else None,
+                workers=options.workers,
+            )
+        else:  # the rest is not read
+            skip = (lambda _, error: skipped.append(first_line(error))) if lenient else None
+            documents = islice(source.documents(rule.capacity, rule.overflow, key=rule.keys, skip=skip), options.limit)
+        corpus = Corpus.collect(documents)
         model: Any = command.model
         if options.model is None:
             model = SMALL_LLAMA | special_tokens(source.encoder.tokenizer)
@@ -127,7 +138,7 @@ class Steps:
         )
         evaluation = None
         if command.held_out is not None:
-            evaluation = _evaluation(replace(source, records=command.held_out), rule)
+            evaluation = _evaluation(replace(source, records=command.held_out), rule, options.workers)
         chats = bool(options.sample) and source.holds_chats()
         prompts = tuple(source.encoder.prompt(text, chat=chats) for text in options.sample or ())
         return Steps(command, source, model, schedule, evaluation, prompts, skipped, uncapped)
@@ -294,9 +305,10 @@ class Examples:
         publish(self.command, about, kept, lambda folder: remove_saved(folder / FOLDER))
 
 
-def _evaluation(source: EncodedRecords, rule: RowRule) -> Schedule:
+def _evaluation(source: EncodedRecords, rule: RowRule, workers: int | None) -> Schedule:
     """The documents to evaluate on, packed; with as many rows at once as there are processes."""
-    corpus = Corpus.collect(source.documents(rule.capacity, rule.overflow), option="--eval-data")
+    documents = documents_together(source, rule.capacity, rule.overflow, workers=workers)
+    corpus = Corpus.collect(documents, option="--eval-data")
     limits = RowRule(rule.capacity, rule.overflow, rule.context, rule.min_piece, rule.max_segments)
     rows = make_plan(corpus.documents.lengths, limits)
     return Schedule(corpus, (rows,), launch.world_size(), pad_id=source.pad_id)

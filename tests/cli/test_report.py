@@ -133,7 +133,7 @@ def test_the_axes_of_the_picture_are_in_plain_numbers(lengths, tmp_path, monkeyp
 
 
 def pieces_of(monkeypatch, size):
-    monkeypatch.setattr("crosspack.cli.report.unit_size", lambda *arguments: size)
+    monkeypatch.setattr("crosspack.cli.documents.unit_size", lambda *arguments: size)
 
 
 def test_a_report_read_in_pieces_or_by_processes_is_that_of_one_read(report, monkeypatch, tmp_path):
@@ -143,9 +143,8 @@ def test_a_report_read_in_pieces_or_by_processes_is_that_of_one_read(report, mon
     assert json.loads(run(*report, "--output", tmp_path / "pieces.html", "--json").stdout) == whole
     pages = [re.sub(r"chart-\d+", "", (tmp_path / name).read_text()) for name in ("whole.html", "pieces.html")]
     assert pages[0] == pages[1]
-    monkeypatch.setattr("crosspack.cli.packjob.INLINE_BYTES", 0)
-    monkeypatch.setattr("crosspack.cli.report.cores", lambda: 2)
-    monkeypatch.setattr("crosspack.cli.packjob.cores", lambda: 2)
+    monkeypatch.setattr("crosspack.cli.documents.INLINE_BYTES", 0)
+    monkeypatch.setattr("crosspack.cli.documents.cores", lambda: 2)
     assert json.loads(run(*report, "--json").stdout) == whole
 
 
