@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import grain
@@ -29,6 +30,14 @@ def test_the_options_of_ours_exist() -> None:
     ours = [line.split("|")[2] for line in SECTIONS[COMMON].splitlines() if line.startswith("|")][2:]
     named = {option for cell in ours for option in re.findall(r"`([a-z_]+)(?:=|`)", cell)}
     assert len(named) >= 6 and named <= OURS
+
+
+def test_what_0_3_removed_is_gone_and_its_replacement_is_there() -> None:
+    rows = [line.split(" | ") for line in SECTIONS["From 0.2 to 0.3"].splitlines() if line.startswith("| `")]
+    gone = {name for old, _ in rows for name in re.findall(r"`plan\((\w+)=\.\.\.", old)}
+    assert gone == {"alignment", "window"} and not gone & OURS
+    named = [name for _, new in rows for name in re.findall(r"`(torch_backend[\w.]+)`", new)]
+    assert named and all(find_spec(name) for name in named)
 
 
 @pytest.mark.parametrize("overflow", ["drop", "truncate", "split"])
