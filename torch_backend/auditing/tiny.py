@@ -64,7 +64,7 @@ def all_families() -> list[str]:
 def family_config(family: str) -> Any:
     """Returns the default config of a transformers model type, with its missing fields filled in.
 
-    By transformers' own class: ``CONFIG_MAPPING`` may hold another one, as fla registers its own of ``mamba2`` and others.
+    By transformers' own class: ``CONFIG_MAPPING`` may hold another, as fla registers its own for ``mamba2`` and others.
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
