@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.batches.keys import BatchKey
-from packing_core.errors import LayoutError
+from packing_core.errors import LayoutError, UnsupportedModelError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.forward import forward_among
@@ -61,11 +61,17 @@ def compile_layers(
 
     Raises:
         LayoutError: the model is not patched, or has not seen a packed batch.
+        UnsupportedModelError: it has recurrent layers alone, which need the lengths of documents on the host.
     """
     root = causal_lm(model)
     state = state_of(root)
-    if state is None or not (state.requests or (state.choices and not state.layers_need_lengths)):
+    if state is None or not state.choices:
         raise LayoutError("compile_layers takes a patched model that has run a packed batch: call patch(model) and it")
+    if not state.requests and state.layers_need_lengths:
+        raise UnsupportedModelError(
+            f"the layers of {type(root).__name__} read the lengths of documents on the host, which a compiled layer "
+            "would take from its first batch: run them as they are"
+        )
     state.compiled = {replace(request, requires_grad=True) for request in state.requests}
     chosen = _recompute_cheap if recompute and backend == "inductor" else backend
     by_level = marked(_inductor if chosen == "inductor" else chosen, memory)

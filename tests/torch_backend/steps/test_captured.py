@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from packing_core.errors import LayoutError
+from packing_core.errors import LayoutError, UnsupportedModelError
 from tests.torch_backend.guards import DeviceGuard
-from tests.torch_backend.models import collate, documents, tiny
+from tests.torch_backend.models import collate, documents, patched, tiny
 from torch_backend import patch
 from torch_backend.hf.inputs import guard
 from torch_backend.hf.patch import state_of
@@ -188,6 +188,13 @@ def test_compiling_needs_a_packed_batch_before():
         compile_layers(model)
     with pytest.raises(LayoutError, match="has run a packed batch"):
         compile_layers(patch(model, verify=False))
+
+
+def test_recurrent_layers_alone_that_read_lengths_are_not_compiled():
+    model = patched("mamba2")
+    model(**collate(documents()))
+    with pytest.raises(UnsupportedModelError, match="layers of Mamba2ForCausalLM read the lengths of documents"):
+        compile_layers(model)
 
 
 @pytest.mark.gpu
