@@ -293,8 +293,9 @@ class PackStream:
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the stream, as numbers, strings and lists that JSON takes.
 
-        It is the same on every shard that has yielded equally many rows, and loads onto any number of shards. That of
-        one of several workers loads onto that worker; :func:`join_states` makes one of all.
+        Those of all shards that have yielded equally many rows go on with the same rows, though a round may have begun
+        between theirs, and load onto any number of shards. That of one of several workers loads onto that worker;
+        :func:`join_states` makes one of all.
 
         Raises:
             PackingError: the source can be read only once.
@@ -384,7 +385,8 @@ class PackStream:
         if reader.exhausted and not len(reader.pending.ids):
             self._done = True
             raise StopIteration
-        self._mark = Mark(self._round, self._rows_before, reader.cursor, reader.pending, reader.last)
+        if self._mark.round != self._round:  # else the round began before, and the source failed in it
+            self._mark = Mark(self._round, self._rows_before, reader.cursor, reader.pending, reader.last)
         reader.fill()
         rows = self._plan_round()
         if rows is not None:

@@ -29,6 +29,26 @@ def test_a_bad_document_stops_the_stream_every_time(bad) -> None:
             list(packed)
 
 
+def test_the_state_after_a_failure_of_the_source_is_that_without_one() -> None:
+    given, failures = documents([n % 7 + 1 for n in range(200)]), [77, 30]
+
+    def opened(start):
+        for number in range(start, len(given)):
+            if failures and number == failures[-1]:
+                raise OSError(f"document {failures.pop()} cannot be read now")
+            yield given[number]
+
+    failing, whole = (stream(source, 20, **OPTIONS) for source in (opened, lambda start: given[start:]))
+    for row in whole:
+        try:
+            found = next(failing)
+        except OSError:
+            found = next(failing)
+        assert contents([found]) == contents([row])
+        assert failing.state_dict() == whole.state_dict()
+    assert not failures
+
+
 def test_no_document_waits_longer_than_max_age_while_others_are_dropped() -> None:
     lengths = [5] + [99] * 40 + [5] * 3 + [99] * 200 + [6, 7] * 20 + [99]
     packed = PackStreamSpy(documents(lengths), 13, buffer=4, max_age=10, overflow="drop")
