@@ -293,9 +293,8 @@ class PackStream:
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the stream, as numbers, strings and lists that JSON takes.
 
-        Those of all shards that have yielded equally many rows go on with the same rows, though a round may have begun
-        between theirs, and load onto any number of shards. That of one of several workers loads onto that worker;
-        :func:`join_states` makes one of all.
+        Any shard's that has yielded as many rows as the others goes on with the same rows on any number of shards. That
+        of one of several workers loads onto that worker; :func:`join_states` makes one of all.
 
         Raises:
             PackingError: the source can be read only once.
