@@ -94,9 +94,10 @@ def _region(write: Write, messages: Sequence[Any], chat: str, turn: int, texts: 
     such a turn begins behind its header and ends as far behind its text as it does when none follow.
     """
     earlier, header = list(messages[:turn]), ""
+    plain = isinstance(messages[turn].get("content"), str)
+    question = {"role": "user", "content": "?" if plain else [{"type": "text", "text": "?"}]}
     if not any(message["role"] == "user" for message in earlier):
-        plain = isinstance(messages[turn].get("content"), str)
-        earlier.append({"role": "user", "content": "?" if plain else [{"type": "text", "text": "?"}]})
+        earlier.append(question)
     before, after = write(earlier, ask=True), write([*earlier, messages[turn]])
     if len(earlier) > turn:
         header = before.removeprefix(write(earlier))
@@ -107,8 +108,12 @@ def _region(write: Write, messages: Sequence[Any], chat: str, turn: int, texts: 
     else:
         begin = len(before) if chat.startswith(after) else -1
     if begin < 0 or not after.startswith(before):
-        if (span := _around_text(chat, texts, turn, before.removeprefix(write(earlier)), after)) is not None:
-            return span
+        asked = [*earlier, question] if earlier[-1]["role"] == "assistant" else earlier
+        asks = write(asked, ask=True).removeprefix(write(asked))
+        open_ended = write([*earlier, messages[turn]], ask=True)  # some end a last turn otherwise
+        for last in (after, open_ended.removesuffix(asks)):
+            if (span := _around_text(chat, texts, turn, asks, last)) is not None:
+                return span
         raise PackingError(
             f"the chat template writes message {turn} differently when more follow, so what the assistant says cannot "
             "be marked: pass --loss all, or a template with {% generation %}"
@@ -122,7 +127,7 @@ def _around_text(chat: str, texts: dict[int, Span], turn: int, header: str, last
     Args:
         chat, texts, turn: as of :func:`_regions`.
         header: what asks for the turn.
-        last: the chat up to the turn, as the template writes it if no message follows.
+        last: the chat up to the turn's end, as the template writes it if no message follows.
     """
     header = _THINK.split(header)[0]  # what asks for reasoning is written before an answer that has some
     if turn not in texts or not header:

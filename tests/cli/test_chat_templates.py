@@ -28,7 +28,7 @@ MARKS = ({"weight": 0}, {"train": False}, {"loss": 0})
 # which write texts in lists of parts alone, and leave out or refuse a plain one
 OF_PARTS = {"idefics3", "llava_next", "smolvlm"}
 # which end the last turn of a chat otherwise than those before it
-ENDS_ONCE = {"gptoss", "phi3", "phi3_5"}
+ENDS_ONCE = {"phi3", "phi3_5"}
 JOINING = ("diffusion", "gemma4")  # turns that stand side by side are written as one
 
 
