@@ -77,7 +77,7 @@ def test_train_and_bench_tokenise_by_several_processes(model, files, counts):
     for command in (("train", "--steps", 1, "--eval-data", files[1]), ("bench", "--seconds", 0)):
         counts.clear()
         done(*command, *common, "--workers", 2)
-        assert counts == [2, 2] if command[0] == "train" else [2]
+        assert counts == ([2, 2] if command[0] == "train" else [2])
     counts.clear()
     done("train", "--steps", 1, *common)  # little data
     assert counts == []
