@@ -45,9 +45,9 @@ def remember_rows(rows: Iterable[tuple[int, int, bool]]) -> None:
     _batch_rows.extend(rows)
 
 
-def packed_rows(length: int, *, shifted: bool) -> list[int]:
-    """The fingerprints of the last packed rows of so many tokens, and of their parts if tokens may be shifted."""
-    return [row for tokens, row, whole in tuple(_batch_rows) if tokens == length and (whole or shifted)]
+def packed_rows(length: int, *, whole: bool) -> list[int]:
+    """The fingerprints of the last packed rows of so many tokens; of parts of rows if not ``whole``."""
+    return [row for tokens, row, is_whole in tuple(_batch_rows) if tokens == length and is_whole == whole]
 
 
 def fingerprints(ids: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ a trainer may rebuild it, and loops of users are nobody's.
 
 Code that picks ``input_ids`` out of a batch leaves the seal behind. So a seal also remembers the rows that it stands
 for (:mod:`.known_rows`), and a patched model refuses those of the last batches without their boundaries. Loops that
-shift tokens themselves call the model on ``ids[:, :-1]`` without labels, so in such calls rows are known without their
-last token and without their first one, too. A seal that comes from another process, a DataLoader's worker, brings them
-along.
+shift tokens themselves call the model on ``ids[:, :-1]``, so rows are known without their last token and without their
+first one, too, unless their labels are their own tokens. A seal that comes from another process, a DataLoader's worker,
+brings them along.
 """
 
 from __future__ import annotations

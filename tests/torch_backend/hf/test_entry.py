@@ -225,6 +225,8 @@ def test_a_document_that_begins_or_ends_a_packed_row_is_no_row() -> None:
         model(input_ids=ids, labels=ids)
         with pytest.raises(LayoutError, match="row 0 of input_ids came packed from a collator"):
             model(input_ids=ids)  # as a loop calls it that shifts tokens itself
+        with pytest.raises(LayoutError, match="row 0 of input_ids came packed from a collator"):
+            model(input_ids=ids, labels=ids.roll(-1))
 
 
 def test_a_padded_batch_with_lengths_reaches_unpadded_models_alone() -> None:

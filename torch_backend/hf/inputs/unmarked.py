@@ -108,22 +108,23 @@ def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, starts: int | Non
         guard.check("position_ids", lambda: _restarts(positions, mask), restarting, wait=wait)
     ids = kwargs.get("input_ids")
     if isinstance(ids, Tensor) and ids.ndim == 2 and _says_nothing_of_segments(mask, ids):
-        _refuse_packed_rows(ids, guard, shifted=kwargs.get("labels") is None, wait=wait)
+        _refuse_packed_rows(ids, kwargs.get("labels"), guard, wait=wait)
         if wait:
             _warn_of_labels(kwargs.get("labels"), ids, mask, guard, starts=starts)
 
 
-def _refuse_packed_rows(ids: Tensor, guard: Guard, *, shifted: bool, wait: bool) -> None:
+def _refuse_packed_rows(ids: Tensor, labels: Any, guard: Guard, *, wait: bool) -> None:
     """Raise for rows [B, S] that were packed before; those of a compiled model are not looked at.
 
-    Args:
-        shifted: they may be parts of one token less; with labels, which the model shifts itself, they are whole.
+    A loop that shifts tokens itself calls the model on parts of rows, a token less each. A row whose labels are its own
+    tokens was not shifted, so it is no such part, whatever it begins with.
     """
     if torch.compiler.is_compiling():
         return
     if knows_beginnings():
         _refuse_beginnings(ids, lambda: begins_packed(ids), "row", guard, wait=wait)
-    if not (known := packed_rows(ids.shape[1], shifted=shifted)):
+    rows, parts = (packed_rows(ids.shape[1], whole=whole) for whole in (True, False))
+    if not rows and not parts:
         return
 
     def error(row: int) -> PackingError:
@@ -134,9 +135,22 @@ def _refuse_packed_rows(ids: Tensor, guard: Guard, *, shifted: bool, wait: bool)
         )
 
     def find() -> Tensor:
-        return torch.isin(fingerprints(ids), to_device(torch.tensor(known), ids.device))
+        prints = fingerprints(ids)
+        packed, part = (
+            torch.isin(prints, to_device(torch.tensor(known, dtype=prints.dtype), ids.device))
+            for known in (rows, parts)
+        )
+        return packed | part & _shifted(ids, labels)
 
     guard.check("input_ids", find, error, wait=wait)
+
+
+def _shifted(ids: Tensor, labels: Any) -> Tensor:
+    """bool [B]: whether the labels of each row are not its own tokens, which a model that shifts them itself takes."""
+    if not isinstance(labels, Tensor) or labels.shape != ids.shape:
+        return torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    labels = to_device(labels, ids.device)
+    return ((labels != ids) & (labels >= 0)).any(1)
 
 
 def refuse_joined(ids: Any, packed: PackedMetadata, guard: Guard, *, wait: bool) -> None:
