@@ -52,7 +52,7 @@ from benchmarks.gpu_workload import (
 )
 from torch_backend import patch
 from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.seal import unsealed
+from torch_backend.packed_tokens import plain
 from torch_backend.segments import PackedMetadata
 from torch_backend.steps.cuda_graph import CapturedStep, compile_layers
 from torch_backend.steps.memory import Level, level_layers, set_level
@@ -135,7 +135,7 @@ def race(shape: Shape, contenders: Sequence[Contender]) -> Iterator[Result]:
 
 
 def stock(model: Any) -> Loss:
-    return lambda batch: model(**unsealed(batch), use_cache=False).loss  # with all that stock packing passes
+    return lambda batch: model(**plain(batch), use_cache=False).loss  # with all that stock packing passes
 
 
 def stock_liger(model: Any, **options: bool) -> Loss:

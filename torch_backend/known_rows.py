@@ -1,10 +1,11 @@
-"""Recognises packed rows by their tokens, where their boundaries were left out.
+"""Recognises rows of ``pack_dataset`` by their tokens, where their lengths were left out.
 
-Rows that a collator packed are remembered whole. Those of ``pack_dataset`` are remembered by their beginning up to some
-tokens of the second document, because they may be padded, joined or cut on their way to a model, and are recognised
-wherever a row or a segment starts with it. Fingerprints are integers that are the same on every device. Two things are
-not recognised: a part of a row that lacks its beginning, and rows that another process packed. A data set also says in
-its description that it is packed (:func:`is_packed_dataset`), in any process.
+They are lists of a data set, so their tokens cannot know that they are packed, as those of a collator's batch do
+(:mod:`.packed_tokens`). They are remembered by their beginning up to some tokens of the second document, because they
+may be padded, joined or cut on their way to a model, and are recognised wherever a row or a segment starts with it.
+Fingerprints are integers that are the same on every device. Two things are not recognised: a part of a row that lacks
+its beginning, and rows that another process packed. A data set also says in its description that it is packed
+(:func:`is_packed_dataset`), in any process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from packing_core.errors import LayoutError
 from packing_core.storage.segment_indexing import Int64, ranges
 from torch_backend.segments import to_device
 
-_BATCH_ROWS = 3 * 1024  # rows, and their parts of one token less; more than prefetched batches hold
 _BEGINNINGS = 1 << 16
 _SHORTEST, _INSIDE = 8, 16  # tokens of a beginning, and those of them that lie behind the first document
 _ODD = 0x1E3779B97F4A7C15
@@ -35,24 +35,8 @@ LOST_LENGTHS = (
 )
 DOCUMENTS_AGAIN = "If the data set holds documents again, say so: dataset.info.description = ''"
 _MARKS = [name for name in MARKS if name != "attention_mask"]
-_batch_rows: deque[tuple[int, int, bool]] = deque(maxlen=_BATCH_ROWS)
 _beginnings: deque[int] = deque(maxlen=_BEGINNINGS)
 _sorted: dict[torch.device, Tensor] = {}  # the beginnings, by the devices on which they were looked for
-
-
-def remember_rows(rows: Iterable[tuple[int, int, bool]]) -> None:
-    """Remembers rows of a batch, or parts of them, by their length and fingerprint, and whether they are whole."""
-    _batch_rows.extend(rows)
-
-
-def packed_rows(length: int, *, whole: bool) -> list[int]:
-    """The fingerprints of the last packed rows of so many tokens; of parts of rows if not ``whole``."""
-    return [row for tokens, row, is_whole in tuple(_batch_rows) if tokens == length and is_whole == whole]
-
-
-def fingerprints(ids: Tensor) -> Tensor:
-    """A number of each row of tokens [B, S], int64 [B]; other tokens, or another order, give another."""
-    return _terms(ids.long(), torch.arange(ids.shape[1], device=ids.device)).sum(1)
 
 
 def _terms(ids: Any, positions: Any) -> Any:
@@ -89,7 +73,6 @@ def remember_beginnings(ids: Int64, starts: Int64, lengths: Int64, first: Int64)
 
 def forget() -> None:
     """Forgets all rows."""
-    _batch_rows.clear()
     _beginnings.clear()
     _sorted.clear()
 

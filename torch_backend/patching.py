@@ -20,7 +20,7 @@ from torch_backend.auditing.model import verify as verify_kind
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits.rotary import rounded_frequencies
-from torch_backend.hf.entry import lead_to_entry, watch_wrapper
+from torch_backend.hf.entry import lead_to_entry
 from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import install, refuse_context_of, state_of, unpatch
 
@@ -89,7 +89,6 @@ def patch(
         raise
     if model is not root:
         lead_to_entry(model, root)
-        watch_wrapper(model)
     if state is None and (rounded := rounded_frequencies(root)):
         _warn_of_rounding(rounded)
     if fresh is not state and fresh.adds_softcap:

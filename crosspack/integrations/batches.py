@@ -18,10 +18,7 @@ from packing_core.batches.keys import BatchKey
 from packing_core.budget import FLOAT32, NARROW, noticed
 from packing_core.errors import ContaminationError, PackingError, UnsupportedError
 
-CARRIED = (
-    *(*BatchKey.STOCK, BatchKey.LENGTHS, BatchKey.DOCUMENTS),
-    *("position_ids", "output_attentions", "return_dict"),
-)
+CARRIED = (*BatchKey.STOCK, BatchKey.LENGTHS, BatchKey.DOCUMENTS, "position_ids")
 _KNOWN = {"input_ids", "labels", "attention_mask", *CARRIED}
 
 
@@ -50,25 +47,6 @@ class FirstBatch:
             report = audit_batch(module, batch)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 print(report)
-        self._expect_segments(module, batch["input_ids"])
-
-    def _expect_segments(self, module: nn.Module, ids: Tensor) -> None:
-        """Let the first call of the model on these tokens raise if it comes without their segments."""
-
-        def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = kwargs.get("input_ids", args[0] if args else None)
-            if not (isinstance(given, Tensor) and given.shape == ids.shape and torch.equal(given, ids)):
-                return
-            handle.remove()
-            if BatchKey.LENGTHS not in kwargs:
-                raise PackingError(
-                    "the training step calls the model on a packed batch without its segments, so its documents would "
-                    f"see each other: it passes {', '.join(kwargs) or 'the tokens'}; call model(**batch)"
-                )
-
-        from torch_backend.hf.anatomy.structure import causal_lm
-
-        handle = causal_lm(module).register_forward_pre_hook(check, with_kwargs=True)
 
 
 def check_batch(batch: Any, loader: str) -> None:

@@ -192,6 +192,7 @@ def _torchtitan_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tens
     ids, labels = batch["input_ids"], batch["labels"]
     # padding counts as segments in packed_lengths, and every token of it would be a document in position_ids
     positions = crosspack.PackedMetadata.from_lengths(batch[BatchKey.LENGTHS]).position_ids
+    ids = ids.as_subclass(Tensor)  # torchtitan's own models keep documents apart, by their positions
     return {"input": ids, "positions": positions.long().view_as(ids)}, crosspack.next_token_targets(labels)
 
 

@@ -20,8 +20,8 @@ PACKAGES: dict[str, set[str]] = {
 FLOORS = [
     "pieces",
     "segments",
+    "packed_tokens",
     "known_rows",
-    "seal",
     "ops",
     "context_parallel",
     "hf",

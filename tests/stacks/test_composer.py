@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from packing_core.errors import PackingError, UnsupportedError
+from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
 from tests.stacks.test_lightning import packed
 from tests.torch_backend.trainers.test_trainer import llama
 
@@ -27,7 +27,8 @@ class Wrapper(torch.nn.Module):
 def test_the_wrapper_hands_the_segments_on(plugin, capsys) -> None:
     callback, model = plugin.ComposerPacking(verify=False), llama()
     state = SimpleNamespace(model=Wrapper(model), batch=packed(model))
-    state.model(state.batch)  # the wrapper drops the segments, and the seal that would raise
+    with pytest.raises(UnsupportedModelError, match="a packed batch reached a model that is not patched"):
+        state.model(state.batch)  # the wrapper drops the segments, and the tokens know them
     callback.init(state, None)
     state.model(state.batch).loss.backward()  # a patched model without segments raises here
     callback.batch_start(state, None)

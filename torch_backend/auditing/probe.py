@@ -40,6 +40,7 @@ from torch_backend.hf.inputs.arguments import forward_names
 from torch_backend.hf.patch import context_of
 from torch_backend.hf.router import asks_for_router_loss, no_router_loss
 from torch_backend.losses.cross_entropy import packed_cross_entropy
+from torch_backend.packed_tokens import plain
 
 
 @dataclass(frozen=True)
@@ -325,7 +326,7 @@ class Probe:
         names = ["input_ids", "labels", *self._kinds(batch["input_ids"])]
         if "position_ids" in forward_names(self.model):
             names.append("position_ids")
-        return {name: batch[name] for name in names if name in batch}
+        return plain({name: batch[name] for name in names if name in batch})
 
 
 def projected(outputs: list[Tensor]) -> Tensor:

@@ -29,7 +29,7 @@ from torch_backend.collate.model_traits import has_router, labels_every_token
 from torch_backend.collate.packed_collator import Batch, PackedCollator
 from torch_backend.collate.tokens import check_first_labels
 from torch_backend.known_rows import refuse_lost_lengths
-from torch_backend.seal import sealed
+from torch_backend.packed_tokens import NOWHERE, packed_tokens, plain
 
 _READ_AND_LEFT_OUT = ("segment_ids", "seq_lengths", "packed_seq_lengths")  # no argument of a model
 
@@ -63,7 +63,7 @@ class BoundaryCollator:
         """
         if isinstance(features, Sequence):
             refuse_lost_lengths(features, "example")
-        batch = dict(call_on_copies(self.collator, features))
+        batch = plain(call_on_copies(self.collator, features))
         ids = batch.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
             what = "no input_ids" if ids is None else "input_ids that are no tensor [B, S] with tokens"
@@ -83,8 +83,9 @@ class BoundaryCollator:
             added[BatchKey.DOCUMENTS] = tuple((number,) for number in np.flatnonzero(real).tolist())
         if positions is not None and not _counts_through(positions, segments, rows):
             del added["position_ids"]
-        seal = sealed(ids, torch.from_numpy(np.flatnonzero(segments.starts & ~segments.padding)))
-        return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added, **seal}
+        kept = {name: value for name, value in batch.items() if name not in _READ_AND_LEFT_OUT}
+        tokens = packed_tokens(ids, added[BatchKey.NUMBERS].masked_fill(padding, NOWHERE))
+        return {**kept, **added, "input_ids": tokens}
 
     def _check_labels(self, batch: Batch, starts: Tensor, features: Any) -> None:
         """Raise if the first labels of documents are lost to a model that trains them, here or in the collator."""

@@ -28,7 +28,7 @@ from torch_backend.collate.shared import pack_shared, sharing
 from torch_backend.collate.tokens import EVERY_LABEL, check_first_labels, every_label, masked, with_every_label
 from torch_backend.collate.vision import Loss, VisionReader
 from torch_backend.known_rows import refuse_lost_lengths
-from torch_backend.seal import sealed
+from torch_backend.packed_tokens import NOWHERE, packed_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -186,9 +186,9 @@ class PackedCollator:
             special = emitted.pop("special_tokens_mask", None)
             padding = np.repeat(view.is_padding, view.lengths)
             emitted |= masked(self.masking, emitted["input_ids"], padding, special)
-        lengths = np.array(view.lengths)
-        starts = (np.cumsum(lengths) - lengths)[~np.array(view.is_padding, np.bool_)]
-        return emitted | sealed(emitted["input_ids"], torch.from_numpy(starts))
+        unfilled = torch.from_numpy(np.repeat(view.is_padding, view.lengths)).view_as(emitted["input_ids"])
+        segments = emitted[BatchKey.NUMBERS].masked_fill(unfilled, NOWHERE)
+        return {**emitted, "input_ids": packed_tokens(emitted["input_ids"], segments)}
 
     def pack(self, features: Sequence[Mapping[str, Any]]) -> PackedBatch:
         """The rows of a batch's documents, before they become tensors."""

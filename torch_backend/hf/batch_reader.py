@@ -41,7 +41,7 @@ from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, compiles_parents, needs_host_lengths, prepare
 from torch_backend.ops.operators import runs_triton
-from torch_backend.seal import unsealed
+from torch_backend.packed_tokens import plain
 
 
 class BatchReader:
@@ -164,7 +164,7 @@ class BatchReader:
         if not is_packed(kwargs):
             if PAGED_CACHE not in kwargs:  # transformers' continuous batching, whose attention reads the rest
                 refuse_unread(kwargs, self.reads, type(module).__name__)
-            check_unmarked(kwargs, self.guard, starts=self._start_token, wait=wait)
+            check_unmarked(kwargs, self.guard, wait=wait)
             return None, kwargs
         self.require_fit()
         tokens, numbers = inputs.tokens_of(kwargs), kwargs.get(BatchKey.DOCUMENTS)
@@ -212,7 +212,7 @@ class BatchReader:
             batch: keyword arguments of the model.
             weighted: whether the caller counts ``loss_weights``; the loss of a model does not, so they raise.
         """
-        kwargs = unsealed(dict(batch))
+        kwargs = plain(batch)
         if self.context is None or kwargs.get(BatchKey.SHARE) is not None or not is_packed(kwargs):
             return dict(batch)
         if kwargs.get(BatchKey.PARENTS) is not None:
@@ -273,14 +273,6 @@ class BatchReader:
             method=self.context.method,
         )
         return forward, kwargs
-
-    @property
-    def _start_token(self) -> int | None:
-        """The token with which documents alone begin; None if it also ends them or fills rows, or there is none."""
-        config = self.root.config.get_text_config()
-        bos, *others = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
-        ends = [token for other in others for token in (other if isinstance(other, list) else [other])]
-        return bos if isinstance(bos, int) and bos not in ends else None
 
     # -- what the layers need -----------------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ Layers do not compute with it: recomputation runs on other threads, so they rece
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -25,14 +24,12 @@ from torch import nn
 
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import LENGTHS, NUMBERS
-from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelError
+from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.hf.anatomy.structure import DATA_PARALLEL
 from torch_backend.hf.edits.override import is_reached, override
 from torch_backend.hf.forward import PackedForward
-from torch_backend.hf.inputs.boundaries import is_packed
 
-_ENTRY, _WATCHED = "_crosspack_entry", "_crosspack_watched"
-_HAND_ON = ("torch", "peft", "accelerate", "deepspeed")  # packages whose wrappers hand on what they are called with
+_ENTRY = "_crosspack_entry"
 # A Trainer takes the columns out of its data that the signature of forward does not name, and these mark documents:
 # a collator that reads them gets them so, and with any other one the model raises.
 _MARKS = (*LENGTHS, *BatchKey.CUMULATIVE, *NUMBERS)
@@ -73,25 +70,6 @@ class _CurrentCall(threading.local):
 
     def __init__(self) -> None:
         self.call: Running | None = None
-        self.counts: list[CallCount] = []
-
-
-@dataclass
-class CallCount:
-    """Calls of patched models on this thread: those that carried segments, and the others.
-
-    Attributes:
-        wrapper: the ``id`` of the module whose call is counted, None for a block of code.
-    """
-
-    packed: int = 0
-    unpacked: int = 0
-    wrapper: int | None = None
-
-    @property
-    def lost_boundaries(self) -> bool:
-        """Returns whether models ran, and none of them on segments."""
-        return self.unpacked > 0 and self.packed == 0
 
 
 _thread = _CurrentCall()
@@ -107,27 +85,12 @@ def running(patched: object) -> Running | None:
 
 def run_inside(patched: Entered, forward: PackedForward | None, call: Call, *args: Any, **kwargs: Any) -> Any:
     """``call(*args, **kwargs)``, in which :func:`running` finds ``forward``."""
-    if not torch.compiler.is_compiling():
-        for count in _thread.counts:
-            count.packed += forward is not None
-            count.unpacked += forward is None
     outer = _thread.call
     _thread.call = Running(patched, forward, outer)
     try:
         return call(*args, **kwargs)
     finally:
         _thread.call = outer
-
-
-@contextmanager
-def counted_calls() -> Iterator[CallCount]:
-    """Counts the calls of patched models inside; calls of compiled models are left out."""
-    count = CallCount()
-    _thread.counts.append(count)
-    try:
-        yield count
-    finally:
-        _thread.counts = [other for other in _thread.counts if other is not count]
 
 
 def lead_to_entry(wrapper: nn.Module, root: nn.Module) -> None:
@@ -141,36 +104,6 @@ def lead_to_entry(wrapper: nn.Module, root: nn.Module) -> None:
         own = module.__dict__.get("forward")
         if getattr(own, "__self__", None) is root and getattr(own, "__name__", None) == "forward":
             module.__dict__["forward"] = root.forward
-
-
-def watch_wrapper(wrapper: nn.Module) -> None:
-    """Make a module of somebody's own around a patched model raise where it leaves out the boundaries of its batch."""
-    if type(wrapper).__module__.partition(".")[0] in _HAND_ON or _WATCHED in wrapper.__dict__:
-        return
-    wrapper.__dict__[_WATCHED] = True
-    wrapper.register_forward_pre_hook(_begin_count, with_kwargs=True)
-    wrapper.register_forward_hook(_end_count)
-
-
-def _begin_count(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
-        return
-    others = [count for count in _thread.counts if count.wrapper != id(wrapper)]  # also of a call that raised
-    batches = (kwargs, *(value for value in args if isinstance(value, Mapping)))
-    own = [CallCount(wrapper=id(wrapper))] if any(map(is_packed, batches)) else []
-    _thread.counts = others + own
-
-
-def _end_count(wrapper: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    own = [count for count in _thread.counts if count.wrapper == id(wrapper)]
-    _thread.counts = [count for count in _thread.counts if count.wrapper != id(wrapper)]
-    if own and own[0].lost_boundaries:
-        raise LayoutError(
-            f"forward of {type(wrapper).__name__} got a packed batch and called its model without the boundaries, so "
-            "that the row ran as one document: hand on all arguments, self.model(**batch)"
-        )
 
 
 def override_entries(patched: Entered) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:

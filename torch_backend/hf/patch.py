@@ -55,10 +55,9 @@ from torch_backend.hf.experts import ExpertsChoice
 from torch_backend.hf.foreign_kernels import refuse_replaced_layers
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.inputs import arguments as inputs
-from torch_backend.hf.inputs.boundaries import is_packed
+from torch_backend.hf.inputs.boundaries import is_packed, take_tokens
 from torch_backend.hf.inputs.context import refuse_context, with_loss_over_ranks
 from torch_backend.ops.attention import AttentionRequest
-from torch_backend.seal import unseal, unsealed
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -214,8 +213,6 @@ class Patched(BatchReader):
                 yield Rotation(name, layer, self.own_rotation)
         for module, start in override_entries(self):
             yield LayerOverride(module, start, restore_entry)
-        # also for a forward that replaces the entry's, as Liger's do, and calls a decoder that has one
-        yield Hook(partial(self.root.register_forward_pre_hook, unseal, with_kwargs=True))
         yield from self.rows.edits(self.current)
         if "pixel_values" in EXACT_KEYS.get(self.root.config.model_type, ()):
             yield Hook(partial(self.root.get_input_embeddings().register_forward_hook, self._tie_blank_image))
@@ -270,7 +267,7 @@ class Patched(BatchReader):
         """A call of the model; ``call`` is its own forward."""
         args, kwargs = inputs.as_keywords(self.root_names, args, kwargs)
         self.guard.poll()
-        kwargs, expected = unsealed(kwargs), None
+        kwargs, expected = take_tokens(kwargs), None
         if self.unpadding is not None:
             expected, kwargs = self.unpadding.take_out(kwargs)
         whole = self.context is not None and is_packed(kwargs)
@@ -301,7 +298,7 @@ class Patched(BatchReader):
         args, kwargs = inputs.as_keywords(self.decoder_names, args, kwargs)
         if (outer := running(self)) is not None:
             return self._run_layers(outer.forward, call, args, kwargs)
-        kwargs = unsealed(kwargs)
+        kwargs = take_tokens(kwargs)
         forward, kwargs = self.forward_of(self.decoder, self.decoder_names, kwargs)  # a loss calls the decoder itself
         if forward is not None and not self.shifted:  # Liger's forwards call a decoder and its next-token loss alone
             require_entry(self.root)

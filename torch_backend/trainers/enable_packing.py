@@ -33,7 +33,7 @@ from torch_backend.trainers.dataloader import use_rows
 from torch_backend.trainers.fast_step import speed_up
 from torch_backend.trainers.inspection import PackingPlan, inspect
 from torch_backend.trainers.neftune import add_noise_by_document
-from torch_backend.trainers.own_loss import require_boundaries, warn_of_last_tokens, warn_of_means, warn_of_rows
+from torch_backend.trainers.own_loss import warn_of_last_tokens, warn_of_means, warn_of_rows
 from torch_backend.trainers.predictions import evaluate_unpacked, generates_in_evaluation, predict_documents
 from torch_backend.trainers.replaced import ReplacingCollator
 from torch_backend.trainers.row_options import RowOptions
@@ -253,7 +253,6 @@ def _apply(trainer: Any, plan: PackingPlan, *, fast: bool) -> None:
     warn_of_means(trainer)
     warn_of_last_tokens(trainer)
     warn_of_rows(trainer)
-    require_boundaries(trainer)
     add_noise_by_document(trainer)
     if fast:
         speed_up(trainer)

@@ -6,7 +6,7 @@ import dis
 import inspect
 import logging
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ from packing_core.extras import require
 from torch_backend.auditing.trainer import as_before
 from torch_backend.hf.anatomy.heads import head_of, takes_next_token_loss
 from torch_backend.hf.anatomy.structure import causal_lm, in_mode
-from torch_backend.hf.entry import counted_calls
-from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.patch import context_of, state_of
 from torch_backend.hf.router import asks_for_router_loss
@@ -74,30 +72,6 @@ def why_not_known(trainer: Any) -> str | None:
 def adds_router_loss(trainer: Any) -> bool:
     """Returns whether a trainer, or its model, adds the auxiliary loss of a router."""
     return sft.router_coefficient(trainer) is not None or asks_for_router_loss(causal_lm(trainer.model), {})
-
-
-def require_boundaries(trainer: Any) -> None:
-    """Make a ``compute_loss`` of the trainer's own raise where it calls the model without a batch's boundaries.
-
-    One that picks ``input_ids`` and ``labels`` out of the batch would train the row as one document.
-    """
-    if not has_own_loss(trainer):
-        return
-    name, compute_loss = type(trainer).__name__, trainer.compute_loss
-
-    @wraps(compute_loss)
-    def checked(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        packed = is_packed(inputs)
-        with counted_calls() as calls:
-            loss = compute_loss(model, inputs, *args, **options)
-        if packed and calls.lost_boundaries:
-            raise LayoutError(
-                f"{name}.compute_loss called the model without the boundaries of its packed batch, so that the row "
-                "ran as one document: hand on all that the batch holds, model(**inputs)"
-            )
-        return loss
-
-    trainer.compute_loss = checked
 
 
 def warn_of_last_tokens(trainer: Any) -> None:

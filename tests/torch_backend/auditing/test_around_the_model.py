@@ -17,15 +17,15 @@ import torch_backend
 from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelError
 from tests.torch_backend.models import batch_of, collate, documents, ones, patched, tiny
 from torch_backend.hf.patch import state_of
-from torch_backend.seal import unsealed
+from torch_backend.packed_tokens import plain
 
 
 def test_a_model_built_from_a_patched_model_s_config_refuses_packed_batches() -> None:
     model, batch = patched(), batch_of()
     sibling = type(model)(copy.deepcopy(model.config))
-    sibling(input_ids=batch["input_ids"])
+    sibling(input_ids=plain(batch["input_ids"]))
     with pytest.raises(UnsupportedModelError, match="LlamaAttention was given .* not patched .* 'crosspack_sdpa'"):
-        sibling(**unsealed(batch))  # as a collator of somebody else makes it
+        sibling(**plain(batch))  # as a collator of somebody else makes it
     torch_backend.patch(sibling, verify=False)(**batch)
 
 
@@ -35,10 +35,12 @@ def test_prompt_tuning_is_refused_for_what_it_is(keys: tuple[str, ...]) -> None:
     model = get_peft_model(patched(), config)
     batch = collate(documents(), capacity=None)
     given = {key: batch[key] for key in ("input_ids", "labels", *keys)}
+    with pytest.raises(UnsupportedModelError, match="a packed batch reached a model that is not patched"):
+        model(**given)
     with pytest.raises(
         LayoutError, match="the segments hold 125 tokens and inputs_embeds 133: if prompt tuning .* use LoRA"
     ):
-        model(**given)
+        model(**plain(given))
 
 
 def test_prefix_tuning_is_refused_for_what_it_is() -> None:

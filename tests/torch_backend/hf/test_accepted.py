@@ -20,6 +20,7 @@ from tests.torch_backend.hf.test_multimodal import joined_kinds, on_axes, rope_i
 from tests.torch_backend.models import collate, documents, error, tiny
 from tests.torch_backend.vision_models import image_documents, joined_images, kinds_of, vision_model
 from torch_backend.auditing.tiny import tiny_model
+from torch_backend.packed_tokens import plain
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/torch.md").read_text().partition("## What `patch` accepts")[2].partition("\n## ")[0]
@@ -103,7 +104,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 def embedded(case: Case) -> dict[str, Any]:
     kept = {name: value for name, value in case.batch.items() if name != "input_ids"}
-    return {**kept, "inputs_embeds": case.model.get_input_embeddings()(case.batch["input_ids"]).detach()}
+    return {**kept, "inputs_embeds": case.model.get_input_embeddings()(plain(case.batch["input_ids"])).detach()}
 
 
 def on_three_axes(case: Case) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tests.torch_backend.hf.test_conditions import model_of
 from tests.torch_backend.models import documents, error, tiny
 from torch_backend import PackedCollator
 from torch_backend.auditing.tiny import tiny_model
+from torch_backend.packed_tokens import plain
 
 # Attention; sinks and windows; linear attention; frequencies per document; the decoder per document.
 ROUTES = ("qwen3", "gpt_oss", "qwen3_5_text", "phi3", "bloom")
@@ -174,5 +175,5 @@ def test_embedded_documents_end_where_they_end() -> None:
     model = torch_backend.patch(classifier("qwen3"), verify=False)
     batch = PackedCollator(model, capacity=64)(features(documents()))
     want = model(**batch).logits
-    embedded = model.get_input_embeddings()(batch.pop("input_ids"))
+    embedded = model.get_input_embeddings()(plain(batch.pop("input_ids")))
     assert error(model(**batch, inputs_embeds=embedded).logits, want) <= 1e-6

@@ -32,6 +32,7 @@ from tests.torch_backend.vision_models import (
 from torch_backend.auditing.compare import relative_error
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
 from torch_backend.hf.blank_images import tie_blank_image
+from torch_backend.packed_tokens import plain
 
 TEXT_ONLY = {"gpt2"}  # its further key is no modality; tests/torch_backend/hf/inputs/test_inputs.py proves it
 
@@ -271,7 +272,7 @@ def test_no_dense_mask_is_made_above_the_decoder(monkeypatch: pytest.MonkeyPatch
     row = batch["input_ids"].shape[1]
     model(**batch)
     assert row not in made
-    unpacked = {name: batch[name].flip(1) for name in ("input_ids", "token_type_ids")}
+    unpacked = {name: plain(batch[name]).flip(1) for name in ("input_ids", "token_type_ids")}
     model(**unpacked, **joined_images("gemma3", rows))
     assert row in made
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import torch_backend
 from packing_core.errors import LayoutError
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
+from torch_backend.packed_tokens import plain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
@@ -85,7 +86,7 @@ def test_nothing_is_read_back_in_a_packed_step(family: str, checkpointing: bool)
 
 def test_a_batch_without_marks_is_refused_as_on_the_cpu() -> None:
     model = torch_backend.patch(tiny("qwen3").to(DEVICE), verify=False)
-    batch = on_device(collate(documents()))
+    batch = plain(on_device(collate(documents())))
     for change in ({"position_ids": batch["position_ids"]}, {"attention_mask": batch["seq_idx"].long() + 1}):
         with pytest.raises(LayoutError, match="^(position_ids restart|attention_mask is neither 0 nor 1)"):
             model(input_ids=batch["input_ids"], **change)

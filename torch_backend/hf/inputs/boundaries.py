@@ -24,6 +24,7 @@ from packing_core.batches.keys import BatchKey
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from packing_core.storage.forest import check_parents
 from torch_backend.hf.inputs.guard import Guard, has_values, on_host
+from torch_backend.packed_tokens import PackedTokens, holds_several, plain
 from torch_backend.pieces import padding_lengths
 from torch_backend.segments import PackedMetadata, to_device
 
@@ -41,6 +42,23 @@ def is_packed(batch: Mapping[str, Any]) -> bool:
     """Returns whether a batch carries segments. The boundaries of continuous batching belong to its paged cache."""
     carries = any(batch.get(key) is not None for key in (BatchKey.LENGTHS, BatchKey.BOUNDARIES))
     return carries and batch.get(PAGED_CACHE) is None
+
+
+def take_tokens(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call with plain tensors for :class:`PackedTokens`.
+
+    Raises:
+        LayoutError: tokens of several documents in a row came without their boundaries.
+    """
+    if not is_packed(kwargs):
+        for name, value in kwargs.items():
+            if isinstance(value, PackedTokens) and holds_several(value):
+                raise LayoutError(
+                    f"{name} came packed from a collator, and its boundaries were left out, so that its documents "
+                    "would run as one: hand on the whole batch, model(**batch). Where the whole row is meant to be one "
+                    f"document, pass {name}.as_subclass(torch.Tensor)"
+                )
+    return plain(kwargs)
 
 
 def take_metadata(

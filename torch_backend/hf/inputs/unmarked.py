@@ -1,7 +1,7 @@
 """The rules about batches without segments, which must not look packed: their row would run as one document.
 
 The arguments of one forward -> marks of documents that no model reads, a mask or positions that number documents, or
-the tokens of a row that a collator packed -> a PackingError before the forward runs, or through a
+the beginning of a row of ``pack_dataset`` -> a PackingError before the forward runs, or through a
 :class:`~.guard.Guard` later.
 """
 
@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import LENGTHS, NUMBERS, OTHER_NAMES
-from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
 from torch_backend.hf.inputs.arguments import CACHES, is_flag, place_of
 from torch_backend.hf.inputs.boundaries import LOOKED_AT, PAGED_CACHE, WAY_OUT
 from torch_backend.hf.inputs.guard import Guard
-from torch_backend.known_rows import LOST_LENGTHS, begins_packed, fingerprints, knows_beginnings, packed_rows
+from torch_backend.known_rows import LOST_LENGTHS, begins_packed, knows_beginnings
 from torch_backend.segments import PackedMetadata, to_device
 
 _OTHER_MARKS = {*LENGTHS, *NUMBERS, *OTHER_NAMES} - set(BatchKey.ALL)
@@ -64,16 +63,12 @@ def refuse_unread(kwargs: Mapping[str, Any], reads: Collection[str], model: str)
             )
 
 
-def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, starts: int | None = None, wait: bool = True) -> None:
+def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True) -> None:
     """Raise for a batch that looks packed and does not carry its segments.
 
     It does if it has a part of the metadata, a mask of segment numbers, positions that restart inside a row, or the
-    tokens of a row that a collator or ``pack_dataset`` packed. Labels that look like those of a packed row are logged
-    once, see :func:`_labels_of_starts`. A batch with a cache is not looked at: its positions and masks are those of
+    beginning of a row of ``pack_dataset``. A batch with a cache is not looked at: its positions and masks are those of
     generation. Neither are positions and tokens beside a mask that already says which token sees which.
-
-    Args:
-        starts: the token with which documents alone begin; None if there is none.
 
     Raises (now or later, see :class:`Guard`):
         LayoutError: what marks the batch, and the way out.
@@ -107,50 +102,10 @@ def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, starts: int | Non
 
         guard.check("position_ids", lambda: _restarts(positions, mask), restarting, wait=wait)
     ids = kwargs.get("input_ids")
+    if torch.compiler.is_compiling() or not knows_beginnings():
+        return
     if isinstance(ids, Tensor) and ids.ndim == 2 and _says_nothing_of_segments(mask, ids):
-        _refuse_packed_rows(ids, kwargs.get("labels"), guard, wait=wait)
-        if wait:
-            _warn_of_labels(kwargs.get("labels"), ids, mask, guard, starts=starts)
-
-
-def _refuse_packed_rows(ids: Tensor, labels: Any, guard: Guard, *, wait: bool) -> None:
-    """Raise for rows [B, S] that were packed before; those of a compiled model are not looked at.
-
-    A loop that shifts tokens itself calls the model on parts of rows, a token less each. A row whose labels are its own
-    tokens was not shifted, so it is no such part, whatever it begins with.
-    """
-    if torch.compiler.is_compiling():
-        return
-    if knows_beginnings():
         _refuse_beginnings(ids, lambda: begins_packed(ids), "row", guard, wait=wait)
-    rows, parts = (packed_rows(ids.shape[1], whole=whole) for whole in (True, False))
-    if not rows and not parts:
-        return
-
-    def error(row: int) -> PackingError:
-        return LayoutError(
-            f"row {row} of input_ids came packed from a collator, and its boundaries were left out, so that its "
-            "documents would run as one: hand on the whole batch, model(**batch). Where that is meant, call a model "
-            "that is not patched"
-        )
-
-    def find() -> Tensor:
-        prints = fingerprints(ids)
-        packed, part = (
-            torch.isin(prints, to_device(torch.tensor(known, dtype=prints.dtype), ids.device))
-            for known in (rows, parts)
-        )
-        return packed | part & _shifted(ids, labels)
-
-    guard.check("input_ids", find, error, wait=wait)
-
-
-def _shifted(ids: Tensor, labels: Any) -> Tensor:
-    """bool [B]: whether the labels of each row are not its own tokens, which a model that shifts them itself takes."""
-    if not isinstance(labels, Tensor) or labels.shape != ids.shape:
-        return torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-    labels = to_device(labels, ids.device)
-    return ((labels != ids) & (labels >= 0)).any(1)
 
 
 def refuse_joined(ids: Any, packed: PackedMetadata, guard: Guard, *, wait: bool) -> None:
@@ -172,53 +127,6 @@ def _refuse_beginnings(ids: Tensor, find: Callable[[], Tensor], what: str, guard
         return LayoutError(f"{what} {token // ids.shape[1]} of input_ids {LOST_LENGTHS}")
 
     guard.check(f"beginning of {what}", find, error, wait=wait)
-
-
-def _warn_of_labels(labels: Any, ids: Tensor, mask: Any, guard: Guard, *, starts: int | None) -> None:
-    """Log once that labels look like those of packed documents; the first batches of a model are looked at."""
-    if not isinstance(labels, Tensor) or labels.shape != ids.shape or torch.compiler.is_compiling():
-        return
-    if not guard.begins("labels", LOOKED_AT):
-        return
-
-    def error(i: int) -> PackingError:
-        return LayoutError(
-            f"labels are -100 at the first token of a row and at single tokens inside ({place_of(i, ids.shape[1])}), "
-            "as where packed documents begin, and the batch carries no boundaries, so the row is trained as one "
-            f"document. If it holds several, {WAY_OUT}"
-        )
-
-    guard.check(
-        "labels",
-        lambda: _labels_of_starts(to_device(labels, ids.device), ids, mask, starts),
-        error,
-        wait=False,
-        warns=True,
-    )
-
-
-def _labels_of_starts(labels: Tensor, ids: Tensor, mask: Tensor | None, starts: int | None) -> Tensor:
-    """bool [B, S]: tokens whose labels are -100 as those of document starts are, in rows that train all others.
-
-    Masks of prompts and turns cover several tokens each, or leave the first token out. Masks by token (padding that is
-    also the end of a turn) cover every token of that kind, so only tokens count that are trained elsewhere, or that
-    begin documents alone.
-    """
-    index = torch.arange(ids.shape[1], device=ids.device)
-    trained, left_out = labels == ids, labels == IGNORE_INDEX
-    inside = index <= (trained * index).amax(1, keepdim=True)
-    if mask is not None:
-        inside = inside & (to_device(mask, ids.device) != 0)
-    left_out = left_out & inside
-    first = inside.int().argmax(1, keepdim=True)
-    runs = (left_out[:, 1:] & left_out[:, :-1]).any(1, keepdim=True)
-    others = (inside & ~trained & ~left_out).any(1, keepdim=True)
-    known = torch.where(trained, ids, -1).flatten().sort().values
-    at = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
-    elsewhere = known.index_select(0, at.flatten()).view(ids.shape) == ids
-    if starts is not None:
-        elsewhere = elsewhere | (ids == starts)
-    return left_out & (index > first) & elsewhere & left_out.gather(1, first) & ~runs & ~others
 
 
 def _says_nothing_of_segments(mask: Any, positions: Tensor) -> bool:

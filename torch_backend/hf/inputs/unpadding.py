@@ -37,7 +37,6 @@ from torch_backend.hf.inputs.padded_images import DocumentPositions, image_keys
 from torch_backend.hf.inputs.prefixes import Prefixes, Sharing
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.hf.shared_rows import SHARED_ROW, RowIds
-from torch_backend.seal import SEALED
 from torch_backend.segments import to_device
 
 LENGTHS = "document_lengths"  # key of a batch: real tokens of each row, a tuple of ints on the host
@@ -112,7 +111,7 @@ class LengthsCollator:
             batch[prefix + LENGTHS] = lengths_of(mask)
             if self.ids and (ids := batch.get(prefix + "input_ids")) is not None:
                 batch[prefix + IDS] = RowIds(ids[mask != 0].cpu().numpy())
-        return batch | SEALED
+        return batch
 
 
 def lengths_of(mask: Tensor) -> tuple[int, ...]:

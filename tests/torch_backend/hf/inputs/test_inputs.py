@@ -187,7 +187,7 @@ def test_what_a_trainer_adds_to_a_batch_passes() -> None:
     model, docs = patched(), documents()
     want = packed(model, docs)
     count = torch.tensor(sum(LENGTHS) - len(LENGTHS))
-    batch = {**collate(docs), "return_dict": True}  # in place of the seal, which has the same name
+    batch = {**collate(docs), "return_dict": True}
     assert_same(packed(model, docs, batch, num_items_in_batch=count, output_hidden_states=False), want, 1e-6)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,8 @@ from torch.utils.data import DataLoader
 
 import torch_backend
 from packing_core.errors import LayoutError
-from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import PLAIN_SGD, documents, patched, tiny
 from torch_backend import PackedCollator, known_rows, with_boundaries
-from torch_backend.hf.inputs.guard import Guard
-from torch_backend.hf.inputs.unmarked import check_unmarked
 from torch_backend.trainers.enable_packing import enable_packing
 from torch_backend.trainers.hf_dataset import pack_dataset
 
@@ -29,7 +25,6 @@ datasets = pytest.importorskip("datasets", reason="pack_dataset takes and return
 LOST = (
     r"came packed from crosspack\.pack_dataset, and its seq_lengths were dropped.* crosspack\.PackedCollator\(model\)"
 )
-LOOKS_PACKED = "labels are -100 at the first token of a row and at single tokens inside"
 LENGTHS = (5, 19, 33, 7, 20, 20, 24)
 
 
@@ -163,67 +158,3 @@ def test_an_sft_trainer_of_a_patched_model_that_pads_rows_raises(tmp_path: Path)
     assert isinstance(trainer, trl.SFTTrainer)
     with pytest.raises(LayoutError, match=LOST):
         trainer.train()
-
-
-# ---- rows of another process: their labels
-
-
-def labels_of(*parts: str) -> tuple[Tensor, Tensor]:
-    """Rows of tokens and labels, of words that end with * where they are not trained: "5 6* 7"."""
-    words = [part.split() for part in parts]
-    ids = torch.tensor([[int(word.rstrip("*")) for word in row] for row in words])
-    return ids, torch.where(torch.tensor([[word.endswith("*") for word in row] for row in words]), -100, ids)
-
-
-def warned(caplog: Any, ids: Tensor, labels: Tensor, guard: Guard | None = None, **options: Any) -> int:
-    caplog.clear()
-    check_unmarked({"input_ids": ids, "labels": labels, **options}, guard or Guard(), starts=1)
-    return sum(LOOKS_PACKED in record.getMessage() for record in caplog.records)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        "5* 6 7 8* 5 8 9",
-        "5* 6 7 8* 5 8 9 0* 0*",  # padding at the end
-        "1* 6 7 1* 5 8 9 0*",  # every document begins with the token that begins documents alone
-    ],
-)
-def test_labels_of_packed_rows_are_noticed_once(caplog: Any, row: str) -> None:
-    caplog.set_level(logging.WARNING)
-    ids, labels = labels_of(row)
-    guard = Guard()
-    assert [warned(caplog, ids, labels, guard) for _ in range(3)] == [1, 0, 0]
-    guard = DeviceGuard()
-    assert warned(caplog, ids, labels, guard) == 0
-    caplog.clear()
-    guard.poll(wait=True)
-    assert [LOOKS_PACKED in record.getMessage() for record in caplog.records] == [True]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        "5 6 7 8 5 8 9",
-        "5* 6* 7 8 9* 5* 5 6",  # turns of a chat
-        "5* 6 7 8 9* 5* 5 6",
-        "5* 6 7 8 9",  # a prompt of one token
-        "5 6 7* 8 9 7 6",  # the first token is trained
-        "2* 6 7 2* 8 9 2*",  # padding by the token that ends turns
-        "3* 6 4* 7 3* 8 4* 9",  # special tokens by kind
-        "0* 0* 5 6 8 7 9",
-    ],
-)
-def test_labels_of_documents_are_not(caplog: Any, row: str) -> None:
-    caplog.set_level(logging.WARNING)
-    ids, labels = labels_of(row)
-    assert warned(caplog, ids, labels) == 0
-    assert warned(caplog, ids, torch.where(labels < 0, labels, 1)) == 0  # of a classifier of tokens
-
-
-def test_a_trained_model_hears_of_rows_of_another_process(tmp_path: Path, caplog: Any) -> None:
-    rows, model = saved(packed_rows(), tmp_path / "rows").select_columns(["input_ids", "labels"]), patched()
-    for _ in range(2):
-        for row in rows.with_format("torch"):
-            model(**{name: x[None] for name, x in row.items()})
-    assert sum(LOOKS_PACKED in record.getMessage() for record in caplog.records) == 1
