@@ -1,5 +1,5 @@
 """Names the implementation that runs, and why others were rejected, for a call or for each kind of a decoder's layers
-and its output head."""
+and its output head, and says whether its layers are scanned."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_backend.attention import ORDER, answers, request_for
+from jax_backend.attention.sharding import platform_of
 from jax_backend.losses import output_layer
-from jax_backend.model.decoder import Decoder
+from jax_backend.model.decoder import SCANNED_FROM, Decoder
 from jax_backend.scan.chunked_scan import CHUNK
 from packing_core.diagnosis import LayerChoice, first_served
 from packing_core.errors import PackingError
@@ -52,7 +53,7 @@ def explain(
     Raises:
         PackingError: an implementation or platform that there is not, or no keys and values.
     """
-    platform = platform or {"cuda": "gpu", "rocm": "gpu"}.get(jax.default_backend(), jax.default_backend())
+    platform = platform or platform_of(None, None)
     if platform not in ORDER:
         raise PackingError(f"platform is {platform!r}: pass one of {', '.join(ORDER)}")
     if isinstance(what, Decoder):
@@ -86,3 +87,5 @@ def _of_decoder(model: Decoder, rows: int, tokens: int, platform: str) -> Iterat
     hidden = jax.ShapeDtypeStruct((rows * tokens, config.hidden_size), dtype)
     ways = output_layer.answers(hidden, config.vocab_size, platform=platform, softcap=config.final_softcap)
     yield first_served("output head and loss", ways)
+    rule = f"scan_layers=None scans on a CPU from {SCANNED_FROM} layers on"
+    yield LayerChoice(f"{len(config.layers)} layers", "scanned" if model.scan_layers else "one by one", rule)

@@ -121,14 +121,15 @@ def _rows_and_heads(sharding: NamedSharding | None) -> tuple[Any, Any]:
     return spec[0], spec[2]
 
 
-def platform_of(q: jax.Array, mesh: Mesh | NamedSharding | None) -> str:
+def platform_of(q: jax.Array | None, mesh: Mesh | NamedSharding | None) -> str:
     """ "cpu", "gpu" or "tpu": of the mesh's devices, the array's, those that a trace is for, or the default ones."""
     over = mesh.mesh if isinstance(mesh, NamedSharding) else mesh
     if isinstance(over, Mesh):
         return _kind(over.devices.flat[0].platform)
-    if not isinstance(q, jax.core.Tracer):
+    if q is not None and not isinstance(q, jax.core.Tracer):
         return _kind(next(iter(q.devices())).platform)
-    for traced_mesh in (jax.typeof(q).sharding.mesh, jax.sharding.get_abstract_mesh()):
+    traced = [] if q is None else [jax.typeof(q).sharding.mesh]
+    for traced_mesh in (*traced, jax.sharding.get_abstract_mesh()):
         if traced_mesh.abstract_device is not None:
             return _kind(traced_mesh.abstract_device.platform)
     default = jax.config.jax_default_device  # type: ignore[attr-defined]  # made at run time

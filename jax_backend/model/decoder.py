@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_backend.attention import segment_attention
 from jax_backend.attention.request import SAVED
+from jax_backend.attention.sharding import platform_of
 from jax_backend.context_parallel import context_attention
 from jax_backend.losses.cross_entropy import packed_cross_entropy
 from jax_backend.losses.output_layer import linear_cross_entropy
@@ -36,6 +37,10 @@ from packing_core.errors import PackingError, UnsupportedError
 _DOTS = checkpoint_policies.dots_with_no_batch_dims_saveable
 _WIDE = 2  # times as many columns out of a product as into it
 _INPUT = "layer input"
+# Layers of a decoder on a CPU that are stacked from here on. A step's compilation took 20 s with 24 layers of width 64
+# one by one and 6 s scanned, 7.5 s and 5.7 s with 8 layers; up to 4 layers one by one is as quick. On a GPU 24 layers
+# compile in 19 s instead of 9, and train 8% faster one by one.
+SCANNED_FROM = 12
 _BY_NAME = checkpoint_policies.save_only_these_names
 
 
@@ -71,7 +76,7 @@ class Model(nnx.Module):
     """Embedding, layers and the last norm: everything that a checkpoint keeps under ``model.``.
 
     Attributes:
-        blocks: with ``scan_layers``, the layers of one period of kinds, each with a leading axis of repetitions on
+        blocks: of scanned layers, the layers of one period of kinds, each with a leading axis of repetitions on
             its weights: layer ``r * period + j`` is repetition r of block j. Empty otherwise.
         layers: the layers after those.
     """
@@ -91,6 +96,11 @@ def _repetition(kinds: tuple[LayerKind, ...]) -> tuple[int, int]:
         if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
             return period, len(kinds) // period
     raise AssertionError("a sequence repeats itself after its length")
+
+
+def scans(config: DecoderConfig, platform: str) -> bool:
+    """Returns whether ``scan_layers=None`` stacks a decoder's layers."""
+    return platform == "cpu" and len(config.layers) >= SCANNED_FROM
 
 
 def _takes_explicit_axes(results: Callable[[PartitionSpec], Any]) -> Callable[[Any], Any]:
@@ -148,7 +158,8 @@ class Decoder(nnx.Module):
             wait in the host's memory; "attention" all but the attention, "dots" all but products of activations and
             weights, "dots_and_attention" all but both.
         scan_layers: run the layers in a `jax.lax.scan` over stacked weights, so that compile time does not grow with
-            their number. `load` and `save` read and write the same folders.
+            their number; None for that on a CPU from `SCANNED_FROM` layers on, and one by one elsewhere. The attribute
+            holds what was chosen. `load`, `save` and `restore_state` take either's weights.
         implementation: of :func:`~jax_backend.attention.segment_attention`; None follows its measured order.
         contain_nonfinite: of `segment_attention`: NaN of one document stays out of the others. `audit` turns it on.
         max_segments: most segments that a row may hold, which ``implementation="cudnn"`` needs.
@@ -164,14 +175,19 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         remat: bool | str = False,
-        scan_layers: bool = False,
+        scan_layers: bool | None = None,
         implementation: str | None = None,
         contain_nonfinite: bool = False,
         max_segments: int | None = None,
         mesh: Mesh | NamedSharding | None = None,
     ) -> None:
+        if not (mesh is None or isinstance(mesh, Mesh | NamedSharding)):
+            raise PackingError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+        if not isinstance(remat, bool) and remat not in REMAT:
+            raise PackingError(f"remat is {remat!r}: pass True, False or one of {', '.join(REMAT)}")
         make = Maker(config, rngs, dtype, param_dtype)
-        self.model = Model(config, make, scan_layers)
+        self.scan_layers = scans(config, platform_of(None, mesh)) if scan_layers is None else scan_layers
+        self.model = Model(config, make, self.scan_layers)
         self.lm_head = (
             None if config.tie_word_embeddings else make.linear(config.hidden_size, config.vocab_size, use_bias=False)
         )
@@ -181,10 +197,6 @@ class Decoder(nnx.Module):
         self.contain_nonfinite = contain_nonfinite
         self.max_segments = max_segments
         self.mesh = mesh
-        if not (mesh is None or isinstance(mesh, Mesh | NamedSharding)):
-            raise PackingError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-        if not isinstance(remat, bool) and remat not in REMAT:
-            raise PackingError(f"remat is {remat!r}: pass True, False or one of {', '.join(REMAT)}")
 
     def hidden(self, input_ids: jax.Array, segment_ids: jax.Array, position_ids: jax.Array) -> jax.Array:
         """Last hidden states [B, S, M] of integer ``input_ids``, ``segment_ids`` and ``position_ids`` [B, S]."""

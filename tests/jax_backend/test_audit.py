@@ -122,13 +122,13 @@ def test_what_is_no_argument_by_position_is_refused_by_name() -> None:
 def test_explain_names_what_serves_each_kind_of_layer_and_why_not_the_others() -> None:
     config = DecoderConfig.from_hf(CONFIGS["qwen2-window-tied"]().to_dict())
     model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
-    full, window, head = explain(model, platform="gpu")
+    full, window, head, _ = explain(model, platform="gpu")
     assert (full.layer, full.implementation) == ("layers 0, full attention", "pallas")
     assert (window.layer, window.implementation) == ("layers 1, window 5", "pallas")
     assert (head.layer, head.implementation) == ("output head and loss", "logits")
     assert re.fullmatch(r"not powers: \d+ channels are no multiple of 64", head.reason)
     model.implementation = "cudnn"
-    full, window, _ = explain(model, platform="gpu")
+    full, window, *_ = explain(model, platform="gpu")
     assert window.implementation == "none" and "not cudnn: " in window.reason
 
 
@@ -136,7 +136,7 @@ def test_a_hybrid_is_explained_by_its_two_kinds_of_layers() -> None:
     model = nnx.eval_shape(
         lambda: Decoder(DecoderConfig.from_hf(CONFIGS["qwen3.5"]().to_dict()), rngs=nnx.Rngs(0), implementation="xla")
     )
-    nets, attention, _ = explain(model, platform="cpu")
+    nets, attention, *_ = explain(model, platform="cpu")
     assert (nets.layer, nets.implementation) == ("layers 0, gated delta net", "chunked")
     assert (attention.layer, attention.implementation) == ("layers 1, full attention", "xla")
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh
 from safetensors.numpy import load_file, save_file
 
 from jax_backend.batches import to_batch
+from jax_backend.explaining import explain
 from jax_backend.losses.cross_entropy import packed_cross_entropy
 from jax_backend.model import weights
-from jax_backend.model.decoder import Decoder, DecoderConfig
+from jax_backend.model.decoder import SCANNED_FROM, Decoder, DecoderConfig
 from jax_backend.model.layers import Embedding
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from tests.jax_backend.models import CONFIGS, documents, on_disk, packed, saved
@@ -113,6 +115,20 @@ def test_scanned_layers_are_the_same_model_in_and_out_of_folders(windows, tmp_pa
     weights.save(weights.load(tmp_path / "in", scan_layers=True, mesh=mesh), tmp_path / "out")
     written, given = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "in"))
     assert all(np.array_equal(written[name], given[name]) for name in written | given)
+
+
+def test_layers_are_scanned_by_their_number_and_the_device_unless_it_is_said() -> None:
+    def chosen(layers: int, scan_layers: bool | None = None) -> tuple[bool, str]:
+        config = DecoderConfig.from_hf(CONFIGS["llama"]().to_dict() | {"num_hidden_layers": layers})
+        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), scan_layers=scan_layers))
+        assert model.scan_layers == (len(model.model.blocks) == 1)
+        return model.scan_layers, explain(model)[-1].implementation
+
+    assert chosen(SCANNED_FROM) == (True, "scanned") and chosen(SCANNED_FROM - 1) == (False, "one by one")
+    assert chosen(SCANNED_FROM, False) == (False, "one by one") and chosen(2, True) == (True, "scanned")
+    device = AbstractDevice("NVIDIA H200", num_cores=132, platform="cuda")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        assert chosen(2 * SCANNED_FROM) == (False, "one by one")
 
 
 def test_scanned_layers_start_from_weights_of_their_own() -> None:

@@ -286,6 +286,32 @@ def test_a_checkpoint_of_one_device_goes_on_over_eight(tmp_path) -> None:
     assert embedding.addressable_shards[0].data.size * 8 == embedding.size
 
 
+@pytest.mark.parametrize(("before", "after", "mesh"), [(True, False, None), (False, True, {"fsdp": 2})], ids=str)
+def test_a_checkpoint_goes_on_whether_layers_are_scanned_or_not(before, after, mesh, tmp_path) -> None:
+    windows = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]  # two stacks, and a layer after them
+    fields = {"num_hidden_layers": 5, "layer_types": windows}
+    config = DecoderConfig.from_hf(CONFIGS["qwen2-window-tied"]().to_dict() | fields)
+
+    def step(scan_layers: bool, mesh: jax.sharding.Mesh | None = None) -> TrainStep:
+        model = Decoder(config, rngs=nnx.Rngs(0), implementation="xla", scan_layers=scan_layers)
+        noise = optax.add_noise(1e-9, 0.5, key=jax.random.key(7))
+        return make_train_step(model, optax.chain(optax.adam(1e-2), noise), mesh)
+
+    def drawn(x: jax.Array) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(x.shape), x.dtype) if x.dtype == jnp.float32 else x
+
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(drawn, step(before).init())
+    save_state(tmp_path / "saved", state)
+    other = step(after, mesh and jax.make_mesh(tuple(mesh.values()), tuple(mesh)))
+    restored = restore_state(tmp_path / "saved", other)
+    assert jax.tree.map(jnp.shape, restored) == jax.tree.map(jnp.shape, other.shapes)
+    moments = [(x.params, x.opt_state[0][0].mu, x.opt_state[0][0].nu) for x in (state, restored)]
+    for given, found in zip(*(map(weights.export, trees) for trees in moments), strict=True):
+        assert all(np.array_equal(given[name], found[name]) for name in given | found)
+    assert restored.opt_state[1].rng_key == state.opt_state[1].rng_key
+
+
 def test_checkpoint_folders_that_do_not_fit_say_so(tmp_path) -> None:
     train_step = plain_step()
     with pytest.raises(PackingError, match="holds no checkpoint: save_state writes one"):
