@@ -226,7 +226,8 @@ def _scan(
     shape = (rows, v.shape[2], width, v.shape[3])
     start = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
     # A log decay of -inf forgets everything, which is no broken number.
-    broken = broken_segments(segments, q, k, v, jnp.maximum(g, 0), strength, first=start)
+    first = None if initial_state is None else start  # XLA would fold the zeros for seconds, in each layer
+    broken = broken_segments(segments, q, k, v, jnp.maximum(g, 0), strength, first=first)
     # Inside a chunk products are of all its tokens, and 0 times NaN is NaN: a broken segment is padding to the scan.
     runs = jnp.where(broken, 0, run_numbers(segments))
     start = jnp.where(jnp.isfinite(start), start, 0.0)
