@@ -86,8 +86,8 @@ def _gradients(request: Request, *arrays: jax.Array) -> tuple[jax.Array, jax.Arr
     dq, dk, dv = plgpu.kernel(
         partial(_kernel, request=request, heads=heads, blocks=blocks, rows=rows, steps=steps),
         out_type=(jax.ShapeDtypeStruct((rows * parts * steps * GROUPS, ROWS, COLUMNS), jnp.float32), grad, grad),
-        grid=(tiles, parts, rows),
-        grid_names=("tile", "part", "row"),
+        grid=(rows, tiles, parts),  # row by row: the queries of few rows are in the cache at a time
+        grid_names=("row", "tile", "part"),
         num_threads=GROUPS + 2,
         thread_name="warpgroup",
         kernel_name="segment_attention_backward",
