@@ -10,6 +10,7 @@ has not started.
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -145,42 +146,10 @@ def by_token(dq: jax.Array, heads: int, request: Request) -> jax.Array:
     return dq.reshape(rows, -1, parts * heads, request.head_dim)[:, : request.queries]
 
 
-def _kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    dout_ref: Any,
-    lse_ref: Any,
-    delta_ref: Any,
-    begin_ref: Any,
-    end_ref: Any,
-    walk_ref: Any,
-    leader_ref: Any,
-    dq_ref: Any,
-    dk_ref: Any,
-    dv_ref: Any,
-    *,
-    k_smem: Any,
-    v_smem: Any,
-    q_smem: Any,
-    dout_smem: Any,
-    dz_smem: Any,
-    dq_smem: Any,
-    numbers_smem: Any,
-    bounds_smem: Any,
-    own_filled: Any,
-    q_filled: Any,
-    dout_filled: Any,
-    freed: Any,
-    dz_filled: Any,
-    dq_filled: Any,
-    dq_freed: Any,
-    request: Request,
-    heads: int,
-    blocks: int,
-    rows: int,
-    steps: int,
-) -> None:
+def _kernel(*refs: Any, request: Request, heads: int, blocks: int, rows: int, steps: int, **scratch: Any) -> None:
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *plan_refs, dq_ref, dk_ref, dv_ref = refs
+    begin_ref, end_ref, walk_ref, leader_ref = plan_refs
+    s = SimpleNamespace(**scratch)
     row, part, tile = (lax.axis_index(name) for name in ("row", "part", "tile"))
     group = lax.axis_index("warpgroup")
     size, width, parts = blocks * ROWS, request.head_dim, request.heads // heads
@@ -197,18 +166,18 @@ def _kernel(
             span = pl.ds(pl.multiple_of(tile * KEYS + member * ROWS, ROWS), ROWS)
             for piece in range(width // COLUMNS):
                 source = k_ref.at[row, span, kv_head, pl.ds(piece * COLUMNS, COLUMNS)]
-                plgpu.copy_gmem_to_smem(source, k_smem.at[member, piece], own_filled)
-            plgpu.copy_gmem_to_smem(v_ref.at[row, span, kv_head], v_smem.at[member], own_filled)
+                plgpu.copy_gmem_to_smem(source, s.k_smem.at[member, piece], s.own_filled)
+            plgpu.copy_gmem_to_smem(v_ref.at[row, span, kv_head], s.v_smem.at[member], s.own_filled)
             for side, ref in enumerate((begin_ref, end_ref)):
-                plgpu.copy_gmem_to_smem(ref.at[row, tile, member], bounds_smem.at[side, member], own_filled)
+                plgpu.copy_gmem_to_smem(ref.at[row, tile, member], s.bounds_smem.at[side, member], s.own_filled)
 
         def step(index: jax.Array, _: None) -> None:
             slot, at = lax.rem(index, jnp.int32(STAGES)), last - index
-            pl.when(index >= STAGES)(lambda: plgpu.barrier_wait(freed.at[slot]))
-            streams = (q_ref, q_smem, q_filled, lse_ref), (dout_ref, dout_smem, dout_filled, delta_ref)
+            pl.when(index >= STAGES)(lambda: plgpu.barrier_wait(s.freed.at[slot]))
+            streams = (q_ref, s.q_smem, s.q_filled, lse_ref), (dout_ref, s.dout_smem, s.dout_filled, delta_ref)
             for side, (ref, smem, filled, numbers) in enumerate(streams):
                 load_rows(ref, smem.at[slot], filled.at[slot], row, pl.multiple_of(at * tokens, COPIED), part, heads)
-                plgpu.copy_gmem_to_smem(numbers.at[row, part, at], numbers_smem.at[side, slot], filled.at[slot])
+                plgpu.copy_gmem_to_smem(numbers.at[row, part, at], s.numbers_smem.at[side, slot], filled.at[slot])
 
         lax.fori_loop(0, total, step, None)
 
@@ -224,18 +193,18 @@ def _kernel(
 
             def write(**how: Any) -> None:
                 for member in range(GROUPS):
-                    plgpu.copy_smem_to_gmem(dq_smem.at[member], dq_ref.at[place * GROUPS + member], **how)
+                    plgpu.copy_smem_to_gmem(s.dq_smem.at[member], dq_ref.at[place * GROUPS + member], **how)
 
             @pl.when(before > 0)
             def await_turn() -> None:
                 plgpu.semaphore_wait(done.at[place], before, decrement=False, memory_scope="gpu")
 
-            plgpu.barrier_wait(dq_filled)
+            plgpu.barrier_wait(s.dq_filled)
             pl.when(before == 0)(write)
             pl.when(before > 0)(partial(write, reduction_op="add"))
             following = count(index + 1)  # read while the copy is under way
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(dq_freed)
+            plgpu.barrier_arrive(s.dq_freed)
             plgpu.wait_smem_to_gmem(0)
             plgpu.semaphore_signal(done.at[place], memory_scope="gpu")
             return following
@@ -245,23 +214,23 @@ def _kernel(
     @pl.when(group < GROUPS)
     def compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        plgpu.barrier_wait(own_filled)
-        begin, end = (plgpu.layout_cast(bounds_smem[side, group], PER_ROW) for side in range(2))
-        v, piece = v_smem.at[group], dq_smem.at[group]
+        plgpu.barrier_wait(s.own_filled)
+        begin, end = (plgpu.layout_cast(s.bounds_smem[side, group], PER_ROW) for side in range(2))
+        v, piece = s.v_smem.at[group], s.dq_smem.at[group]
         square = plgpu.ACC((ROWS, ROWS), jnp.float32)
 
         def multiply_keys(z_acc: Any, slot: Any, block: int) -> None:
             """Start z = k q^T for 64 packed rows of queries."""
             for piece in range(width // COLUMNS):
                 columns = pl.ds(piece * COLUMNS, COLUMNS)
-                plgpu.wgmma(z_acc, k_smem.at[group, piece], q_smem.at[slot, pl.ds(block * ROWS, ROWS), columns].T)
+                plgpu.wgmma(z_acc, s.k_smem.at[group, piece], s.q_smem.at[slot, pl.ds(block * ROWS, ROWS), columns].T)
 
         def step(index: jax.Array, z: jax.Array, dk_acc: Any, dv_acc: Any) -> jax.Array:
             slot, at = lax.rem(index, jnp.int32(STAGES)), last - index
             following = 1 - slot
 
             def load_numbers(side: int, block: int) -> jax.Array:
-                numbers = numbers_smem[side, slot, pl.ds(block * ROWS, ROWS)]
+                numbers = s.numbers_smem[side, slot, pl.ds(block * ROWS, ROWS)]
                 return along_columns(plgpu.layout_cast(numbers, PER_COLUMN))
 
             def weigh(z: jax.Array, block: int) -> jax.Array:
@@ -276,53 +245,53 @@ def _kernel(
             def add_up(dp_acc: Any, *others: Any) -> None:
                 """From z to dk, dv and dz in shared memory, one 64 rows of queries after the other."""
                 p = z
-                plgpu.barrier_wait(dout_filled.at[slot])
-                plgpu.wgmma(dp_acc, v, dout_smem.at[slot, pl.ds(0, ROWS)].T)
+                plgpu.barrier_wait(s.dout_filled.at[slot])
+                plgpu.wgmma(dp_acc, v, s.dout_smem.at[slot, pl.ds(0, ROWS)].T)
                 for block in range(blocks):
                     mine, more = pl.ds(block * ROWS, ROWS), block + 1 < blocks
                     if more:
                         z_acc, next_acc = others
                         multiply_keys(z_acc, slot, block + 1)
                     p = weigh(p, block)
-                    plgpu.wgmma(dv_acc, p.astype(q_ref.dtype), dout_smem.at[slot, mine])
+                    plgpu.wgmma(dv_acc, p.astype(q_ref.dtype), s.dout_smem.at[slot, mine])
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=2 if more else 1)  # started since: z, dv
                     dz = (p * (dp - load_numbers(1, block))).astype(q_ref.dtype)
-                    dz_smem[slot, group, block] = dz
+                    s.dz_smem[slot, group, block] = dz
                     if not more:
                         plgpu.commit_smem()
-                        plgpu.barrier_arrive(dz_filled)
+                        plgpu.barrier_arrive(s.dz_filled)
                     # Where registers are short, dz is read back.
-                    plgpu.wgmma(dk_acc, dz if blocks > 1 else dz_smem.at[slot, group, block], q_smem.at[slot, mine])
+                    plgpu.wgmma(dk_acc, dz if blocks > 1 else s.dz_smem.at[slot, group, block], s.q_smem.at[slot, mine])
                     if more:
                         dp_acc = next_acc
-                        plgpu.wgmma(dp_acc, v, dout_smem.at[slot, pl.ds((block + 1) * ROWS, ROWS)].T)
+                        plgpu.wgmma(dp_acc, v, s.dout_smem.at[slot, pl.ds((block + 1) * ROWS, ROWS)].T)
                         p = plgpu.wgmma_accumulator_load(z_acc, wait_n=3)  # started since: dv, dk, dp
                 if blocks == 1:
                     plgpu.wgmma_wait(1)  # frees the registers that dv is made of
 
             def multiply(dq_acc: Any, z_acc: Any) -> tuple[jax.Array, jax.Array]:
                 """This step's dq, of the keys of both warpgroups, and the next one's z, unless this is the last."""
-                pl.when(index + 1 < total)(lambda: plgpu.barrier_wait(q_filled.at[following]))
+                pl.when(index + 1 < total)(lambda: plgpu.barrier_wait(s.q_filled.at[following]))
                 multiply_keys(z_acc, following, 0)
-                plgpu.barrier_wait(dz_filled)
+                plgpu.barrier_wait(s.dz_filled)
                 block, column = (group, 0) if blocks > 1 else (0, group)
                 for member in range(GROUPS):
-                    plgpu.wgmma(dq_acc, dz_smem.at[slot, member, block].T, k_smem.at[member, column])
+                    plgpu.wgmma(dq_acc, s.dz_smem.at[slot, member, block].T, s.k_smem.at[member, column])
                 plgpu.wgmma_wait(GROUPS + width // COLUMNS)
-                plgpu.barrier_arrive(freed.at[slot])
+                plgpu.barrier_arrive(s.freed.at[slot])
                 return dq_acc[...], z_acc[...]
 
             pl.run_scoped(add_up, *[square] * (2 * blocks - 1))
             dq, z = pl.run_scoped(multiply, square, square)
-            pl.when(index > 0)(lambda: plgpu.barrier_wait(dq_freed))
+            pl.when(index > 0)(lambda: plgpu.barrier_wait(s.dq_freed))
             piece[...] = dq
             plgpu.commit_smem()
-            plgpu.barrier_arrive(dq_filled)
+            plgpu.barrier_arrive(s.dq_filled)
             return z
 
         def walk(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
             def start(z_acc: Any) -> jax.Array:
-                pl.when(total > 0)(lambda: plgpu.barrier_wait(q_filled.at[0]))
+                pl.when(total > 0)(lambda: plgpu.barrier_wait(s.q_filled.at[0]))
                 multiply_keys(z_acc, 0, 0)
                 return z_acc[...]
 
@@ -332,7 +301,7 @@ def _kernel(
 
         wide = plgpu.ACC((ROWS, width), jnp.float32)
         dk, dv = pl.run_scoped(walk, wide, wide)
-        pl.when(total > 0)(lambda: plgpu.barrier_wait(dq_freed))
+        pl.when(total > 0)(lambda: plgpu.barrier_wait(s.dq_freed))
         mine = pl.ds(pl.multiple_of(tile * KEYS + group * ROWS, ROWS), ROWS)
         for grad, ref in ((dk * request.scale, dk_ref), (dv, dv_ref)):
             if ref.dtype == q_ref.dtype:

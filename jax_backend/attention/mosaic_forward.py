@@ -8,6 +8,7 @@ other at the end.
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -76,31 +77,9 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, request: R
     return out, by_token(lse, heads, request.queries)
 
 
-def _kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    begin_ref: Any,
-    end_ref: Any,
-    walk_ref: Any,
-    o_ref: Any,
-    lse_ref: Any,
-    *,
-    q_smem: Any,
-    k_smem: Any,
-    v_smem: Any,
-    bounds_smem: Any,
-    lse_smem: Any,
-    q_filled: Any,
-    k_filled: Any,
-    v_filled: Any,
-    k_freed: Any,
-    v_freed: Any,
-    turn: Any,
-    request: Request,
-    heads: int,
-    tiles: int,
-) -> None:
+def _kernel(*refs: Any, request: Request, heads: int, tiles: int, **scratch: Any) -> None:
+    q_ref, k_ref, v_ref, begin_ref, end_ref, walk_ref, o_ref, lse_ref = refs
+    s = SimpleNamespace(**scratch)
     row, part = lax.axis_index("row"), lax.axis_index("part")
     tile = tiles - 1 - lax.axis_index("tile")  # the longest walks first
     group = lax.axis_index("warpgroup")
@@ -112,38 +91,38 @@ def _kernel(
     @pl.when(group == GROUPS)
     def copy() -> None:
         plgpu.set_max_registers(40, action="decrease")
-        streams = Stream(k_ref, k_smem, k_filled, k_freed), Stream(v_ref, v_smem, v_filled, v_freed)
+        streams = Stream(k_ref, s.k_smem, s.k_filled, s.k_freed), Stream(v_ref, s.v_smem, s.v_filled, s.v_freed)
         stream_keys(streams, row, first, total, lax.div(part * heads, jnp.int32(request.group)))
 
     @pl.when(group < GROUPS)
     def compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        q, lse, ready = q_smem.at[group], lse_smem.at[group], q_filled.at[group]
+        q, lse, ready = s.q_smem.at[group], s.lse_smem.at[group], s.q_filled.at[group]
         token, mine = (tile * GROUPS + group) * (ROWS // heads), pl.ds(group * ROWS, ROWS)
         load_rows(q_ref, q, ready, row, token, part, heads)
         for side, ref in enumerate((begin_ref, end_ref)):
-            plgpu.copy_gmem_to_smem(ref.at[row, tile, mine], bounds_smem.at[side, group], ready)
+            plgpu.copy_gmem_to_smem(ref.at[row, tile, mine], s.bounds_smem.at[side, group], ready)
         plgpu.barrier_wait(ready)
-        begin, end = (plgpu.layout_cast(bounds_smem[side, group], PER_ROW) for side in range(2))
+        begin, end = (plgpu.layout_cast(s.bounds_smem[side, group], PER_ROW) for side in range(2))
 
         def swap_turns() -> None:
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
+            plgpu.barrier_arrive(s.turn)
+            plgpu.barrier_wait(s.turn)
 
         def await_keys(index: jax.Array | int) -> None:
-            pl.when(index < total)(lambda: plgpu.barrier_wait(k_filled.at[slot_of(jnp.int32(index))]))
+            pl.when(index < total)(lambda: plgpu.barrier_wait(s.k_filled.at[slot_of(jnp.int32(index))]))
 
         def step(index: jax.Array, carry: Any) -> Any:
             acc, m, summed = carry
             slot = slot_of(index)
 
             def multiply_keys(z_ref: Any) -> jax.Array:
-                plgpu.wgmma(z_ref, q, k_smem.at[slot].T)
+                plgpu.wgmma(z_ref, q, s.k_smem.at[slot].T)
                 swap_turns()
                 return z_ref[...]
 
             z = pl.run_scoped(multiply_keys, plgpu.ACC((ROWS, KEYS), jnp.float32))
-            plgpu.barrier_arrive(k_freed.at[slot])
+            plgpu.barrier_arrive(s.k_freed.at[slot])
 
             def mask() -> jax.Array:
                 key = column_numbers(KEYS) + (first + index * KEYS)
@@ -160,16 +139,16 @@ def _kernel(
             acc *= along_rows(alpha, request.value_dim)
             narrow = p.astype(q_ref.dtype)
             acc, m, summed, narrow = lax.optimization_barrier((acc, m_new, summed, narrow))
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(v_filled.at[slot])
-            plgpu.barrier_wait(turn)
+            plgpu.barrier_arrive(s.turn)
+            plgpu.barrier_wait(s.v_filled.at[slot])
+            plgpu.barrier_wait(s.turn)
 
             def multiply_values(acc_ref: Any) -> None:
-                plgpu.wgmma(acc_ref, narrow, v_smem.at[slot])
+                plgpu.wgmma(acc_ref, narrow, s.v_smem.at[slot])
                 await_keys(index + 1)
 
             acc = pl.run_state(multiply_values)(plgpu.ACC.init(acc))
-            plgpu.barrier_arrive(v_freed.at[slot])
+            plgpu.barrier_arrive(s.v_freed.at[slot])
             return acc, m, summed
 
         start = (

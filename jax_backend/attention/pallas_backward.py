@@ -147,20 +147,8 @@ def by_row(x: jax.Array, request: Request) -> jax.Array:
     return x.swapaxes(1, 2).reshape(request.rows, request.kv_heads, -1)
 
 
-def _dq_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    dout_ref: Any,
-    lse_ref: Any,
-    delta_ref: Any,
-    begin_ref: Any,
-    end_ref: Any,
-    dq_ref: Any,
-    *,
-    request: Request,
-    tiles: Tile,
-) -> None:
+def _dq_kernel(*refs: Any, request: Request, tiles: Tile) -> None:
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, begin_ref, end_ref, dq_ref = refs
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)
     token, member, inside = pack_rows(pl.program_id(1) * tokens, tokens, group, rows, request.queries)
@@ -192,22 +180,8 @@ def _dq_kernel(
     store_rows(dq_ref, dq * request.scale, token, member, inside, request.head_dim)
 
 
-def _dkv_kernel(
-    order_ref: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    dout_ref: Any,
-    lse_ref: Any,
-    delta_ref: Any,
-    begin_ref: Any,
-    end_ref: Any,
-    dk_ref: Any,
-    dv_ref: Any,
-    *,
-    request: Request,
-    tiles: Tile,
-) -> None:
+def _dkv_kernel(*refs: Any, request: Request, tiles: Tile) -> None:
+    order_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, begin_ref, end_ref, dk_ref, dv_ref = refs
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)
     first_key = order_ref[jax.lax.div(pl.program_id(2), tiles.parts)] * tiles.keys

@@ -69,18 +69,8 @@ def forward(
     )(q, k, v, *keys)
 
 
-def _kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    begin_ref: Any,
-    end_ref: Any,
-    o_ref: Any,
-    lse_ref: Any,
-    *,
-    request: Request,
-    tiles: Tile,
-) -> None:
+def _kernel(*refs: Any, request: Request, tiles: Tile) -> None:
+    q_ref, k_ref, v_ref, begin_ref, end_ref, o_ref, lse_ref = refs
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)
     # From the row's end: of one long segment, the tiles that see most start first.

@@ -11,6 +11,7 @@ Shape letters: C tokens, M hidden size, V vocabulary.
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -73,28 +74,9 @@ def powers(
     return found
 
 
-def _kernel(
-    hidden_ref: Any,
-    weight_ref: Any,
-    labels_ref: Any,
-    bases_ref: Any,
-    out_ref: Any,
-    sums_ref: Any,
-    *,
-    hidden_smem: Any,
-    weight_smem: Any,
-    out_smem: Any,
-    labels_smem: Any,
-    bases_smem: Any,
-    sums_smem: Any,
-    filled: Any,
-    freed: Any,
-    known: Any,
-    tall: int,
-    tiles: int,
-    programs: int,
-    scale: float,
-) -> None:
+def _kernel(*refs: Any, tall: int, tiles: int, programs: int, scale: float, **scratch: Any) -> None:
+    hidden_ref, weight_ref, labels_ref, bases_ref, out_ref, sums_ref = refs
+    s = SimpleNamespace(**scratch)
     program, group = lax.axis_index("program"), lax.axis_index("warpgroup")
     classes, steps = weight_ref.shape[0], hidden_ref.shape[1] // DEPTH
     own = lax.div(tiles - program + (programs - 1), jnp.int32(programs))
@@ -117,12 +99,13 @@ def _kernel(
             def step(k: jax.Array, _: None) -> None:
                 count = index * steps + k
                 slot, depth = slot_of(count), pl.ds(pl.multiple_of(k * DEPTH, DEPTH), DEPTH)
-                pl.when(count >= STAGES)(partial(plgpu.barrier_wait, freed.at[slot]))
+                pl.when(count >= STAGES)(partial(plgpu.barrier_wait, s.freed.at[slot]))
+                filled = s.filled.at[slot]
                 for member in range(GROUPS):
                     rows = pl.ds(token + member * ROWS, ROWS)
-                    plgpu.copy_gmem_to_smem(hidden_ref.at[rows, depth], hidden_smem.at[slot, member], filled.at[slot])
+                    plgpu.copy_gmem_to_smem(hidden_ref.at[rows, depth], s.hidden_smem.at[slot, member], filled)
                 columns = pl.ds(block * CLASSES, CLASSES)
-                plgpu.copy_gmem_to_smem(weight_ref.at[columns, depth], weight_smem.at[slot], filled.at[slot])
+                plgpu.copy_gmem_to_smem(weight_ref.at[columns, depth], s.weight_smem.at[slot], filled)
 
             lax.fori_loop(0, steps, step, None)
 
@@ -131,7 +114,7 @@ def _kernel(
     @pl.when(group < GROUPS)
     def compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        labels, bases, ready = labels_smem.at[group], bases_smem.at[group], known.at[group]
+        labels, bases, ready = s.labels_smem.at[group], s.bases_smem.at[group], s.known.at[group]
 
         def tile(index: jax.Array, _: None) -> None:
             token, block = place(index)
@@ -143,14 +126,14 @@ def _kernel(
                 def step(k: jax.Array, _: None) -> None:
                     count = index * steps + k
                     slot = slot_of(count)
-                    plgpu.barrier_wait(filled.at[slot])
-                    plgpu.wgmma(acc, hidden_smem.at[slot, group], weight_smem.at[slot].T)
+                    plgpu.barrier_wait(s.filled.at[slot])
+                    plgpu.wgmma(acc, s.hidden_smem.at[slot, group], s.weight_smem.at[slot].T)
                     plgpu.wgmma_wait(1)  # for the product before, whose slot is free then
-                    pl.when(k > 0)(lambda: plgpu.barrier_arrive(freed.at[slot_of(count - 1)]))
+                    pl.when(k > 0)(lambda: plgpu.barrier_arrive(s.freed.at[slot_of(count - 1)]))
 
                 lax.fori_loop(0, steps, step, None)
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(freed.at[slot_of(index * steps + (steps - 1))])
+                plgpu.barrier_arrive(s.freed.at[slot_of(index * steps + (steps - 1))])
                 return acc[...]
 
             logits = pl.run_scoped(multiply, plgpu.ACC((ROWS, CLASSES), jnp.float32))
@@ -161,16 +144,16 @@ def _kernel(
             exponent = jnp.minimum(logits * (scale * LOG2E) - along_rows(base, CLASSES), HIGHEST)
             power = jnp.where(counts, jnp.exp2(exponent), 0.0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the tile before wrote has left its place
-            sums_smem.at[group][...] = power.sum(axis=1)
+            s.sums_smem.at[group][...] = power.sum(axis=1)
             narrow = power.astype(out_ref.dtype)
             for part in range(CLASSES // PART):
-                out = out_smem.at[group, part % 2]
+                out = s.out_smem.at[group, part % 2]
                 if part >= 2:
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 out[...] = narrow[:, part * PART : (part + 1) * PART]
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out, out_ref.at[rows, pl.ds(block * CLASSES + part * PART, PART)])
-            plgpu.copy_smem_to_gmem(sums_smem.at[group], sums_ref.at[block, rows])
+            plgpu.copy_smem_to_gmem(s.sums_smem.at[group], sums_ref.at[block, rows])
 
         lax.fori_loop(0, own, tile, None)
         plgpu.wait_smem_to_gmem(0)
