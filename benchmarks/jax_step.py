@@ -62,8 +62,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "scanned, products and attention kept": {"scan_layers": True, "remat": "dots_and_attention"},
     "scanned": {"scan_layers": True},
     "scanned, contained": {"scan_layers": True, "contain_nonfinite": True},
-    "one by one, products and attention kept": {"remat": "dots_and_attention"},
-    "one by one": {},
+    "one by one, products and attention kept": {"scan_layers": False, "remat": "dots_and_attention"},
+    "one by one": {"scan_layers": False},
 }
 
 
