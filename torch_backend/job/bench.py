@@ -66,8 +66,6 @@ def _measure(
     """One way, a step per ``next``; what fails, for want of memory say, is a Measured too."""
     memory = Memory(device)
     model = build_model(job)
-    job.check_vocabulary(model.get_input_embeddings().num_embeddings)
-    job.check_positions(getattr(model.config.get_text_config(), "max_position_embeddings", None))
     job.on_phase(f"{way}: comparing its logits with each document alone")
     try:
         computing = _precision(job, device)
@@ -123,14 +121,14 @@ def _exactness(
     truths = [_alone(model, job, step, device, computing) for step in steps]
     if way == OURS:
         patch(model, implementation=job.attention)
-    found = []
+    judged = []
     for step, (alone, allowed) in zip(steps, truths, strict=True):
         with torch.no_grad(), computing():
             logits = _logits(model, next(_inputs(job, way, step, device)), way)
         order = job.schedule.batches(step, "padded")[0].tolist() if way == "padded" else range(len(alone))
-        found.append((_difference(logits, [alone[document] for document in order]), allowed))
-    difference, allowed = max(found, key=lambda each: each[0] - each[1], default=(float("nan"), 0.0))
-    return len(found), difference, allowed
+        judged.append((_difference(logits, [alone[document] for document in order]), allowed))
+    difference, allowed = max(judged, key=lambda pair: pair[0] - pair[1], default=(float("nan"), 0.0))
+    return len(judged), difference, allowed
 
 
 def _precision(job: TrainJob, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -163,12 +161,12 @@ def _alone(
         for begin, n in spans
     ]
     if plan.restarts:
-        for each, first, n in zip(ids, documents.offsets[plan.source].tolist(), plan.context.tolist(), strict=True):
-            each[0, :n] = torch.from_numpy(documents.values[first : first + n].copy()).long()
+        for document, first, n in zip(ids, documents.offsets[plan.source].tolist(), plan.context.tolist(), strict=True):
+            document[0, :n] = torch.from_numpy(documents.values[first : first + n].copy()).long()
     with torch.no_grad():
-        exact = [model(input_ids=each, use_cache=False).logits[0].float().cpu() for each in ids]
+        exact = [model(input_ids=document, use_cache=False).logits[0].float().cpu() for document in ids]
         with computing():
-            rounded = [model(input_ids=each, use_cache=False).logits[0].float().cpu() for each in ids]
+            rounded = [model(input_ids=document, use_cache=False).logits[0].float().cpu() for document in ids]
     return exact, _ROUNDINGS * _difference(rounded, exact) + _FLOOR
 
 
@@ -183,9 +181,9 @@ def _logits(model: nn.Module, batch: Batch, way: str) -> list[Tensor]:
     return [logits[0, start:end] for start, end in zip(starts, ends, strict=True)]
 
 
-def _difference(found: list[Tensor], right: list[Tensor]) -> float:
+def _difference(logits: list[Tensor], right: list[Tensor]) -> float:
     """The largest, as a share of the largest logit; infinite where something is not a number."""
-    pairs = zip(found, right, strict=False)  # padding comes last
+    pairs = zip(logits, right, strict=False)  # padding comes last
     off = torch.stack([(x - y).abs().max() for x, y in pairs]).max() / torch.stack([x.abs().max() for x in right]).max()
     return float("inf") if off.isnan() else float(off)
 

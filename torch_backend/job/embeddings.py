@@ -99,8 +99,8 @@ class PairCollator:
         """Returns ``input_ids`` and ``attention_mask`` int64 [texts * B, S]."""
         columns = [name for name in COLUMNS if name in features[0]]
         texts = [{"input_ids": feature[name]} for name in columns for feature in features]
-        found: dict[str, Tensor] = dict(self.tokenizer.pad(texts, return_tensors="pt", padding=True))
-        return {name: found[name] for name in ("input_ids", "attention_mask")}
+        padded: dict[str, Tensor] = dict(self.tokenizer.pad(texts, return_tensors="pt", padding=True))
+        return {name: padded[name] for name in ("input_ids", "attention_mask")}
 
 
 class EmbeddingTrainer(Trainer):

@@ -51,25 +51,25 @@ def image_dataset(job: TaskJob, records: Sequence[Mapping[str, Any]], skipped: l
         PackingError: a record cannot be used, or under ``on_error="skip"`` none can.
     """
     datasets = require("datasets", extra="hf")
-    found = []
+    examples = []
     for number, record in enumerate(records):
         try:
-            found.append(_with_images(record, place_of(record, number)))
+            examples.append(_with_images(record, place_of(record, number)))
         except PackingError as error:
             if job.on_error == "stop":
                 raise
             skipped.append(str(error))
-    if not found:
+    if not examples:
         raise PackingError(f"none of the {len(records):,} records can be used, the first because {skipped[0]}")
-    return datasets.Dataset.from_list(found).cast_column("images", datasets.Sequence(datasets.Image()))
+    return datasets.Dataset.from_list(examples).cast_column("images", datasets.Sequence(datasets.Image()))
 
 
 def _with_images(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The record with all its images in one column, after they were decoded."""
     if any(has_own_pictures(record.get(name)) for name in _CHATS):
         raise LayoutError(f"{where} has images in its messages: put them into the column images, where TRL reads them")
-    given = record.get("images")
-    if given is None:
-        given = [] if record.get("image") is None else [record["image"]]
-    pictures_of({"images": given}, where)
-    return {**{name: value for name, value in record.items() if name != "image"}, "images": list(given)}
+    images = record.get("images")
+    if images is None:
+        images = [] if record.get("image") is None else [record["image"]]
+    pictures_of({"images": images}, where)
+    return {**{name: value for name, value in record.items() if name != "image"}, "images": list(images)}

@@ -1,7 +1,13 @@
-"""The models of a training job: loaded by name or made by a config, and adapters that are trained in their place."""
+"""The model of a training job, for every task: loaded or made by a config, audited, given adapters, written.
+
+A ModelJob -> :func:`build_model` or :func:`load_model` -> :func:`with_adapters` -> a trainer -> :func:`audit_of` what
+was measured -> :func:`write_model`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,44 +16,80 @@ from torch import nn
 
 from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
-from packing_core.training.job import TrainJob, is_hub_name
+from packing_core.training.job import Audit, ModelJob, TrainJob, is_hub_name
 from packing_core.training.options import Options
+from torch_backend.auditing.model import AuditReport
+from torch_backend.auditing.trainer import TrainerReport
 from torch_backend.hf.anatomy.random_draws import is_random_setting
 from torch_backend.patching import unpatch
 
 
-def build_model(job: TrainJob) -> Any:
-    """The job's model on the CPU, in ``options.dtype``: its own safetensors, or random weights by the seed.
+@contextmanager
+def naming(what: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
+    """Names an option or a file in what a library raises about it, which may be anything.
+
+    Args:
+        what: the option or file, as its user wrote it.
+        kinds: of errors; all others pass.
 
     Raises:
-        PackingError: the folder or hub name has no such model, no safetensors, or needs code of its own to run.
+        PackingError: in place of such an error.
+    """
+    try:
+        yield
+    except PackingError:
+        raise
+    except kinds as error:
+        raise PackingError(f"{what}: {first_line(error)}") from error
+
+
+def load_model(job: ModelJob, auto: str, **options: Any) -> Any:
+    """The job's model on the CPU, in ``options.dtype``: its own safetensors, and what they lack by the seed.
+
+    Args:
+        job: names a folder or hub name.
+        auto: the class of transformers that loads it.
+        options: of ``from_pretrained``.
+
+    Raises:
+        PackingError: there is no such model, no safetensors, or it needs code of its own to run.
     """
     transformers = require("transformers", extra="hf")
     torch.manual_seed(job.options.seed)
+    options |= {"dtype": getattr(torch, job.options.dtype), "trust_remote_code": job.trust_remote_code}
+    with naming(f"--model {job.model}"):
+        return getattr(transformers, auto).from_pretrained(job.model, use_safetensors=True, **options)
+
+
+def build_model(job: TrainJob) -> Any:
+    """The causal language model of a job on the CPU, in ``options.dtype``: loaded, or random weights by the seed.
+
+    Raises:
+        PackingError: as :func:`load_model`, or the model does not fit the data.
+    """
+    transformers = require("transformers", extra="hf")
     arguments: dict[str, Any] = {"trust_remote_code": job.trust_remote_code}
-    dtype = getattr(torch, job.options.dtype)
-    try:
-        if not isinstance(job.model, str):
-            config = transformers.AutoConfig.for_model(**job.model)
-            model = transformers.AutoModelForCausalLM.from_config(_settled(config, job), **arguments)
-            return _in_dtype(model, dtype)
-        if not Path(job.model).is_dir() and not is_hub_name(job.model):
-            raise PackingError(f"--model {job.model}: no such folder or file, and not a hub name (`owner/name`)")
-        config = transformers.AutoConfig.from_pretrained(job.model, **arguments)
-        _refuse_images_alone(job.model, config, transformers)
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            job.model, config=_settled(config, job), dtype=dtype, use_safetensors=True, **arguments
-        )
-    except PackingError:
-        raise
-    except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
-        raise PackingError(f"--model {job.model}: {first_line(error)}") from error
+    with naming(f"--model {job.model}"):
+        if isinstance(job.model, str):
+            if not Path(job.model).is_dir() and not is_hub_name(job.model):
+                raise PackingError(f"--model {job.model}: no such folder or file, and not a hub name (`owner/name`)")
+            config = transformers.AutoConfig.from_pretrained(job.model, **arguments)
+            _refuse_images_alone(job.model, config, transformers)
+            model = load_model(job, "AutoModelForCausalLM", config=_settled(config, job))
+        else:
+            config = _settled(transformers.AutoConfig.for_model(**job.model), job)
+            torch.manual_seed(job.options.seed)
+            model = transformers.AutoModelForCausalLM.from_config(config, **arguments)
+            model = _in_dtype(model, getattr(torch, job.options.dtype))
+    job.check_vocabulary(model.get_input_embeddings().num_embeddings)
+    job.check_positions(getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    return model
 
 
 def _refuse_images_alone(model: str, config: Any, transformers: Any) -> None:
     """Raises PackingError for a vision-language model that transformers has no language model of text alone of."""
-    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if hasattr(config, "vision_config") and config.model_type not in known and not hasattr(config, "auto_map"):
+    families = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if hasattr(config, "vision_config") and config.model_type not in families and not hasattr(config, "auto_map"):
         raise PackingError(
             f"--model {model} takes images ({config.model_type}), and none of the first records of --data has any: "
             "pass records with images, or a language model of text"
@@ -93,20 +135,32 @@ def with_adapters(model: nn.Module, options: Options, task_type: str = "CAUSAL_L
         target_modules="all-linear" if targets is None else [name.strip() for name in targets.split(",")],
         task_type=task_type,
     )
-    try:
+    with naming(f"--lora-targets {targets}", ValueError):
         return peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise PackingError(f"--lora-targets {targets}: {first_line(error)}") from error
 
 
-def write_model(model: Any, folder: Path, weights: dict[str, Any] | None = None, *, merge_lora: bool = False) -> None:
+def audit_of(report: AuditReport | TrainerReport) -> Audit:
+    """The verdict of a report, and the line that says how it was reached."""
+    line = str(report)
+    if isinstance(report, AuditReport):
+        line = (
+            f"max relative error against each document alone: logits {report.logits:.0e} (allowed "
+            f"{report.allowed_logits:.0e}), loss {report.loss:.0e} ({report.allowed_loss:.0e}), gradients "
+            f"{report.gradients:.0e} ({report.allowed_gradients:.0e}); perturbing one document changes the others by "
+            f"{f'{report.leak:.0e}' if report.leak else '0 (no leak)'}"
+        )
+    return Audit(exact=report.verdict == "exact", line=line)
+
+
+def write_model(job: ModelJob, model: Any, weights: dict[str, Any] | None = None) -> None:
     """Writes a trained model, unpatched, as ``from_pretrained`` reads it, or its adapters as peft does.
 
     Args:
+        job: its ``output`` is the folder.
+        model: of one of its runs.
         weights: of a sharded model, gathered.
-        merge_lora: add the adapters to the weights and write those.
     """
     model = unpatch(model)
-    if merge_lora:
+    if job.merge_lora:
         model = model.merge_and_unload()
-    model.save_pretrained(folder, state_dict=weights)
+    model.save_pretrained(job.output, state_dict=weights)

@@ -70,10 +70,10 @@ class Ranks(NamedTuple):
 
     def everyones(self, value: Any) -> list[Any]:
         """The value of every rank, on every rank."""
-        found = [value] * self.world
+        gathered = [value] * self.world
         if self.world > 1:
-            dist.all_gather_object(found, value)
-        return found
+            dist.all_gather_object(gathered, value)
+        return gathered
 
 
 class Process(NamedTuple):
@@ -117,11 +117,11 @@ def whole_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: whole(weight.detach()).cpu() for name, weight in weights.items()}
     from deepspeed.runtime.zero import GatheredParameters
 
-    found = {}
+    gathered = {}
     for name, weight in weights.items():
         with GatheredParameters([weight]):
-            found[name] = weight.detach().to("cpu", copy=True)
-    return found
+            gathered[name] = weight.detach().to("cpu", copy=True)
+    return gathered
 
 
 def like(x: Tensor, sharded: Tensor) -> Tensor:

@@ -93,9 +93,9 @@ class Recording(TrainerCallback):
             job.on_phase(f"no lower evaluation loss in {job.early_stopping} evaluations: the run ends here")
             self.control.should_training_stop = True
         if job.saves_after(self.records):
-            found = states.gathered(trainer.model, trainer.optimizer, trainer.process.ranks)
+            tensors = states.gathered(trainer.model, trainer.optimizer, trainer.process.ranks)
             if trainer.process.ranks.rank == 0:
-                save_checkpoint(job, self.records, lambda folder: states.save(folder, *found))
+                save_checkpoint(job, self.records, lambda folder: states.save(folder, *tensors))
 
     def _sample(self) -> None:
         """Lets the model continue the prompts of the job, on the first rank."""
@@ -115,7 +115,7 @@ def continuation(trainer: JobTrainer, prompt: Sequence[int], tokens: int = 64) -
     """Returns the most probable continuation of a prompt, up to the end of text or ``tokens`` tokens."""
     model, ids = trainer.model, torch.tensor([prompt], device=trainer.args.device)
     with in_mode(model, training=False), trainer.compute_loss_context_manager():
-        found = model.generate(
+        generated = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
@@ -123,5 +123,4 @@ def continuation(trainer: JobTrainer, prompt: Sequence[int], tokens: int = 64) -
             use_cache=True,
             pad_token_id=trainer.job.schedule.pad_id,
         )
-    made: list[int] = found[0, len(prompt) :].tolist()
-    return made
+    return generated[0, len(prompt) :].tolist()

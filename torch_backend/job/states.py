@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
 from packing_core.training.options import Options
+from torch_backend.job.models import naming
 from torch_backend.job.ranks import Ranks, like, whole, whole_weights
 
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -53,10 +53,9 @@ class MasterWeights(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """The states, each with its float32 weight under ``master``."""
-        found = super().state_dict()
-        states = found["state"]
-        with_weights = {n: {**states.get(n, {}), _MASTER: master} for n, master in enumerate(self.masters)}
-        return {**found, "state": with_weights}
+        saved = super().state_dict()
+        states = saved["state"]
+        return {**saved, "state": {n: {**states.get(n, {}), _MASTER: x} for n, x in enumerate(self.masters)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         states = {number: dict(values) for number, values in state_dict["state"].items()}
@@ -91,12 +90,10 @@ def make_optimizer(
     if named is None or master_weights:
         adamw = MasterWeights if master_weights else torch.optim.AdamW
         return adamw(groups, lr=1.0, fused=True)
-    try:
+    with naming(f"--optim {options.optim or 'adamw_torch_fused'}", (ImportError, TypeError, ValueError)):
         kind, arguments = named()
-        made: torch.optim.Optimizer = kind(groups, **arguments)
-    except (ImportError, TypeError, ValueError) as error:
-        raise PackingError(f"--optim {options.optim or 'adamw_torch_fused'}: {first_line(error)}") from error
-    return made
+        optimizer: torch.optim.Optimizer = kind(groups, **arguments)
+    return optimizer
 
 
 def gathered(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> tuple[Tensors, Tensors]:
@@ -104,15 +101,15 @@ def gathered(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -
 
     Every rank must call it; sharded tensors are gathered.
     """
-    found = {
+    tensors = {
         f"{number}.{key}": whole(value) if isinstance(value, Tensor) else torch.tensor(value)
         for number, values in optimizer.state_dict()["state"].items()
         for key, value in values.items()
         if value is not None
     }
     for rank, states in enumerate(ranks.everyones(_random_states())):
-        found |= {f"{_RANDOM}{rank}.{kind}": state for kind, state in states.items()}
-    return whole_weights(changing(model)), found
+        tensors |= {f"{_RANDOM}{rank}.{kind}": state for kind, state in states.items()}
+    return whole_weights(changing(model)), tensors
 
 
 def save(folder: Path, weights: Tensors, states: Tensors) -> None:
@@ -153,5 +150,5 @@ def load_states(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) ->
 
 
 def _random_states() -> Tensors:
-    found = {"cpu": torch.get_rng_state()}
-    return {**found, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else found
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state(), **on_gpu}

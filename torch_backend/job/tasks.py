@@ -30,7 +30,7 @@ from torch_backend.auditing.trainer import audit_trainer
 from torch_backend.collate import PackedCollator
 from torch_backend.job.embeddings import EmbeddingTrainer, PairCollator, tokenized
 from torch_backend.job.images import image_dataset, image_rows
-from torch_backend.job.models import with_adapters, write_model
+from torch_backend.job.models import audit_of, load_model, naming, with_adapters, write_model
 from torch_backend.job.train import device_name
 from torch_backend.patching import unpad
 from torch_backend.trainers.enable_packing import enable_packing
@@ -103,7 +103,7 @@ def train(job: TaskJob) -> TaskResult:
             skipped=skipped,
         )
     if job.output is not None and trainer.is_world_process_zero():
-        write_model(trainer.accelerator.unwrap_model(trainer.model), job.output, merge_lora=job.merge_lora)
+        write_model(job, trainer.accelerator.unwrap_model(trainer.model))
         tokenizer.save_pretrained(job.output)
     return result
 
@@ -115,10 +115,8 @@ def _tokenizer(job: TaskJob) -> Any:
         PackingError: it cannot be loaded.
     """
     what, auto = ("processor", "AutoProcessor") if job.images else ("tokenizer", "AutoTokenizer")
-    try:
+    with naming(f"{what} {job.tokenizer}"):
         loaded = getattr(transformers, auto).from_pretrained(job.tokenizer, trust_remote_code=job.trust_remote_code)
-    except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
-        raise PackingError(f"{what} {job.tokenizer}: {first_line(error)}") from error
     if job.images and getattr(loaded, "image_processor", None) is None:
         raise PackingError(
             f"records have images, and {job.tokenizer} has no processor of images, only {type(loaded).__name__}: pass "
@@ -136,17 +134,17 @@ def _labels(job: TaskJob) -> list[Any]:
     """The classes of the records, sorted; none for other tasks."""
     if job.task != "classify":
         return []
-    found = {record["label"] for record in [*job.records, *job.held_out]}
-    kinds = {type(label).__name__ for label in found}
+    labels = {record["label"] for record in [*job.records, *job.held_out]}
+    kinds = {type(label).__name__ for label in labels}
     if not kinds <= {"int", "str", "bool"} or len(kinds) > 1:
         raise PackingError(
             f"--task classify: labels are {' and '.join(sorted(kinds))}: they must be all str or all int"
         )
-    if len(found) < 2:
+    if len(labels) < 2:
         raise PackingError(
-            f"--task classify: the only label is {next(iter(found))!r}: pass records of two classes or more"
+            f"--task classify: the only label is {next(iter(labels))!r}: pass records of two classes or more"
         )
-    return sorted(found)
+    return sorted(labels)
 
 
 def _model(job: TaskJob, tokenizer: Any, labels: Sequence[Any]) -> Any:
@@ -155,20 +153,12 @@ def _model(job: TaskJob, tokenizer: Any, labels: Sequence[Any]) -> Any:
     Raises:
         PackingError: it cannot be loaded.
     """
-    torch.manual_seed(job.options.seed)
-    options: dict[str, Any] = {"trust_remote_code": job.trust_remote_code, "use_safetensors": True}
-    options["dtype"] = getattr(torch, job.options.dtype)
-    if job.task == "reward":
-        options["num_labels"] = 1
+    options: dict[str, Any] = {"num_labels": 1} if job.task == "reward" else {}
     if labels:
         options["id2label"] = {number: str(label) for number, label in enumerate(labels)}
         options["label2id"] = {name: number for number, name in options["id2label"].items()}
     plain = "AutoModelForImageTextToText" if job.images else "AutoModelForCausalLM"
-    auto = getattr(transformers, _HEADS.get(job.task, plain))
-    try:
-        model = auto.from_pretrained(job.model, **options)
-    except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
-        raise PackingError(f"--model {job.model}: {first_line(error)}") from error
+    model = load_model(job, _HEADS.get(job.task, plain), **options)
     # a decoder's classifier finds the end of a document by it
     if not job.images and model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
@@ -292,9 +282,9 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path, longest: int | None 
     Raises:
         PackingError: its library refuses one.
     """
-    known = {field.name for field in fields(kind)}
-    for name in job.arguments.keys() - known:
-        near = get_close_matches(name, known, n=1)
+    fields_of_kind = {field.name for field in fields(kind)}
+    for name in job.arguments.keys() - fields_of_kind:
+        near = get_close_matches(name, fields_of_kind, n=1)
         hint = f": is it {near[0]}?" if near else ""
         raise PackingError(f"--set {name}: {kind.__name__} has no such argument{hint}")
     for name, value in job.arguments.items():
@@ -327,7 +317,7 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path, longest: int | None 
         "seed": options.seed % 2**32,
         "bf16": options.dtype == "float32" and options.precision == "bfloat16",
         # transformers 5.23 renamed it, and warns under the old name
-        "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing": (
+        "activation_checkpointing" if "activation_checkpointing" in fields_of_kind else "gradient_checkpointing": (
             job.gradient_checkpointing
         ),
         "use_cpu": job.device == "cpu" or not torch.cuda.is_available(),
@@ -342,12 +332,8 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path, longest: int | None 
     }
     if longest is not None:
         settled["max_length"] = longest if job.overflow == "truncate" else None
-    try:
+    with naming(f"--task {job.task}: {kind.__name__}", (TypeError, ValueError)):
         return kind(**(settled | dict(job.arguments)))
-    except PackingError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise PackingError(f"--task {job.task}: {kind.__name__}: {first_line(error)}") from error
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
@@ -382,7 +368,7 @@ def _packed(job: TaskJob, trainer: Any) -> Audit:
         else:
             rows: dict[str, Any] = {"capacity": job.capacity, "overflow": job.overflow}
             enable_packing(trainer, implementation=job.attention, verify=False, **rows)
-    return Audit(exact=report.verdict == "exact", line=str(report))
+    return audit_of(report)
 
 
 def _timed(job: TaskJob, trainer: Any) -> tuple[int, float]:

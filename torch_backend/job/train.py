@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
-from packing_core.errors import PackingError, first_line, plural
+from packing_core.errors import plural
 from packing_core.extras import require
 from packing_core.training.checkpoints import best_checkpoint, newest_checkpoint
 from packing_core.training.job import ZERO, Audit, TrainJob, TrainResult, honours
 from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run
 from packing_core.training.timing import Clock
-from torch_backend.auditing.model import AuditReport, verify
+from torch_backend.auditing.model import verify
 from torch_backend.hf.explaining import explain
 from torch_backend.job import states
 from torch_backend.job.memory import Memory, memory_line, release
-from torch_backend.job.models import build_model, with_adapters, write_model
+from torch_backend.job.models import audit_of, build_model, naming, with_adapters, write_model
 from torch_backend.job.ranks import Process, Ranks, context_mesh, shard, whole_weights
 from torch_backend.job.recording import Recording
 from torch_backend.job.trainer import job_trainer
@@ -96,7 +96,7 @@ def _train(job: TrainJob, run: Run, process: Process) -> _Finished:
     release(process.device)
     memory = Memory(process.device)
     with memory.counted(), TemporaryDirectory() as folder:
-        model, report = _prepared(job, run, process)
+        model, audit = _prepared(job, run, process)
         checkpoint, records = newest_checkpoint(job) if job.resume else (None, [])
         if checkpoint is not None:
             states.load_weights(checkpoint, model)
@@ -115,34 +115,35 @@ def _train(job: TrainJob, run: Run, process: Process) -> _Finished:
             unset_hf_deepspeed_config()
     attention = ""
     if run == "packed":
-        served = sorted({layer.serves for layer in explain(model).layers if layer.serves})
-        attention = ", ".join(served) or job.attention
+        implementations = sorted({layer.serves for layer in explain(model).layers if layer.serves})
+        attention = ", ".join(implementations) or job.attention
         if job.output is not None:
-            _write(job, model, process.ranks)
-    return _Finished(recording.records, memory.peak, None if report is None else _audit(report), attention)
+            sharded = job.strategy in ("fsdp", "zero3")
+            weights = whole_weights(states.changing(model)) if sharded else None  # which all ranks gather
+            if process.ranks.rank == 0:
+                write_model(job, model, weights)
+    return _Finished(recording.records, memory.peak, audit, attention)
 
 
 @contextmanager
 def _keeping(config: Any, name: str) -> Iterator[None]:
     """Puts back a value of the config, which Trainer sets and which would be written with the model."""
-    there, before = hasattr(config, name), getattr(config, name, None)
+    had_it, before = hasattr(config, name), getattr(config, name, None)
     yield
-    if there:
+    if had_it:
         setattr(config, name, before)
     elif hasattr(config, name):
         delattr(config, name)
 
 
-def _prepared(job: TrainJob, run: Run, process: Process) -> tuple[Any, AuditReport | None]:
+def _prepared(job: TrainJob, run: Run, process: Process) -> tuple[Any, Audit | None]:
     """The model of a run on its device, and the audit of the packed one, which is patched."""
     job.on_phase(f"building the model ({run})")
     model = build_model(job).to(process.device)
-    job.check_vocabulary(model.get_input_embeddings().num_embeddings)
-    job.check_positions(getattr(model.config.get_text_config(), "max_position_embeddings", None))
-    report = None
+    audit = None
     if run == "packed":
         job.on_phase("patching and auditing it")
-        report = verify(model, job.attention)
+        audit = audit_of(verify(model, job.attention))
         mesh = context_mesh(process, job.context_parallel)
         patch(model, implementation=job.attention, verify=False, mesh=mesh)
     if job.options.lora:
@@ -153,26 +154,7 @@ def _prepared(job: TrainJob, run: Run, process: Process) -> tuple[Any, AuditRepo
         enable({"use_reentrant": False})
     if run == "packed":
         job.on_phase(memory_line(model, job, process.ranks, process.device))
-    return model, report
-
-
-def _write(job: TrainJob, model: Any, ranks: Ranks) -> None:
-    """Write the trained model by rank 0; of a sharded one, all ranks gather the weights."""
-    assert job.output is not None
-    sharded = job.strategy in ("fsdp", "zero3")
-    weights = whole_weights(states.changing(model)) if sharded else None
-    if ranks.rank == 0:
-        write_model(model, job.output, weights, merge_lora=job.merge_lora)
-
-
-def _audit(report: AuditReport) -> Audit:
-    return Audit(
-        exact=report.verdict == "exact",
-        line=f"max relative error against each document alone: logits {report.logits:.0e} (allowed "
-        f"{report.allowed_logits:.0e}), loss {report.loss:.0e} ({report.allowed_loss:.0e}), gradients "
-        f"{report.gradients:.0e} ({report.allowed_gradients:.0e}); perturbing one document changes the others by "
-        f"{f'{report.leak:.0e}' if report.leak else '0 (no leak)'}",
-    )
+    return model, audit
 
 
 def device_of(name: str, local: int = 0) -> torch.device:
@@ -180,11 +162,9 @@ def device_of(name: str, local: int = 0) -> torch.device:
     if name in ("auto", "cuda") and torch.cuda.is_available():
         torch.cuda.set_device(local)
         return torch.device("cuda", local)
-    try:
+    with naming(f"--device {name}", (RuntimeError, AssertionError)):
         device = torch.device("cpu" if name == "auto" else name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise PackingError(f"--device {name}: {first_line(error)}") from error
     return device
 
 

@@ -26,13 +26,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.errors import PackingError
 from packing_core.extras import require
-from packing_core.planning.cost import Cost
 from packing_core.training.job import ZERO, TrainJob
 from packing_core.training.schedule import Run
 from torch_backend.collate import Batch, PackedCollator
-from torch_backend.hf.anatomy.structure import causal_lm, in_mode
+from torch_backend.hf.anatomy.structure import in_mode
 from torch_backend.job.ranks import Process
 from torch_backend.job.states import make_optimizer
 from torch_backend.job.steps import PackedSteps, PaddedSteps, RowByRow, only_item
@@ -41,8 +39,11 @@ from torch_backend.ops.divisor import Divisor, quotient
 from torch_backend.segments import to_device
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.train_step import accumulating, wrappers_of
+from torch_backend.trainers.changes import Changes
+from torch_backend.trainers.dataloader import cost_of
 from torch_backend.trainers.enable_packing import enable_packing
 from torch_backend.trainers.fast_step import speed_up
+from torch_backend.trainers.own_loss import TrainerLoss
 
 require("transformers", extra="hf")
 
@@ -95,7 +96,7 @@ class JobTrainer(Trainer):
         self._timed = ExitStack()
         args = _arguments(job, steps=len(job.schedule) - first, device=process.device, folder=folder)
         if run == "packed":
-            data: Any = PackedSteps(job.schedule, first, self.groups, _cost(model))
+            data: Any = PackedSteps(job.schedule, first, self.groups, cost_of(model))
             collator: Callable[[Any], Any] = RowByRow(model)
         else:
             data, collator = PaddedSteps(job.schedule, run), only_item
@@ -120,8 +121,7 @@ class JobTrainer(Trainer):
             options, named = self.job.options, partial(self.get_optimizer_cls_and_kwargs, self.args)
             own = options.optim is None and not options.settings
             self.optimizer = make_optimizer(self.model, options, master_weights=copies, named=None if own else named)
-        made: torch.optim.Optimizer = self.optimizer
-        return made
+        return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         if self.lr_scheduler is None:
@@ -187,7 +187,7 @@ def job_trainer(job: TrainJob, run: Run, model: Any, process: Process, *, first:
     if run == "packed":
         enable_packing(trainer, implementation=job.attention, verify=False)
     else:
-        speed_up(trainer)
+        speed_up(Changes(trainer), TrainerLoss(trainer))
     # Runs that are compared differ in their rows alone: none is compiled or captured.
     fast = False if len(job.runs) > 1 or job.deterministic else "auto"
     step: Any = trainer.packed_step  # type: ignore[attr-defined]
@@ -277,11 +277,3 @@ def _fixed_shapes(job: TrainJob) -> FixedShapes:
     return FixedShapes.of_rows(
         max(plan.length.max() for plan in plans), np.hstack([np.diff(plan.row_offsets) for plan in plans])
     )
-
-
-def _cost(model: Any) -> Cost | None:
-    """Returns the cost of a row in the model, as far as its config gives it."""
-    try:
-        return Cost.from_config(causal_lm(model).config.get_text_config())
-    except PackingError:
-        return None

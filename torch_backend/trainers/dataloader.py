@@ -30,10 +30,11 @@ from torch_backend.collate.document_labels import NAMES
 from torch_backend.collate.loading import ReadyBatch
 from torch_backend.collate.vision import VisionRows
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.trainers.callbacks import SameRows
+from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.epoch_rows import EpochRows, RowBatches, RowStream
+from torch_backend.trainers.port import LIMITS, PackingRequest
 from torch_backend.trainers.replaced import ReplacingCollator, name_of
-from torch_backend.trainers.resuming import refuse_other_rows
-from torch_backend.trainers.row_options import RowOptions
 from torch_backend.trainers.vision import VisionEpochRows
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ STEPS_LOST = 2  # an epoch of so many times fewer steps trains otherwise than it
 
 
 def pack_training_data(
-    trainer: Any, collator: PackedCollator, options: RowOptions
+    trainer: Any, collator: PackedCollator, request: PackingRequest
 ) -> tuple[PackedCollator, EpochRows | RowStream | None]:
     """The collator of a trainer, and the rows that it shall train on: None if its own batches are packed one by one.
 
@@ -53,10 +54,10 @@ def pack_training_data(
         PackingError: no capacity is given, and neither trainer nor model has a maximum length; an option of the rows is
             given and has no effect, such as an order where the data set is not packed as a whole.
     """
-    data, capacity = trainer.train_dataset, options.capacity
+    data, capacity = trainer.train_dataset, request.capacity
     if collator.capacity is not None or data is None:
-        options.refuse_order("the documents of each batch are packed by themselves")
-        return _with_capacity(collator, options), None
+        request.refuse_order("the documents of each batch are packed by themselves")
+        return _with_capacity(collator, request), None
     first = next(iter(data), None)
     _refuse_shares(data, first)
     if isinstance(first, ReadyBatch):
@@ -65,29 +66,23 @@ def pack_training_data(
             "pass the documents as train_dataset (a datasets.Dataset, a list or an IterableDataset) or a "
             "PackedDataset, or train these batches in a loop with make_train_step"
         )
-    if isinstance(first, PackedBatch | VisionRows):
-        first = first if isinstance(first, PackedBatch) else first.batch
-        if capacity is not None:
-            raise PackingError(f"the training data are rows of {first.capacity:,} tokens already: leave capacity out")
-        options.refuse_order("the training data are rows already")
-        options.refuse_limits("the training data are rows already: leave it out")
-        return collator, None
-    if capacity is None and isinstance(first, Mapping) and any(name in first for name in LENGTHS):
-        options.refuse_order("the training data are rows already")
-        options.refuse_limits("the training data are rows already: leave it out, or pass capacity for other rows")
+    marked = isinstance(first, Mapping) and any(name in first for name in LENGTHS)
+    if isinstance(first, PackedBatch | VisionRows) or (capacity is None and marked):
+        way_out = "leave it out, or pass capacity for other rows" if marked else "leave it out"
+        request.refuse("the training data are rows already", way_out=way_out)
         return collator, None
     if (reason := _why_batches_only(trainer)) is not None:
-        options.refuse_order(f"the documents of each batch are packed by themselves: {reason}")
+        request.refuse_order(f"the documents of each batch are packed by themselves: {reason}")
         logger.warning(
             "enable_packing packs the %d documents of each batch and not the whole data set, because %s",
             trainer.args.per_device_train_batch_size,
             reason,
         )
-        return _with_capacity(collator, options), None
+        return _with_capacity(collator, request), None
     if capacity is None:
         capacity, source = _longest(trainer)
         logger.warning("enable_packing makes rows of %d tokens, after %s: capacity=... changes it", capacity, source)
-    return collator, _rows(trainer, collator, capacity, options)
+    return collator, _rows(trainer, collator, capacity, request)
 
 
 def _refuse_shares(data: Any, first: Any) -> None:
@@ -119,16 +114,18 @@ def _of_ranks(value: Any) -> list[Any]:
     return values
 
 
-def use_rows(trainer: Any, rows: EpochRows | RowStream | None) -> None:
+def use_rows(changes: Changes, rows: EpochRows | RowStream | None) -> None:
     """Let a trainer make its training dataloader of rows, or make its own again (None), of packed batches alone.
 
     A run that resumes inside an epoch then checks that its rows are those of before (:mod:`.resuming`).
     """
-    refuse_other_rows(trainer, rows)
-    if rows is not None:
-        trainer.get_train_dataloader = partial(_dataloader, trainer, rows)
-        return
-    trainer.get_train_dataloader = partial(_checked_dataloader, trainer, trainer.get_train_dataloader)
+    # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
+    changes.set("dispatch_batches", False, of=changes.trainer.accelerator.dataloader_config)
+    if rows is None:
+        changes.wrap("get_train_dataloader", _checked_dataloader, changes.trainer)
+    else:
+        changes.add_callback(SameRows(rows))
+        changes.set("get_train_dataloader", partial(_dataloader, changes.trainer, rows))
 
 
 def rows_of(trainer: Any) -> EpochRows | RowStream | None:
@@ -173,7 +170,7 @@ def _packed_only(trainer: Any) -> PackedOnly:
     )
 
 
-def _checked_dataloader(trainer: Any, method: Any) -> Any:
+def _checked_dataloader(method: Any, trainer: Any) -> Any:
     """A training dataloader that the trainer makes itself; its batches have to be packed."""
     prepared = method()
     loader = getattr(prepared, "base_dataloader", prepared)  # accelerate's hands calls on to the one inside
@@ -228,7 +225,7 @@ def _refuse_no_batch(loader: Any, trainer: Any, data: str) -> None:
         )
 
 
-def _rows(trainer: Any, collator: PackedCollator, capacity: int, options: RowOptions) -> EpochRows | RowStream:
+def _rows(trainer: Any, collator: PackedCollator, capacity: int, request: PackingRequest) -> EpochRows | RowStream:
     args, data, pad_id = trainer.args, trainer.train_dataset, collator.pad_id
     replaced = collator.replaced if isinstance(collator, ReplacingCollator) else None
     read = (*trainer._signature_columns, *READ) if args.remove_unused_columns else None
@@ -242,14 +239,16 @@ def _rows(trainer: Any, collator: PackedCollator, capacity: int, options: RowOpt
             raise PackingError("a stream has no number of rows: pass max_steps to the trainer's arguments")
         if collator.labels_documents:
             raise PackingError("a stream cannot carry one label per document: pass a datasets.Dataset or a list")
-        options.refuse_order("a stream gives its documents as they come")
-        return RowStream(data, read, capacity, options=options, seed=seed, pad_id=pad_id, replaced=replaced)
+        request.refuse_order("a stream gives its documents as they come")
+        return RowStream(data, read, request.rule(capacity), seed=seed, pad_id=pad_id, replaced=replaced)
+    rule = request.rule(capacity, cost_of(trainer.model))
     in_order = getattr(args, "train_sampling_strategy", "random") == "sequential"
     if in_order:
-        options.refuse_order('train_sampling_strategy="sequential" keeps the documents in theirs')
+        request.refuse_order('train_sampling_strategy="sequential" keeps the documents in theirs')
     if collator.vision is not None:
-        of_epoch: Any = {"options": options, "seed": seed, "cost": _cost(trainer.model), "in_order": in_order}
-        return _announced(trainer, VisionEpochRows(data, collator.vision, capacity, pad_id=pad_id, **of_epoch))
+        return _announced(
+            trainer, VisionEpochRows(data, collator.vision, rule, seed=seed, pad_id=pad_id, in_order=in_order)
+        )
     names = data.column_names if hasattr(data, "column_names") else list(dict.fromkeys(n for x in data for n in x))
     names = [name for name in names if (read is None or name in read if replaced is None else replaced.reads(name))]
     per_document = set() if replaced is None else replaced.numbers & {*names}
@@ -260,11 +259,9 @@ def _rows(trainer: Any, collator: PackedCollator, capacity: int, options: RowOpt
     rows = EpochRows(
         data,
         [name for name in names if name not in per_document],
-        capacity,
-        options=options,
+        rule,
         seed=seed,
         pad_id=pad_id,
-        cost=_cost(trainer.model),
         in_order=in_order,
         per_document=sorted(per_document),
         replaced=replaced,
@@ -303,13 +300,13 @@ def _announced(trainer: Any, rows: EpochRows) -> EpochRows:
     return rows
 
 
-def _with_capacity(collator: PackedCollator, options: RowOptions) -> PackedCollator:
-    if options.capacity is None:
-        options.refuse_limits("the documents of each batch share a row of their length without a capacity: pass one")
+def _with_capacity(collator: PackedCollator, request: PackingRequest) -> PackedCollator:
+    if request.capacity is None:
+        request.refuse("the documents of each batch share a row of their length", *LIMITS, way_out="pass a capacity")
         return collator
     collator = copy.copy(collator)
-    collator.capacity = options.capacity
-    collator.plan_options = {**collator.plan_options, **options.packing}
+    collator.capacity = request.capacity
+    collator.plan_options = {**collator.plan_options, **request.limits}
     return collator
 
 
@@ -347,7 +344,7 @@ def _longest(trainer: Any) -> tuple[int, str]:
     )
 
 
-def _cost(model: Any) -> Cost:
+def cost_of(model: Any) -> Cost:
     """Returns the cost of a row in a model; that of a Llama if its config does not give its size."""
     config = causal_lm(model).config
     try:

@@ -1,47 +1,40 @@
-"""``enable_packing(trainer)``: packing inside a ``Trainer`` or an ``SFTTrainer`` that somebody else built.
+"""``enable_packing(trainer)``: packing inside a trainer that somebody else built, and ``disable_packing``.
 
-A built trainer -> a plan, or a refusal, before anything is changed (:mod:`.inspection`) -> its model is patched, its
-documents are packed into rows (:mod:`.epoch_rows`), and its collator carries the segments of every batch. The trainer's
-loop, loss, optimizer and arguments stay as they are.
+A built trainer -> the port of its kind (:func:`port_of`) -> a plan, or a refusal, before anything is changed -> the
+models are patched, and the trainer is changed through :class:`.changes.Changes`, which take all of it back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import torch
-
-from packing_core.batches.columns import READ
-from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.errors import PackingError, UnsupportedError
+from packing_core.errors import PackingError
 from packing_core.hints import hinted
 from packing_core.planning.plan import Order, Overflow
-from torch_backend.collate import PackedCollator
-from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
-from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.explaining import SHARERS
 from torch_backend.hf.inputs.trl_trainers import has_tree_rows, kind_of
-from torch_backend.patching import patch, unpatch
-from torch_backend.steps.dynamic_compile import run_plain_layers
-from torch_backend.steps.memory import AUTO_OVER_RANKS, Level, Memory, check_level, hold_level, release_level
-from torch_backend.steps.memory_fit import FittedLevel
-from torch_backend.trainers import preference, sft
-from torch_backend.trainers.dataloader import use_rows
-from torch_backend.trainers.fast_step import speed_up
-from torch_backend.trainers.inspection import PackingPlan, inspect
-from torch_backend.trainers.neftune import add_noise_by_document
-from torch_backend.trainers.own_loss import warn_of_last_tokens, warn_of_means, warn_of_rows
-from torch_backend.trainers.predictions import evaluate_unpacked, generates_in_evaluation, predict_documents
-from torch_backend.trainers.replaced import ReplacingCollator
-from torch_backend.trainers.row_options import RowOptions
-from torch_backend.trainers.tree_rows import TreeRows, serve_tree_rows
+from torch_backend.steps.memory import Memory
+from torch_backend.trainers.changes import changing, take_back
+from torch_backend.trainers.port import PackingRequest, TrainerPort
+from torch_backend.trainers.preference import KtoPort, PolicyPort, RewardPort, ScoredPort
+from torch_backend.trainers.rows_port import RowsPort
+from torch_backend.trainers.tree_rows import TreePort
 
 Trainer = TypeVar("Trainer")
-_CHANGES = "_crosspack_changes"
-_ABSENT = object()
+
+# the port of each trainer of TRL whose padded calls run packed
+_SCORED: dict[str | None, type[TrainerPort]] = {
+    "DPOTrainer": ScoredPort,
+    "KTOTrainer": KtoPort,
+    "RewardTrainer": RewardPort,
+    "GRPOTrainer": PolicyPort,
+    "RLOOTrainer": PolicyPort,
+}
+
+
+def port_of(trainer: Any) -> type[TrainerPort]:
+    """Returns the kind of port for a trainer; the only place that asks whose trainer it is."""
+    return TreePort if has_tree_rows(trainer) else _SCORED.get(kind_of(trainer), RowsPort)
 
 
 @hinted()
@@ -126,45 +119,24 @@ def enable_packing(
         PackingError: what is passed is no trainer or has no data, ``capacity`` has no effect, or the present collator
             trains other tokens than packing would.
     """
-    any_trainer: Any = trainer
-    rows = RowOptions(capacity, overflow, context, min_piece, max_segments, order, keys, weights, equal_cost)
-    if has_tree_rows(trainer):
-        beside = {"memory": memory, "share_prefix": None if share_prefix in (True, "auto") else share_prefix}
-        idle = (f"{name}={value!r}" for name, value in beside.items() if value is not None)
-        serve_tree_rows(any_trainer, implementation, rows.given or next(idle, None))
-        return trainer
-    if memory is not None:
-        check_level(any_trainer.model, memory)
-        if memory == "auto" and (kind_of(trainer) is not None or not fast):
-            raise UnsupportedError(
-                'memory="auto" follows from rows that the fast step trains, and here it trains none: name a level, '
-                'memory="full" for example'
-            )
     if share_prefix not in (True, False, "auto"):
         raise PackingError(f'share_prefix is {share_prefix!r}: pass True, False or "auto"')
-    with _in_place_of_last_call(any_trainer):
-        if kind_of(trainer) is not None:
-            preference.enable_unpadding(
-                any_trainer,
-                options=rows,
-                implementation=implementation,
-                verify=verify,
-                fast=fast,
-                share_prefix=share_prefix,
-            )
-        else:
-            if share_prefix is True:
-                raise UnsupportedError(f"{type(trainer).__name__} shares no prefixes: {SHARERS}")
-            plan = inspect(any_trainer, options=rows, fast=fast)
-            if memory == "auto" and plan.mesh is not None:
-                raise UnsupportedError(AUTO_OVER_RANKS)
-            options: Any = {"implementation": implementation, "verify": verify, "mesh": plan.mesh}
-            patch(any_trainer.model, **options)
-            if any_trainer.model_init is not None:  # train() makes another model
-                any_trainer.call_model_init = partial(_patched_model_init, any_trainer.call_model_init, **options)
-            _apply(any_trainer, plan, fast=fast)
-        if memory is not None:
-            _use_memory(any_trainer, memory)
+    rows = PackingRequest.changed(
+        capacity=capacity,
+        overflow=overflow,
+        context=context,
+        min_piece=min_piece,
+        max_segments=max_segments,
+        order=order,
+        keys=keys,
+        weights=weights,
+        equal_cost=equal_cost,
+    )
+    request = PackingRequest(rows, implementation, verify, fast, memory, share_prefix)
+    port = port_of(trainer)(trainer, request)
+    with changing(trainer) as changes:
+        port.plan()
+        port.install(changes)
     return trainer
 
 
@@ -181,115 +153,6 @@ def disable_packing(trainer: Trainer) -> Trainer:
     Returns:
         ``trainer`` itself.
     """
-    any_trainer: Any = trainer
-    if isinstance(rows := getattr(trainer, "packed_step", None), TreeRows):
-        rows.withdraw()
-        del any_trainer.packed_step
-    elif hasattr(trainer, _CHANGES):
-        with _in_place_of_last_call(any_trainer):
-            pass
-        delattr(trainer, _CHANGES)
-        for model in filter(None, (any_trainer.model, getattr(trainer, "ref_model", None))):
-            run_plain_layers(model)
-            release_level(model)
-            unpatch(model)
+    if take_back(trainer):
+        port_of(trainer).uninstall(trainer)
     return trainer
-
-
-@contextmanager
-def _in_place_of_last_call(trainer: Any) -> Iterator[None]:
-    """Takes back what the last call changed, and notes what changes inside; where that raises, nothing has changed.
-
-    Attributes that were set since the last call keep their values.
-    """
-    accelerator, handler = (getattr(trainer, name, None) for name in ("accelerator", "callback_handler"))
-    parts = trainer, getattr(trainer, "args", None), accelerator, getattr(accelerator, "dataloader_config", None)
-    holders = [part for part in parts if hasattr(part, "__dict__")]
-    callbacks = [] if handler is None else handler.callbacks
-    last = [dict(vars(holder)) for holder in holders], list(callbacks)
-    attributes, added = getattr(trainer, _CHANGES, ((), ()))
-    for holder, name, before, after in attributes:
-        if vars(holder).get(name, _ABSENT) is after:
-            _set(holder, name, before)
-    callbacks[:] = [callback for callback in callbacks if callback not in added]
-    bare = [dict(vars(holder)) for holder in holders], list(callbacks)
-    try:
-        yield
-    except BaseException:
-        for holder, values in zip(holders, last[0], strict=True):
-            for name in vars(holder).keys() | values.keys():
-                _set(holder, name, values.get(name, _ABSENT))
-        callbacks[:] = last[1]
-        raise
-    changed = [
-        (holder, name, before.get(name, _ABSENT), after)
-        for holder, before in zip(holders, bare[0], strict=True)
-        for name, after in vars(holder).items()
-        if before.get(name, _ABSENT) is not after
-    ]
-    setattr(trainer, _CHANGES, (changed, [callback for callback in callbacks if callback not in bare[1]]))
-
-
-def _set(holder: Any, name: str, value: Any) -> None:
-    if value is _ABSENT:
-        vars(holder).pop(name, None)
-    else:
-        vars(holder)[name] = value
-
-
-def _apply(trainer: Any, plan: PackingPlan, *, fast: bool) -> None:
-    """Change a trainer, whose model is patched, as planned."""
-    trainer.packing_plan = plan
-    trainer._signature_columns = [*dict.fromkeys((*trainer._signature_columns, *READ))]
-    trainer.data_collator = plan.collator
-    if labels_documents(trainer.model) or trains_first_token(trainer.model):
-        trainer.model_accepts_loss_kwargs = True  # a patched classifier divides its loss by the step's targets
-    if labels_documents(trainer.model):
-        trainer._get_num_items_in_batch = partial(_count_targets, trainer, trainer._get_num_items_in_batch)
-    use_rows(trainer, plan.rows)
-    # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
-    trainer.accelerator.dataloader_config.dispatch_batches = False
-    sft.warn_of_room(trainer)
-    warn_of_means(trainer)
-    warn_of_last_tokens(trainer)
-    warn_of_rows(trainer)
-    add_noise_by_document(trainer)
-    if fast:
-        speed_up(trainer)
-    elif sft.defines(trainer, "compute_loss") and isinstance(plan.collator, PackedCollator):
-        plan.collator.marks_padding = True  # or TRL would count the tokens of one row alone
-    predict_documents(trainer)
-    if generates_in_evaluation(trainer) and isinstance(plan.collator, ReplacingCollator):
-        evaluate_unpacked(trainer, plan.collator.replaced.padded)
-
-
-def _count_targets(trainer: Any, count: Callable[..., Any], batches: list[Any], device: Any) -> Any:
-    """Counts targets as ``Trainer`` does, which takes -100 for a missing label in a regression too."""
-    config = causal_lm(trainer.model).config
-    labels = [targets_among(each["labels"], config, of_documents=True) for each in batches if "labels" in each]
-    return count([{"labels": torch.where(found, 0, IGNORE_INDEX)} for found in labels], device)
-
-
-def _use_memory(trainer: Any, memory: Memory) -> None:
-    """Set the level of a trainer's model, and of every model that ``model_init`` makes later."""
-    level: Level = "none" if memory == "auto" else memory
-    if memory == "auto":
-        trainer.packed_step.fitted = FittedLevel()
-    hold_level(trainer.model, level)
-    for name in ("activation_checkpointing", "gradient_checkpointing"):  # train() would set its own over it
-        if hasattr(trainer.args, name):
-            setattr(trainer.args, name, False)
-    if trainer.model_init is not None:
-        trainer.call_model_init = partial(_model_init_with, trainer.call_model_init, level)
-
-
-def _model_init_with(call_model_init: Any, level: Level, trial: Any = None) -> Any:
-    """As ``Trainer.call_model_init``; the layers of the model that it makes keep what ``level`` says."""
-    model = call_model_init(trial)
-    hold_level(model, level)
-    return model
-
-
-def _patched_model_init(call_model_init: Any, trial: Any = None, **options: Any) -> Any:
-    """As ``Trainer.call_model_init``; the model that it makes is patched."""
-    return patch(call_model_init(trial), **options)

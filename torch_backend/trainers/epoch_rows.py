@@ -7,6 +7,7 @@ come.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice
@@ -21,13 +22,12 @@ from packing_core.batches.dataset import with_empty_row
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, plural
 from packing_core.planning.balance import ShardedPlan
-from packing_core.planning.cost import Cost
 from packing_core.planning.epochs import plan_epoch
 from packing_core.planning.packplan import PackPlan
+from packing_core.planning.rule import RowRule
 from packing_core.storage.digests import digest
 from torch_backend.collate.document_labels import LABELS, NAMES, as_labels
 from torch_backend.trainers.replaced import Replaced
-from torch_backend.trainers.row_options import RowOptions
 
 READ_AT_ONCE = 256  # examples of a stream
 COMPARED = 16  # documents by which a run that goes on knows its stream again
@@ -40,9 +40,8 @@ class EpochRows(Dataset[PackedBatch]):
     Args:
         source: a ``datasets.Dataset``, or a list of examples.
         names: the columns to read.
-        capacity: tokens of a row.
-        seed, cost, in_order: as in ``packing_core.planning.epochs.plan_epoch``.
-        options: of ``enable_packing``, which decide its rows.
+        rule: how documents become rows, or the tokens of a row; its keys are the name of a column.
+        seed, in_order: as in ``packing_core.planning.epochs.plan_epoch``.
         pad_id: the token that fills padding.
         per_document: the columns with one value per document: its label, and other numbers.
         replaced: the collator that packing replaces, which is asked about each document.
@@ -56,12 +55,10 @@ class EpochRows(Dataset[PackedBatch]):
         self,
         source: Any,
         names: Sequence[str],
-        capacity: int,
+        rule: int | RowRule,
         *,
-        options: RowOptions | None = None,
         seed: int = 0,
         pad_id: int = 0,
-        cost: Cost | None = None,
         in_order: bool = False,
         per_document: Sequence[str] = (),
         replaced: Replaced | None = None,
@@ -70,13 +67,13 @@ class EpochRows(Dataset[PackedBatch]):
         self.names = list(names)
         self.names_per_document = tuple(per_document)
         self.replaced = replaced
-        self.capacity = capacity
+        self.rule = RowRule.of(rule)
         self.pad_id = pad_id
-        self.row_options = options or RowOptions()
-        self.options: dict[str, Any] = {"seed": seed, "cost": cost, "in_order": in_order}
+        self.seed = seed
+        self.in_order = in_order
         self.epoch = 0
         self.ranks = 1
-        self._made: dict[tuple[int, int], tuple[ShardedPlan[PackPlan], PackedDataset]] = {}
+        self._epochs: dict[tuple[int, int], tuple[ShardedPlan[PackPlan], PackedDataset]] = {}
 
     @cached_property
     def documents(self) -> Documents:
@@ -91,10 +88,10 @@ class EpochRows(Dataset[PackedBatch]):
         if not self.names_per_document:
             return {}
         if hasattr(self.source, "select_columns"):
-            given = self.source.select_columns(list(self.names_per_document)).with_format(None)[:]
+            columns = self.source.select_columns(list(self.names_per_document)).with_format(None)[:]
         else:
-            given = {name: [example[name] for example in self.source] for name in self.names_per_document}
-        return {LABELS if name in NAMES else name: as_labels(values) for name, values in given.items()}
+            columns = {name: [example[name] for example in self.source] for name in self.names_per_document}
+        return {LABELS if name in NAMES else name: as_labels(values) for name, values in columns.items()}
 
     @cached_property
     def keys(self) -> Any:
@@ -104,20 +101,20 @@ class EpochRows(Dataset[PackedBatch]):
             PackingError: the training data, or an example of them, lack the column, or an example holds several
                 documents.
         """
-        name = self.row_options.keys
+        name = self.rule.keys
         if name is None:
             return None
         if not isinstance(name, str):
             raise PackingError(
                 f"keys is a {type(name).__name__}: pass the name of the column that holds each document's key"
             )
-        found = self._column(name)
-        if len(found) != (documents := len(self.documents.input_ids)):
+        keys = self._column(name)
+        if len(keys) != (documents := len(self.documents.input_ids)):
             raise PackingError(
-                f'keys="{name}" gives {plural(len(found), "training example")} a key, which hold {documents:,} '
+                f'keys="{name}" gives {plural(len(keys), "training example")} a key, which hold {documents:,} '
                 "documents: pass the documents as examples of their own"
             )
-        return found
+        return keys
 
     def _column(self, name: str) -> Any:
         """The values of a column, one for each training example."""
@@ -140,19 +137,16 @@ class EpochRows(Dataset[PackedBatch]):
 
     def _epoch(self, epoch: int) -> tuple[ShardedPlan[PackPlan], PackedDataset]:
         """The rows of an epoch, as plan and as data; those of two epochs are kept."""
-        made = self._made.get((epoch, self.ranks))
-        if made is None:
-            documents, given = self.documents, self.row_options
-            ordered: dict[str, Any] = {"order": given.order, "keys": self.keys, "weights": given.weights}
+        rows = self._epochs.get((epoch, self.ranks))
+        if rows is None:
+            documents = self.documents
             dealt = plan_epoch(
                 documents.input_ids.lengths,
-                self.capacity,
+                dataclasses.replace(self.rule, keys=self.keys),
+                seed=self.seed,
                 epoch=epoch,
                 ranks=self.ranks,
-                equal_cost=given.equal_cost,
-                **self.options,
-                **given.packing,
-                **ordered,
+                in_order=self.in_order,
             )
             packed = PackedDataset(
                 documents.input_ids,
@@ -164,9 +158,9 @@ class EpochRows(Dataset[PackedBatch]):
                 per_document=self.per_document,
                 pad_id=self.pad_id,
             )
-            kept = {key: value for key, value in self._made.items() if key == (0, self.ranks)}
-            self._made = {**kept, (epoch, self.ranks): (made := (dealt, packed))}
-        return made
+            first = {key: value for key, value in self._epochs.items() if key == (0, self.ranks)}
+            self._epochs = {**first, (epoch, self.ranks): (rows := (dealt, packed))}
+        return rows
 
     @property
     def identity(self) -> str:
@@ -193,22 +187,22 @@ class EpochRows(Dataset[PackedBatch]):
         epochs, rows = np.divmod(real or [0], len(self))
         if (epochs != epochs[0]).any():
             raise PackingError(f"rows {list(numbers)} are of epochs {epochs.tolist()}: take those of one at a time")
-        batch = self._as_before(self._epoch(int(epochs[0]))[1][rows][: len(real)], first=epochs[0] == 0)
+        batch = self._with_collator_columns(self._epoch(int(epochs[0]))[1][rows][: len(real)], first=epochs[0] == 0)
         for _ in range(len(numbers) - len(real)):
             batch = with_empty_row(batch)
         return batch
 
-    def _as_before(self, batch: PackedBatch, *, first: bool) -> PackedBatch:
+    def _with_collator_columns(self, batch: PackedBatch, *, first: bool) -> PackedBatch:
         """Rows with the replaced collator's additions; the first epoch compares them with the collator's batches."""
         if self.replaced is None or not (first or self.replaced.added):
             return batch
-        whole = self.row_options.keeps_whole
+        whole = self.rule.overflow in ("error", "drop")
         return self.replaced.carry(batch, self.source, "training example {}".format, whole=whole)
 
     def __getstate__(self) -> dict[str, Any]:  # a spawned worker maps the files again and plans for itself
         return {
             **{name: value for name, value in vars(self).items() if name not in ("documents", "per_document", "keys")},
-            "_made": {},
+            "_epochs": {},
         }
 
     def __str__(self) -> str:
@@ -255,8 +249,8 @@ class RowStream(IterableDataset[PackedBatch]):
     Args:
         source: yields examples; the same ones in the same order on every rank.
         names: the columns to read, None for all.
-        capacity, seed, pad_id: as in ``packing_core.stream``.
-        options: of ``enable_packing``, which decide its rows.
+        rule: how documents become rows.
+        seed, pad_id: as in ``packing_core.stream``.
         replaced: as of :class:`EpochRows`; it names the columns itself.
 
     Attributes:
@@ -268,9 +262,8 @@ class RowStream(IterableDataset[PackedBatch]):
         self,
         source: Any,
         names: Sequence[str] | None,
-        capacity: int,
+        rule: RowRule,
         *,
-        options: RowOptions | None = None,
         seed: int = 0,
         pad_id: int = 0,
         replaced: Replaced | None = None,
@@ -278,8 +271,8 @@ class RowStream(IterableDataset[PackedBatch]):
         self.source = source
         self.names = names
         self.replaced = replaced
-        self.capacity = capacity
-        self.options: dict[str, Any] = {**(options or RowOptions()).packing, "pad_id": pad_id}
+        self.rule = rule
+        self.pad_id = pad_id
         self.seed = seed
         self.epoch = 0
         self.group = 1
@@ -287,7 +280,10 @@ class RowStream(IterableDataset[PackedBatch]):
     @property
     def identity(self) -> str:
         """Identifies the settings that decide the rows, beside the documents themselves."""
-        return repr((self.capacity, self.seed, sorted(self.options.items())))
+        rule = self.rule
+        limits = {"overflow": rule.overflow, "context": rule.context, "min_piece": rule.min_piece}
+        options = limits | {"max_segments": rule.max_segments, "pad_id": self.pad_id}
+        return repr((rule.capacity, self.seed, sorted(options.items())))
 
     @cached_property
     def digest(self) -> str:
@@ -306,7 +302,7 @@ class RowStream(IterableDataset[PackedBatch]):
         rows = 0
         last = None
         trained = False
-        for last in stream(self._open, self.capacity, seed=self.seed + self.epoch, **self.options):
+        for last in stream(self._open, self.rule, seed=self.seed + self.epoch, pad_id=self.pad_id):
             rows += 1
             trained = trained or bool((last.targets != IGNORE_INDEX).any())
             if not trained and rows == TRIED:
@@ -323,13 +319,13 @@ class RowStream(IterableDataset[PackedBatch]):
 
     def _open(self, start: int) -> Iterator[dict[str, Any]]:
         if self.replaced is not None:
-            return islice(self._as_before(self.replaced), start, None)
+            return islice(self._compared(self.replaced), start, None)
         examples = iter(self.source)
         if self.names is not None:
             examples = ({name: x[name] for name in self.names if name in x} for x in examples)
         return islice(stream_documents(examples, READ_AT_ONCE), start, None)
 
-    def _as_before(self, replaced: Replaced) -> Iterator[dict[str, Any]]:
+    def _compared(self, replaced: Replaced) -> Iterator[dict[str, Any]]:
         """Documents with the replaced collator's additions, each compared with the collator's own result."""
         for number, example in enumerate(self.source):
             added = replaced.additions(example, f"training example {number}")
@@ -337,4 +333,4 @@ class RowStream(IterableDataset[PackedBatch]):
                 yield {**document, **added}
 
     def __str__(self) -> str:
-        return f"documents as they come, in rows of {self.capacity:,} tokens"
+        return f"documents as they come, in rows of {self.rule.capacity:,} tokens"

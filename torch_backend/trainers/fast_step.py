@@ -42,6 +42,7 @@ from torch_backend.steps.fast_backward import (
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.memory_fit import FittedLevel, StepMemory, tokens_of
 from torch_backend.trainers import sft
+from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.dataloader import rows_of
 from torch_backend.trainers.epoch_rows import EpochRows
 
@@ -49,52 +50,51 @@ require("transformers", extra="hf")
 
 from transformers import Trainer  # noqa: E402
 
-from torch_backend.trainers.async_logging import without_waiting  # noqa: E402
+from torch_backend.trainers.callbacks import without_waiting  # noqa: E402
 from torch_backend.trainers.over_ranks import (  # noqa: E402
     WEIGHTS_REFUSED,
     OverRanks,
     gather_means,
     refuse_outputs,
 )
-from torch_backend.trainers.own_loss import is_stock, loss_is_of_trl, why_logits  # noqa: E402
+from torch_backend.trainers.own_loss import TrainerLoss, is_stock  # noqa: E402
 
 
 class PackedStep:
     """Replaces ``training_step``, ``compute_loss`` of transformers or TRL, and ``prediction_step`` of transformers.
 
     Attributes:
-        parts: "loss", "layers" and "graph": what of the step is fast, and why the rest is not. For an ``SFTTrainer``
+        parts: which of "loss", "layers" and "graph" use the fast path, and why the others do not; for an ``SFTTrainer``
             also "metrics", if it does not log all that it logs without the fast step.
         compile, capture, fixed: as of :class:`Gradients`; set them before the first step. Without ``fixed``, shapes are
             those of the trainer's rows.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, changes: Changes, loss: TrainerLoss, *, chooses_memory: bool = False) -> None:
+        self.trainer = trainer = changes.trainer
         self.stock_step = trainer.training_step
         self.stock_loss = trainer.compute_loss
-        self.stock_prediction = trainer.prediction_step
-        self.refused = why_logits(trainer)
+        self.refused = loss.why_logits()
         self.loss_only = False
         self.compile: Choice = "auto"
         self.capture: Choice = "auto"
         self.fixed: FixedShapes | None = None
         self.in_place_of_compile = False  # of the whole model, torch_compile=True
-        self.fitted = FittedLevel(chooses=False)
+        self.fitted = FittedLevel(chooses=chooses_memory)
         self.gradients: Gradients | None = None
         self.size = 0  # of the batches that it was made for
         context = context_of(trainer.model)
         copies = 1 if context is None else context.ranks
-        self.metrics = sft.StepMetrics(trainer, copies) if loss_is_of_trl(trainer) else None
-        self.over_ranks = OverRanks.of(trainer, self.metrics)
-        self.losses = without_waiting(trainer)
-        trainer.training_step = self.training_step
+        self.metrics = sft.StepMetrics(changes, copies) if loss.of_trl else None
+        self.over_ranks = None if context is None else OverRanks(changes, context, self.metrics)
+        self.losses = without_waiting(changes)
+        changes.set("training_step", self.training_step)
         if self.refused is None or self.over_ranks is not None:
-            trainer.compute_loss = self.compute_loss
+            changes.set("compute_loss", self.compute_loss)
             if is_stock(trainer, "prediction_step"):
-                trainer.prediction_step = self.prediction_step
+                changes.wrap("prediction_step", self.prediction_step)
         if trainer.args.torch_compile or trainer.args.use_liger_kernel:
-            trainer.accelerator.prepare_model = partial(self._prepare_model, trainer.accelerator.prepare_model)
+            changes.wrap("prepare_model", self._prepare_model, of=trainer.accelerator)
 
     @property
     def model(self) -> nn.Module:
@@ -172,12 +172,17 @@ class PackedStep:
         return self.stock_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        stock_prediction: Any,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> Any:
         """As ``Trainer.prediction_step``, which asks for outputs even if it uses the loss alone."""
         self.loss_only = prediction_loss_only
         try:
-            return self.stock_prediction(model, inputs, prediction_loss_only, ignore_keys)
+            return stock_prediction(model, inputs, prediction_loss_only, ignore_keys)
         finally:
             self.loss_only = False
 
@@ -218,17 +223,17 @@ class PackedStep:
             plugin.backend = backend
 
     def _choose(self, model: nn.Module, batch: Batch, forward: bool) -> LossPath:
-        given = self.trainer._prepare_inputs(dict(batch))
+        inputs = self.trainer._prepare_inputs(dict(batch))
         with self.trainer.compute_loss_context_manager():
             if self.refused is None:
-                self.refused = fast_loss_refused(model, given)
+                self.refused = fast_loss_refused(model, inputs)
                 if self.refused is not None and self.over_ranks is not None:
                     raise UnsupportedError(
                         f"ranks that hold parts of documents need the loss without logits: {self.refused}"
                     )
             if self.refused is not None and forward:
                 with self.trainer.accelerator.autocast():
-                    run_layers(model, given)
+                    run_layers(model, inputs)
         # compute_loss takes the path from there
         return LossPath(lambda inputs: self.stock_step(model, dict(inputs.batch), inputs.targets), self.refused)
 
@@ -292,6 +297,6 @@ def _fixed_shapes(trainer: Any) -> FixedShapes:
     return FixedShapes.of_rows(longest, counts, size, _tokens(trainer))
 
 
-def speed_up(trainer: Any) -> None:
+def speed_up(changes: Changes, loss: TrainerLoss, *, chooses_memory: bool = False) -> None:
     """Give a trainer the fast training step; ``trainer.packed_step`` keeps it."""
-    trainer.packed_step = PackedStep(trainer)
+    changes.set("packed_step", PackedStep(changes, loss, chooses_memory=chooses_memory))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,21 +20,20 @@ from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import MARKS, is_numbered
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError, first_line
+from packing_core.planning.pieces import CUTS
 from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator, call_on_copies
 from torch_backend.collate.document_labels import LABELS, NAMES
 from torch_backend.collate.vision import VisionRows
 from torch_backend.hf.anatomy.heads import head_of, predicts_masked
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.inputs.trl_trainers import why_per_example
 from torch_backend.known_rows import is_packed_dataset, refuse_lost_lengths
 from torch_backend.trainers.dataloader import pack_training_data
 from torch_backend.trainers.epoch_rows import EpochRows, RowStream
-from torch_backend.trainers.over_ranks import context_mesh
-from torch_backend.trainers.own_loss import has_own_loss
-from torch_backend.trainers.predictions import generates_in_evaluation
+from torch_backend.trainers.over_ranks import context_mesh, why_not_rows
+from torch_backend.trainers.own_loss import TrainerLoss
+from torch_backend.trainers.port import PackingRequest
 from torch_backend.trainers.replaced import Replaced, ReplacingCollator, name_of
-from torch_backend.trainers.row_options import RowOptions
 from torch_backend.trainers.vision import collator_of_images
 
 COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training
@@ -71,21 +71,22 @@ class PackingPlan:
         return f"{data}, by {'PackedCollator in place of ' if own else ''}{self.before}"
 
 
-def inspect(trainer: Any, *, options: RowOptions, fast: bool) -> PackingPlan:
-    """Plan the packing of a trainer that :func:`torch_backend.enable_packing` was given, with its arguments.
+def inspect(trainer: Any, loss: TrainerLoss, request: PackingRequest) -> PackingPlan:
+    """Plan the packing of a trainer as it was requested.
 
     Raises:
         UnsupportedError, LayoutError, CapacityError, PackingError: as ``enable_packing``, but for the model's.
     """
-    _refuse_trainer(trainer)
+    refuse_cut_documents(trainer.args)
+    head_of(causal_lm(trainer.model))
     for kind, data in _datasets(trainer).items():
         if is_packed_dataset(data):
             refuse_lost_lengths(islice(iter(data), 1), f"{kind} example", data)
-    mesh = context_mesh(trainer, fast=fast)
+    mesh = context_mesh(trainer, partial(why_not_rows, trainer, loss, fast=request.fast))
     _refuse_split_model(trainer)
     trainer._set_signature_columns_if_needed()
     before = name_of(trainer.data_collator)
-    collator = _packing_collator(trainer, options)
+    collator = _packing_collator(trainer, loss, request)
     if generates_in_evaluation(trainer) and not isinstance(collator, ReplacingCollator):
         raise UnsupportedError(
             f"predict_with_generate=True continues each example of an evaluation batch, and {before} makes rows of "
@@ -94,34 +95,24 @@ def inspect(trainer: Any, *, options: RowOptions, fast: bool) -> PackingPlan:
     _refuse_untrained(trainer, collator)
     if not isinstance(collator, PackedCollator):
         return PackingPlan(collator, None, before, mesh)
-    if collator.labels_documents and options.cuts:
+    if collator.labels_documents and request.overflow in CUTS:
         raise PackingError(
-            f'overflow="{options.overflow}" cuts documents, and the model classifies whole ones: pass '
+            f'overflow="{request.overflow}" cuts documents, and the model classifies whole ones: pass '
             'overflow="truncate" or "drop"',
             option="overflow",
         )
-    if options.overflow in ("overlap", "restart") and (collator.labels_every_token or collator.masking is not None):
+    if request.overflow in ("overlap", "restart") and (collator.labels_every_token or collator.masking is not None):
         raise PackingError(
-            f'overflow="{options.overflow}" shows tokens twice, and the model would train their labels twice: pass '
+            f'overflow="{request.overflow}" shows tokens twice, and the model would train their labels twice: pass '
             'overflow="split", "truncate" or "drop"',
             option="overflow",
         )
-    return PackingPlan(*pack_training_data(trainer, collator, options), before, mesh)
+    return PackingPlan(*pack_training_data(trainer, collator, request), before, mesh)
 
 
-def _refuse_trainer(trainer: Any) -> None:
-    """Raise if the class or the arguments of a trainer rule packing out."""
-    name = type(trainer).__name__
-    if reason := why_per_example(trainer):
-        raise UnsupportedError(
-            f"{name} {reason}, and would take all documents of a row for one example: leave it unpacked; "
-            "enable_packing serves transformers.Trainer and TRL's SFT, DPO, KTO, reward, GRPO and RLOO trainers"
-        )
-    needed = ("model", "data_collator", "accelerator", "_set_signature_columns_if_needed")
-    if any(getattr(trainer, field, None) is None for field in needed):
-        raise PackingError(f"{name} is not a transformers.Trainer: pass one that is built, with its model")
-    refuse_cut_documents(trainer.args)
-    head_of(causal_lm(trainer.model))
+def generates_in_evaluation(trainer: Any) -> bool:
+    """Returns whether a trainer generates from the batches of its evaluation (transformers' ``Seq2SeqTrainer``)."""
+    return bool(getattr(trainer.args, "predict_with_generate", False))
 
 
 def _refuse_split_model(trainer: Any) -> None:
@@ -135,7 +126,7 @@ def _refuse_split_model(trainer: Any) -> None:
         )
 
 
-def _packing_collator(trainer: Any, options: RowOptions) -> PackedCollator | BoundaryCollator:
+def _packing_collator(trainer: Any, loss: TrainerLoss, request: PackingRequest) -> PackedCollator | BoundaryCollator:
     """The trainer's collator if it packs, with boundaries, else one that packs and trains the same tokens."""
     collator = trainer.data_collator
     ours = isinstance(collator, PackedCollator | BoundaryCollator)
@@ -146,12 +137,12 @@ def _packing_collator(trainer: Any, options: RowOptions) -> PackedCollator | Bou
             "because its examples show whether its collator packs and what it trains"
         )
     if (of_images := None if ours else collator_of_images(trainer, [x for _, x in examples])) is not None:
-        of_images.marks_padding |= has_own_loss(trainer)  # which may read the mask
+        of_images.marks_padding |= loss.own  # which may read the mask
         return of_images
     packs = ours or _packs(trainer, *examples[0])
     packs_documents = packs and not (isinstance(collator, PackedCollator) and collator.capacity is None)
-    if packs_documents and options.given is not None:
-        raise PackingError(f"{name_of(collator)} packs by itself, so {options.given} has no effect: leave it out")
+    if packs_documents:
+        request.refuse(f"{name_of(collator)} packs by itself")
     if ours:
         return collator
     if packs:
@@ -169,7 +160,7 @@ def _packing_collator(trainer: Any, options: RowOptions) -> PackedCollator | Bou
     replaced = Replaced(collator, trainer.model, columns, _columns_read(trainer))
     replaced.inspect(compared)
     replacing = ReplacingCollator(trainer.model, replaced)
-    if replaced.gives_mask and has_own_loss(trainer):
+    if replaced.gives_mask and loss.own:
         replacing.marks_padding = True  # which that loss may read
     return replacing
 
@@ -236,19 +227,19 @@ def _datasets(trainer: Any) -> dict[str, Any]:
 
 def _sample(trainer: Any) -> list[tuple[str, Any]]:
     """Examples from all over the training and the evaluation data, each with what messages call it."""
-    found = []
+    sample = []
     for kind, data in _datasets(trainer).items():
         if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             first = range(min(COMPARED // 8, len(data)))
             spread = np.linspace(0, len(data) - 1, min(COMPARED, len(data))).astype(int).tolist()
-            found += [(f"{kind} example {number}", data[number]) for number in sorted({*first, *spread})]
+            sample += [(f"{kind} example {number}", data[number]) for number in sorted({*first, *spread})]
         elif data is not None:
-            found += [(f"{kind} example {number}", x) for number, x in enumerate(islice(iter(data), COMPARED))]
-    refuse_lost_lengths((example for _, example in found), "sampled example")
-    for where, example in found:
+            sample += [(f"{kind} example {number}", x) for number, x in enumerate(islice(iter(data), COMPARED))]
+    refuse_lost_lengths((example for _, example in sample), "sampled example")
+    for where, example in sample:
         if isinstance(example, Mapping) and np.size(example.get("input_ids", 0)) == 0:
             raise PackingError(f"{where} is empty: leave empty documents out, dataset.filter(lambda x: x['input_ids'])")
-    return found
+    return sample
 
 
 def _seen(trainer: Any, example: Any, more: Sequence[str] = ()) -> Any:

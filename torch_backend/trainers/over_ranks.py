@@ -8,7 +8,7 @@ attention masks by ``is_causal``, so the documents of a row would see each other
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,13 +21,14 @@ from packing_core.errors import UnsupportedError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
-from torch_backend.hf.inputs.trl_trainers import generates, kind_of
 from torch_backend.hf.patch import context_of, cut_over_ranks, refuse_context_of
 from torch_backend.hf.router import SWITCH, asks_for_router_loss
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss, loss_and_router_loss
 from torch_backend.ops.divisor import Divisor
 from torch_backend.trainers import sft
-from torch_backend.trainers.own_loss import why_not_known
+from torch_backend.trainers.changes import Changes
+from torch_backend.trainers.own_loss import TrainerLoss
+from torch_backend.trainers.port import models_of
 
 WITHOUT_RANKS = "enable_packing(trainer) without ParallelismConfig(cp_size=...)"
 WEIGHTS_REFUSED = (
@@ -36,12 +37,12 @@ WEIGHTS_REFUSED = (
 )
 
 
-def context_mesh(trainer: Any, *, fast: bool) -> Any:
+def context_mesh(trainer: Any, why_whole: Callable[[], str | None]) -> Any:
     """Returns the ranks over which a trainer cuts its rows, as a mesh of one dimension; None without any.
 
     Args:
         trainer: a ``transformers.Trainer``.
-        fast: whether it gets the fast step, which alone knows of ranks.
+        why_whole: explains why its loss needs whole documents; None if it does not.
 
     Raises:
         UnsupportedError: the trainer's loss or arguments do not compute over ranks.
@@ -51,9 +52,10 @@ def context_mesh(trainer: Any, *, fast: bool) -> Any:
     refuse_split_rows(parallelism, kinds=("sequence",))
     size = trainer.get_cp_size() if hasattr(trainer, "get_cp_size") else getattr(parallelism, "cp_size", 1)
     if size == 1:
-        refuse_context_of(trainer.model, WITHOUT_RANKS)
+        for model in models_of(trainer):
+            refuse_context_of(model, WITHOUT_RANKS)
         return None
-    if (reason := _why_not(trainer, fast) or _why_not_arguments(trainer)) is not None:
+    if (reason := why_whole() or _why_not_arguments(trainer)) is not None:
         raise UnsupportedError(f"context parallelism (cp_size={size}) cuts documents over ranks, and {reason}")
     if getattr(parallelism, "cp_enabled", False):
         return trainer.accelerator.torch_device_mesh["cp"]
@@ -62,35 +64,20 @@ def context_mesh(trainer: Any, *, fast: bool) -> Any:
     return context.mesh
 
 
-def _why_not(trainer: Any, fast: bool) -> str | None:
-    """Explains why a trainer's loss is not computed from parts of documents; None if it is."""
-    args, kind = trainer.args, kind_of(trainer)
-    if kind is not None:
-        return _why_not_scored(trainer, kind)
+def why_not_rows(trainer: Any, loss: TrainerLoss, *, fast: bool) -> str | None:
+    """Explains why a trainer's loss is not computed from parts of rows; None if it is.
+
+    Args:
+        trainer: a ``transformers.Trainer``.
+        loss: its loss.
+        fast: whether it gets the fast step, which alone knows of ranks.
+    """
     if not fast:
         return "the trainer's own step runs whole ones: leave fast=False out"
-    if (reason := why_not_known(trainer)) is not None:
+    if (reason := loss.why_not_known()) is not None:
         return f"every rank computes its part of the loss without the logits of others: {reason}"
-    if not args.average_tokens_across_devices:
+    if not trainer.args.average_tokens_across_devices:
         return "their targets are counted on all ranks: leave average_tokens_across_devices=False out"
-    return None
-
-
-def _why_not_scored(trainer: Any, kind: str) -> str | None:
-    """Explains why a trainer whose loss reads log-probabilities of documents cannot gather them; None if it can."""
-    if kind == "RewardTrainer":
-        return "a reward model scores each of them at its last token, on a model that is not causal: leave cp_size out"
-    if generates(trainer):
-        name = type(trainer).__name__
-        return f"{name} generates them, so the ranks of a group would have different ones: leave cp_size out"
-    if getattr(trainer, "precompute_ref_logps", False):
-        return (
-            "TRL computed the reference's log-probabilities when the trainer was built, under accelerate's own context "
-            "parallelism: leave precompute_ref_log_probs out"
-        )
-    models = [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
-    if getattr(trainer, "aux_loss_enabled", False) or any(asks_for_router_loss(causal_lm(m), {}) for m in models):
-        return "TRL computes a router's loss on the tokens of one rank: pass router_aux_loss_coef=0.0 to its arguments"
     return None
 
 
@@ -120,25 +107,20 @@ class OverRanks:
     """This rank's part of the batches and losses of a trainer.
 
     Args:
-        trainer: whose model is patched with a mesh; its own context parallelism is turned off.
+        changes: of a trainer whose model is patched with a mesh; its own context parallelism is turned off.
         context: the group of ranks.
         metrics: of an ``SFTTrainer``; None for other trainers.
     """
 
-    def __init__(self, trainer: Any, context: ContextGroup, metrics: sft.StepMetrics | None = None) -> None:
+    def __init__(self, changes: Changes, context: ContextGroup, metrics: sft.StepMetrics | None = None) -> None:
+        trainer = changes.trainer
         self.trainer, self.context, self.metrics = trainer, context, metrics
         self.divisor = Divisor(context.group)
         self.coefficient = None if metrics is None else sft.router_coefficient(trainer)
         self.smoothing = 0.0 if trainer.label_smoother is None else float(trainer.label_smoother.epsilon)
-        trainer.label_smoother = None  # which reads the logits of whole rows
-        prepare_for_groups(trainer, context.ranks)
-        trainer.model_accepts_loss_kwargs = True  # so that it counts the targets of a step
-
-    @staticmethod
-    def of(trainer: Any, metrics: sft.StepMetrics | None) -> OverRanks | None:
-        """Returns None for a trainer whose documents lie on one rank."""
-        context = context_of(trainer.model)
-        return None if context is None else OverRanks(trainer, context, metrics)
+        changes.set("label_smoother", None)  # which reads the logits of whole rows
+        prepare_for_groups(changes, context.ranks)
+        changes.set("model_accepts_loss_kwargs", True)  # so that it counts the targets of a step
 
     def cut(self, batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         """Returns this rank's part of a batch."""
@@ -192,8 +174,8 @@ class OverRanks:
     def _smoothed_loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The sum of transformers' ``LabelSmoother`` over the rank's targets, and their number."""
         targets = batch["shift_labels"].flatten()
-        given = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
-        output = model(**given, use_cache=False)
+        inputs = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
+        output = model(**inputs, use_cache=False)
         if self.metrics is not None and self.coefficient is not None:
             self.metrics.add_router_loss(output["aux_loss"])
         logits = output["logits"].flatten(0, 1).float()
@@ -208,13 +190,14 @@ class ScoresOverRanks:
     and logs it. For what it gathers of other ranks a group is one process.
     """
 
-    def __init__(self, trainer: Any, ranks: int) -> None:
-        self.trainer, self.ranks = trainer, ranks
-        self.stock_loss = trainer.compute_loss
-        prepare_for_groups(trainer, ranks)
-        trainer.compute_loss = self.compute_loss
+    def __init__(self, changes: Changes, ranks: int) -> None:
+        self.trainer, self.ranks = changes.trainer, ranks
+        prepare_for_groups(changes, ranks)
+        changes.wrap("compute_loss", self.compute_loss)
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, stock_loss: Any, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
         """As ``Trainer.compute_loss``."""
         if return_outputs:
             refuse_outputs(self.ranks)
@@ -223,7 +206,7 @@ class ScoresOverRanks:
         accelerator = self.trainer.accelerator
         accelerator.gather = partial(_of_each_group, accelerator, self.ranks)
         try:
-            return self.stock_loss(model, inputs, **kwargs)
+            return stock_loss(model, inputs, **kwargs)
         finally:
             del accelerator.gather
 
@@ -235,21 +218,22 @@ def _of_each_group(accelerator: Any, ranks: int, data: Any) -> Any:
     def first(x: Tensor) -> Tensor:
         return x.unflatten(0, (groups, ranks, -1))[:, 0].flatten(0, 1)
 
-    found = type(accelerator).gather(accelerator, data)
-    return tuple(map(first, found)) if isinstance(found, tuple) else first(found)
+    gathered = type(accelerator).gather(accelerator, data)
+    return tuple(map(first, gathered)) if isinstance(gathered, tuple) else first(gathered)
 
 
-def prepare_for_groups(trainer: Any, ranks: int) -> None:
+def prepare_for_groups(changes: Changes, ranks: int) -> None:
     """Turn off accelerate's own context parallelism in a trainer, and count the batches of a group once.
 
     Args:
+        changes: of the trainer.
         ranks: of a group; all of them are given its batches.
     """
-    trainer._prepare_context_parallel_inputs = _as_they_are
-    trainer.accelerator._prepare_cp = _not_prepared
-    trainer.floating_point_ops = partial(_part_of_operations, trainer.floating_point_ops, ranks)
-    if hasattr(trainer, "_track_num_input_tokens"):
-        trainer._track_num_input_tokens = partial(_track_once, trainer, trainer._track_num_input_tokens, ranks)
+    changes.set("_prepare_context_parallel_inputs", _as_they_are)
+    changes.set("_prepare_cp", _not_prepared, of=changes.trainer.accelerator)
+    changes.wrap("floating_point_ops", _part_of_operations, ranks)
+    if hasattr(changes.trainer, "_track_num_input_tokens"):
+        changes.wrap("_track_num_input_tokens", _track_once, changes.trainer, ranks)
 
 
 def _part_of_operations(count: Any, ranks: int, inputs: Any) -> float:
@@ -258,7 +242,7 @@ def _part_of_operations(count: Any, ranks: int, inputs: Any) -> float:
     return operations
 
 
-def _track_once(trainer: Any, track: Any, ranks: int, inputs: Any) -> None:
+def _track_once(track: Any, trainer: Any, ranks: int, inputs: Any) -> None:
     """As ``Trainer._track_num_input_tokens``, which adds up the inputs of all ranks."""
     before = trainer.state.num_input_tokens_seen
     track(inputs)

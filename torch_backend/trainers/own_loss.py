@@ -24,6 +24,7 @@ from torch_backend.hf.patch import context_of, state_of
 from torch_backend.hf.router import asks_for_router_loss
 from torch_backend.segments import to_device
 from torch_backend.trainers import sft
+from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.replaced import ReplacingCollator
 
 require("transformers", extra="hf")
@@ -41,52 +42,65 @@ def is_stock(trainer: Any, method: str) -> bool:
     return getattr(type(trainer), method) is getattr(Trainer, method) and method not in trainer.__dict__
 
 
-def loss_is_of_trl(trainer: Any) -> bool:
-    """Returns whether a trainer's ``compute_loss`` is that of TRL's ``SFTTrainer``."""
-    return sft.defines(trainer, "compute_loss") and "compute_loss" not in trainer.__dict__
+class TrainerLoss:
+    """The loss of a trainer: that of transformers, that of TRL's ``SFTTrainer``, or somebody's own.
+
+    Args:
+        trainer: nothing of it is changed.
+
+    Attributes:
+        of_trl: whether its ``compute_loss`` is that of TRL's ``SFTTrainer``.
+        own: whether its ``compute_loss`` is neither that nor transformers'.
+        function: of a loss of somebody's own, the ``compute_loss`` or ``compute_loss_func``; None of another.
+        name: of that function in messages.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.of_trl = sft.defines(trainer, "compute_loss") and "compute_loss" not in trainer.__dict__
+        self.own = not (self.of_trl or is_stock(trainer, "compute_loss"))
+        self.function = trainer.compute_loss if self.own else trainer.compute_loss_func
+        self.name = f"{type(trainer).__name__}.compute_loss" if self.own else "compute_loss_func"
+
+    def why_not_known(self) -> str | None:
+        """Explains why the loss is not the cross entropy of the targets, smoothed or not."""
+        if self.own:
+            return f"{type(self.trainer).__name__} computes its loss itself (compute_loss)"
+        if self.function is not None:
+            return "compute_loss_func reads them"
+        return sft.why_logits(self.trainer) if self.of_trl else None
+
+    def why_logits(self) -> str | None:
+        """Explains why the loss needs logits, as far as the trainer decides it."""
+        if (reason := self.why_not_known()) is not None:
+            return reason
+        model = self.trainer.model
+        adds_router_loss = sft.router_coefficient(self.trainer) is not None
+        adds_router_loss |= asks_for_router_loss(causal_lm(model), {})
+        if adds_router_loss and context_of(model) is None:  # over ranks our loss adds it
+            return "the trainer adds the router's auxiliary loss of each microbatch in full"
+        return None if self.trainer.label_smoother is None else "label smoothing reads them"
 
 
-def has_own_loss(trainer: Any) -> bool:
-    """Returns whether a trainer's ``compute_loss`` is neither that of transformers nor TRL's ``SFTTrainer``'s."""
-    return not (is_stock(trainer, "compute_loss") or loss_is_of_trl(trainer))
+def check_losses(changes: Changes, loss: TrainerLoss) -> None:
+    """Let a trainer tell where a loss of somebody's own is another one on packed rows."""
+    warn_of_means(loss)
+    warn_of_last_tokens(loss)
+    warn_of_rows(changes, loss)
 
 
-def why_logits(trainer: Any) -> str | None:
-    """Explains why the loss of a trainer needs logits, as far as the trainer decides it."""
-    if (reason := why_not_known(trainer)) is not None:
-        return reason
-    if adds_router_loss(trainer) and context_of(trainer.model) is None:  # over ranks our loss adds it
-        return "the trainer adds the router's auxiliary loss of each microbatch in full"
-    return None if trainer.label_smoother is None else "label smoothing reads them"
-
-
-def why_not_known(trainer: Any) -> str | None:
-    """Explains why the loss of a trainer is not the cross entropy of the targets, smoothed or not."""
-    if has_own_loss(trainer):
-        return f"{type(trainer).__name__} computes its loss itself (compute_loss)"
-    if trainer.compute_loss_func is not None:
-        return "compute_loss_func reads them"
-    return sft.why_logits(trainer) if loss_is_of_trl(trainer) else None
-
-
-def adds_router_loss(trainer: Any) -> bool:
-    """Returns whether a trainer, or its model, adds the auxiliary loss of a router."""
-    return sft.router_coefficient(trainer) is not None or asks_for_router_loss(causal_lm(trainer.model), {})
-
-
-def warn_of_last_tokens(trainer: Any) -> None:
+def warn_of_last_tokens(loss: TrainerLoss) -> None:
     """Log once where a loss of the trainer's own trains what the last tokens of documents predict.
 
     The next token is another document's there, so labels are -100; a loss that shifts ``input_ids`` trains it. It is
     seen by the gradient of the logits in the first packed batches. Losses of hidden states are not seen.
     """
-    root = causal_lm(trainer.model)
-    if not (has_own_loss(trainer) or trainer.compute_loss_func is not None) or context_of(root) is not None:
+    root = causal_lm(loss.trainer.model)
+    if loss.function is None or context_of(root) is not None:
         return
     watched = any(getattr(hook, "func", None) is _watch_last_tokens for hook in root._forward_hooks.values())
     if head_of(root) == "next token" and not watched:
-        name = f"{type(trainer).__name__}.compute_loss" if has_own_loss(trainer) else "compute_loss_func"
-        root.register_forward_hook(partial(_watch_last_tokens, name), with_kwargs=True)
+        root.register_forward_hook(partial(_watch_last_tokens, loss.name), with_kwargs=True)
 
 
 def _watch_last_tokens(name: str, root: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -113,25 +127,21 @@ def _check_last_tokens(name: str, lengths: tuple[int, ...], guard: Guard, gradie
     guard.check("last tokens", find, error, wait=False, warns=True)
 
 
-def warn_of_rows(trainer: Any) -> None:
+def warn_of_rows(changes: Changes, loss: TrainerLoss) -> None:
     """Let training log, at its first step, that a loss of somebody's own is another one where documents are packed.
 
     That is a loss per example or over the size of the batch, which takes a row for one example.
     """
+    trainer, name = loss.trainer, loss.name
     root = causal_lm(trainer.model)
-    trainer.remove_callback(_ComparedLoss)
     if head_of(root) != "next token" or context_of(root) is not None:
         return
-    if has_own_loss(trainer):
-        name = f"{type(trainer).__name__}.compute_loss"
-    elif trainer.compute_loss_func is not None:
-        name = "compute_loss_func"
-    elif not takes_next_token_loss(root) or not type(root).__module__.startswith("transformers."):
+    if loss.function is None:
+        if takes_next_token_loss(root) and type(root).__module__.startswith("transformers."):
+            return
         name = f"the loss of {type(root).__name__}"
-    else:
-        return
     if isinstance(trainer.data_collator, ReplacingCollator) and len(trainer.data_collator.replaced.shortest) > 1:
-        trainer.add_callback(_ComparedLoss(trainer, name))
+        changes.add_callback(_ComparedLoss(trainer, name))
 
 
 class _ComparedLoss(TrainerCallback):
@@ -172,7 +182,7 @@ class _ComparedLoss(TrainerCallback):
         """Returns the loss of packed and of padded documents, in evaluation, with one number of targets."""
         trainer, collator = self.trainer, self.trainer.data_collator
         examples = collator.replaced.shortest
-        batches = [trainer._prepare_inputs(dict(made(examples))) for made in (collator, collator.replaced.padded)]
+        batches = [trainer._prepare_inputs(dict(collate(examples))) for collate in (collator, collator.replaced.padded)]
         model, eager = trainer.model_wrapped, torch.compiler.set_stance("force_eager")
         with as_before(trainer), in_mode(model, training=False), torch.random.fork_rng(), torch.no_grad(), eager:
             count = trainer._get_num_items_in_batch(batches[:1], trainer.args.device)
@@ -182,18 +192,16 @@ class _ComparedLoss(TrainerCallback):
         return packed, padded
 
 
-def warn_of_means(trainer: Any) -> None:
+def warn_of_means(loss: TrainerLoss) -> None:
     """Log where a step adds up means of micro-batches, whose documents then weigh more in a row of few targets."""
-    own_loss = has_own_loss(trainer)
-    name = f"{type(trainer).__name__}.compute_loss" if own_loss else "compute_loss_func"
-    loss = trainer.compute_loss if own_loss else trainer.compute_loss_func
-    micro_batches = trainer.args.gradient_accumulation_steps * trainer.args.world_size
-    if loss is None or micro_batches == 1 or reads_count(loss):
+    args = loss.trainer.args
+    micro_batches = args.gradient_accumulation_steps * args.world_size
+    if loss.function is None or micro_batches == 1 or reads_count(loss.function):
         return
     logger.warning(
         "%s does not read %s, so a step takes the loss of each of its %d micro-batches by itself, and packed rows hold "
         "unequal numbers of targets: sum the losses of the tokens and divide by %s, to train the mean over the step",
-        *(name, COUNT, micro_batches, COUNT),
+        *(loss.name, COUNT, micro_batches, COUNT),
     )
 
 

@@ -16,22 +16,23 @@ from typing import Any
 
 import torch
 
-from packing_core.errors import PackingError, UnsupportedError
+from packing_core.errors import UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.anatomy.vision import vision_of
 from torch_backend.hf.edits.rotary import find_batch_dependent
 from torch_backend.hf.inputs.forests import WAY_OUT
 from torch_backend.hf.inputs.prefixes import Sharing
-from torch_backend.hf.inputs.trl_trainers import generates, kind_of, rows_of_example
+from torch_backend.hf.inputs.trl_trainers import rows_of_example
 from torch_backend.hf.inputs.unpadding import IDS, LENGTHS, LengthsCollator, unpad_calls
-from torch_backend.hf.patch import refuse_context_of, state_of
+from torch_backend.hf.patch import state_of
+from torch_backend.hf.router import asks_for_router_loss
 from torch_backend.ops.divisor import Divisor
-from torch_backend.patching import patch, unpatch
 from torch_backend.steps.dynamic_compile import CompiledCalls
 from torch_backend.steps.explaining import named_level
 from torch_backend.steps.fast_backward import GRAPH, LAYERS, LOSS
-from torch_backend.trainers.over_ranks import WITHOUT_RANKS, ScoresOverRanks, context_mesh
-from torch_backend.trainers.row_options import RowOptions
+from torch_backend.trainers.changes import Changes
+from torch_backend.trainers.over_ranks import ScoresOverRanks, context_mesh
+from torch_backend.trainers.port import TrainerPort, models_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,90 +40,112 @@ logger = logging.getLogger(__name__)
 REFERENCE = ("ref_logps", "ref_KL_logps", "ref_chosen_logps", "ref_rejected_logps")
 
 
-def enable_unpadding(
-    trainer: Any,
-    *,
-    options: RowOptions,
-    implementation: Any,
-    verify: bool,
-    fast: bool,
-    share_prefix: Sharing,
-) -> None:
-    """Run every forward of a preference, reward or policy trainer packed; see the module.
+class ScoredPort(TrainerPort):
+    """Packing in a trainer whose loss reads log-probabilities or scores of documents."""
 
-    Raises:
-        UnsupportedModelError: the model or the reference model cannot be made exact.
-        UnsupportedError: the trainer's model, data or arguments rule packing out.
-        PackingError: an option of rows is given, which has no effect.
-    """
-    _refuse_row_options(trainer, options)
-    mesh = context_mesh(trainer, fast=fast)
-    _refuse(trainer)
-    if mesh is not None:
-        if share_prefix is True:
-            raise UnsupportedError(f"documents that are cut over ranks share no prefixes: {WAY_OUT}")
-        share_prefix = False
-    models = [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
-    if mesh is None:
-        for model in models:
-            refuse_context_of(model, WITHOUT_RANKS)
-    patched: list[Any] = []
-    try:
-        for model in models:
-            patched += [] if state_of(causal_lm(model)) else [model]
-            patch(model, implementation=implementation, verify=verify, mesh=mesh)
-    except PackingError:
-        for model in patched:
-            unpatch(model)
-        raise
-    for model in models:
-        unpad_calls(model, share_prefix=share_prefix)
-    trainer.packed_step = PreferenceStep(models, _why_not_layers(trainer) if fast else "fast=False")
-    if generates(trainer):
-        return
-    # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
-    trainer.accelerator.dataloader_config.dispatch_batches = False
-    trainer.data_collator = LengthsCollator(trainer.data_collator, ids=share_prefix is not False)
-    _MeanOverStep(trainer)
-    if kind_of(trainer) == "KTOTrainer":
-        _tell_lengths_of_kl(trainer)
-    _renew_reference(trainer)
-    if mesh is not None:
-        ScoresOverRanks(trainer, mesh.size())
+    has_logprobs = True  # and not scores
 
-
-def _refuse(trainer: Any) -> None:
-    """Raise for settings that packed calls do not support."""
-    name = type(trainer).__name__
-    utilities = import_module("trl.trainer.utils")
-    if kind_of(trainer) != "RewardTrainer" and not hasattr(utilities, "add_fused_lm_head"):
-        raise UnsupportedError(
-            f"{name} of this TRL computes log-probabilities from padded logits: install trl 1.16 or newer"
+    def plan(self) -> None:
+        trainer, share_prefix = self.trainer, self.request.share_prefix
+        self.check_memory(has_rows=False)
+        self.request.refuse(
+            f"{self.name} puts the documents of each micro-batch into one row of their length",
+            way_out="leave it out, and set per_device_train_batch_size",
         )
-    columns = getattr(trainer.train_dataset, "column_names", None) or ()
-    if getattr(trainer, "_is_vision_dataset", False) or {"image", "images"} & set(columns):
-        _refuse_images(trainer)
-    for config in (getattr(trainer.model, "peft_config", None) or {}).values():
-        if getattr(config, "is_prompt_learning", False):
+        self.mesh = context_mesh(trainer, self.why_whole)
+        if self.has_logprobs and not hasattr(import_module("trl.trainer.utils"), "add_fused_lm_head"):
             raise UnsupportedError(
-                f"{name} trains a {config.peft_type} adapter, whose virtual tokens every document of a row would need: "
-                "use LoRA"
+                f"{self.name} of this TRL computes log-probabilities from padded logits: install trl 1.16 or newer"
+            )
+        columns = getattr(trainer.train_dataset, "column_names", None) or ()
+        if getattr(trainer, "_is_vision_dataset", False) or {"image", "images"} & set(columns):
+            self.refuse_images()
+        for config in (getattr(trainer.model, "peft_config", None) or {}).values():
+            if getattr(config, "is_prompt_learning", False):
+                raise UnsupportedError(
+                    f"{self.name} trains a {config.peft_type} adapter, whose virtual tokens every document of a row "
+                    "would need: use LoRA"
+                )
+        if self.mesh is not None and share_prefix is True:
+            raise UnsupportedError(f"documents that are cut over ranks share no prefixes: {WAY_OUT}")
+        self.share_prefix: Sharing = share_prefix if self.mesh is None else False
+
+    def why_whole(self) -> str | None:
+        """Explains why the ranks of a group cannot hold parts of documents and gather what the loss reads."""
+        if getattr(self.trainer, "precompute_ref_logps", False):
+            return (
+                "TRL computed the reference's log-probabilities when the trainer was built, under accelerate's own "
+                "context parallelism: leave precompute_ref_log_probs out"
+            )
+        routes = any(asks_for_router_loss(causal_lm(model), {}) for model in models_of(self.trainer))
+        if getattr(self.trainer, "aux_loss_enabled", False) or routes:
+            return (
+                "TRL computes a router's loss on the tokens of one rank: pass router_aux_loss_coef=0.0 to its arguments"
+            )
+        return None
+
+    def refuse_images(self) -> None:
+        """Raise if the model's family cannot train on the images of the data."""
+        both_ways = vision_of(self.trainer.model).both_ways
+        if both_ways is not None and both_ways.prefix:
+            family = type(causal_lm(self.trainer.model)).__name__
+            raise UnsupportedError(
+                f"{self.name} does not mark where a prompt ends, and {family} sees all its tokens in both directions: "
+                "leave the trainer as it is"
             )
 
+    def install(self, changes: Changes) -> None:
+        models = models_of(self.trainer)
+        self.patch(models, changes, self.mesh)
+        for model in models:
+            unpad_calls(model, share_prefix=self.share_prefix)
+        refused = _why_not_layers(self.trainer) if self.request.fast else "fast=False"
+        changes.set("packed_step", PreferenceStep(models, refused))
+        self.change_batches(changes)
 
-def _refuse_images(trainer: Any) -> None:
-    """Raise for trainers and families that cannot train on the images of their data."""
-    name = type(trainer).__name__
-    if kind_of(trainer) == "RewardTrainer":
+    def change_batches(self, changes: Changes) -> None:
+        """Let the trainer's batches carry the lengths of their documents, and its loss be the mean over a step."""
+        trainer = self.trainer
+        # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
+        changes.set("dispatch_batches", False, of=trainer.accelerator.dataloader_config)
+        changes.set("data_collator", LengthsCollator(trainer.data_collator, ids=self.share_prefix is not False))
+        _MeanOverStep(changes)
+        _renew_reference(changes)
+        if self.mesh is not None:
+            ScoresOverRanks(changes, self.mesh.size())
+
+
+class KtoPort(ScoredPort):
+    """Packing in TRL's ``KTOTrainer``, which calls the model on two inputs of one batch."""
+
+    def change_batches(self, changes: Changes) -> None:
+        changes.wrap("_compute_kl_logps", _compute_kl_logps)
+        super().change_batches(changes)
+
+
+class RewardPort(ScoredPort):
+    """Packing in TRL's ``RewardTrainer``, whose model scores each document at its last token."""
+
+    has_logprobs = False
+
+    def why_whole(self) -> str | None:
+        return "a reward model scores each of them at its last token, on a model that is not causal: leave cp_size out"
+
+    def refuse_images(self) -> None:
         raise UnsupportedError(
-            f"{name} of TRL {version('trl')} reads no images and would score answers without them: leave the column out"
+            f"{self.name} of TRL {version('trl')} reads no images and would score answers without them: leave the "
+            "column out"
         )
-    both_ways = vision_of(trainer.model).both_ways
-    if both_ways is not None and both_ways.prefix:
-        raise UnsupportedError(
-            f"{name} does not mark where a prompt ends, and {type(causal_lm(trainer.model)).__name__} sees all its "
-            "tokens in both directions: leave the trainer as it is"
-        )
+
+
+class PolicyPort(ScoredPort):
+    """Packing in TRL's GRPO and RLOO trainers, which make their batches of the completions that they generate."""
+
+    def why_whole(self) -> str | None:
+        return f"{self.name} generates them, so the ranks of a group would have different ones: leave cp_size out"
+
+    def change_batches(self, changes: Changes) -> None:
+        """Nothing: the trainer divides by the tokens of a step itself."""
 
 
 class PreferenceStep:
@@ -167,50 +190,48 @@ class _MeanOverStep:
     examples over the mean number per micro-batch of the step, all ranks together.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.rows_of_example = rows_of_example(trainer)
-        self.stock_samples, self.stock_loss = trainer.get_batch_samples, trainer.compute_loss
+    def __init__(self, changes: Changes) -> None:
+        self.trainer = changes.trainer
+        self.rows_of_example = rows_of_example(self.trainer)
         self.mean: float | None = None
-        trainer.get_batch_samples, trainer.compute_loss = self.get_batch_samples, self.compute_loss
+        changes.wrap("get_batch_samples", self.get_batch_samples)
+        changes.wrap("compute_loss", self.compute_loss)
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, stock_samples: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.get_batch_samples``."""
-        batches, items = self.stock_samples(*args, **kwargs)
+        batches, items = stock_samples(*args, **kwargs)
         counts = torch.tensor([sum(map(self._examples, batches)), len(batches)], device=self.trainer.accelerator.device)
         examples, micro_batches = Divisor().total(counts).tolist()
         self.mean = examples / micro_batches if micro_batches else None
         return batches, items
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, stock_loss: Any, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
         """As ``Trainer.compute_loss``."""
         examples = self._examples(inputs)
-        found = self.stock_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        loss = stock_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         if self.mean is None or examples == self.mean or not self.trainer.model.training:
-            return found
+            return loss
         weight = examples / self.mean
-        return (found[0] * weight, *found[1:]) if return_outputs else found * weight
+        return (loss[0] * weight, *loss[1:]) if return_outputs else loss * weight
 
     def _examples(self, batch: Any) -> int:
         return len(batch["input_ids"]) // self.rows_of_example
 
 
-def _tell_lengths_of_kl(trainer: Any) -> None:
-    """KTO calls the model on two inputs of one batch, and hands all other keys to both calls."""
-    stock = trainer._compute_kl_logps
-
-    def compute(model: Any, batch: Any) -> Any:
-        return stock(model, {**batch, **{name: batch.get("KL_" + name) for name in (LENGTHS, IDS)}})
-
-    trainer._compute_kl_logps = compute
+def _compute_kl_logps(compute: Any, model: Any, batch: Any) -> Any:
+    """As ``KTOTrainer._compute_kl_logps``, which hands all other keys of a batch to both calls of the model."""
+    return compute(model, {**batch, **{name: batch.get("KL_" + name) for name in (LENGTHS, IDS)}})
 
 
-def _renew_reference(trainer: Any) -> None:
+def _renew_reference(changes: Changes) -> None:
     """Compute the reference's log-probabilities again, packed, where padding has made them wrong.
 
     TRL computes them when the trainer is built, on padded batches. These are right unless the model's rotary
     frequencies depend on the longest document of a batch.
     """
+    trainer = changes.trainer
     if not getattr(trainer, "precompute_ref_logps", False) or not find_batch_dependent(causal_lm(trainer.model)):
         return
     logger.info("%s: computing the reference's log-probabilities again, packed", type(trainer).__name__)
@@ -220,18 +241,9 @@ def _renew_reference(trainer: Any) -> None:
         bare = dataset.remove_columns([c for c in REFERENCE if c in dataset.column_names])
         return trainer._precompute_ref_logps(bare, name, args.precompute_ref_batch_size or batch_size)
 
-    trainer.train_dataset = renewed(trainer.train_dataset, "train", args.per_device_train_batch_size)
-    evaluation = trainer.eval_dataset
+    changes.set("train_dataset", renewed(trainer.train_dataset, "train", args.per_device_train_batch_size))
+    evaluation, size = trainer.eval_dataset, args.per_device_eval_batch_size
     if isinstance(evaluation, dict):
-        trainer.eval_dataset = {k: renewed(d, k, args.per_device_eval_batch_size) for k, d in evaluation.items()}
+        changes.set("eval_dataset", {name: renewed(data, name, size) for name, data in evaluation.items()})
     elif evaluation is not None:
-        trainer.eval_dataset = renewed(evaluation, "eval", args.per_device_eval_batch_size)
-
-
-def _refuse_row_options(trainer: Any, options: RowOptions) -> None:
-    """Raise for options of rows, which a preference trainer does not have."""
-    if options.given is not None:
-        raise PackingError(
-            f"{type(trainer).__name__} puts the documents of each micro-batch into one row of their length, so "
-            f"{options.given} has no effect: leave it out, and set per_device_train_batch_size"
-        )
+        changes.set("eval_dataset", renewed(evaluation, "eval", size))

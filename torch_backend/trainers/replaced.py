@@ -36,7 +36,7 @@ class Replaced:
     Args:
         collator: of the trainer.
         model: of the trainer.
-        given: the columns that the trainer hands to the collator, None for all.
+        visible: the columns that the trainer hands to the collator, None for all.
         read: the columns that packing reads beside tokens and labels.
 
     Attributes:
@@ -47,10 +47,10 @@ class Replaced:
         shortest: a few of the shortest examples that were compared, of unequal lengths.
     """
 
-    def __init__(self, collator: Any, model: Any, given: Sequence[str] | None, read: Sequence[str] = READ) -> None:
+    def __init__(self, collator: Any, model: Any, visible: Sequence[str] | None, read: Sequence[str] = READ) -> None:
         self.collator = collator
         self.name = name_of(collator)
-        self.given = None if given is None else frozenset(given)
+        self.visible = None if visible is None else frozenset(visible)
         self.read = frozenset(read)
         self.packs = PackedCollator(model)
         self.columns: set[str] = set()
@@ -68,25 +68,25 @@ class Replaced:
             PackingError: as :meth:`carry`.
         """
         theirs = [self._alone(example, where) for where, example in examples]
-        for (_, example), found in zip(examples, theirs, strict=True):
-            self.gives_mask |= "attention_mask" in found
-            if made := {name for name in found.keys() & self.read - _MADE if example.get(name) is None}:
+        for (_, example), collated in zip(examples, theirs, strict=True):
+            self.gives_mask |= "attention_mask" in collated
+            if created := {name for name in collated.keys() & self.read - _MADE if example.get(name) is None}:
                 raise PackingError(
-                    f"{self.name} makes {_listed(made)}, which packing reads from the data set: make it a column"
+                    f"{self.name} makes {_listed(created)}, which packing reads from the data set: make it a column"
                 )
-            for name in found.keys() - _MADE - self.read:
-                self.numbers |= {name} if found[name].ndim == 0 else set()
-                if self._hands_on(name, example, found):
+            for name in collated.keys() - _MADE - self.read:
+                self.numbers |= {name} if collated[name].ndim == 0 else set()
+                if self._hands_on(name, example, collated):
                     self.columns.add(name)
                 else:
-                    self.added[name] = found[name].dtype
+                    self.added[name] = collated[name].dtype
         self.columns -= self.added.keys()
-        lengths = {len(found["input_ids"]): example for (_, example), found in zip(examples, theirs, strict=True)}
+        lengths = {len(collated["input_ids"]): example for (_, example), collated in zip(examples, theirs, strict=True)}
         self.shortest = [lengths[length] for length in sorted(lengths)[:4] if length > 1]
-        for (where, example), found in zip(examples, theirs, strict=True):
+        for (where, example), collated in zip(examples, theirs, strict=True):
             batch = self.packs.pack([self.example(example)])
             self._rows_of_documents |= len(batch.sources) > 1
-            self._carry(batch, {0: found}, {0: where}.__getitem__, whole=True)
+            self._carry(batch, {0: collated}, {0: where}.__getitem__, whole=True)
         if self._rows_of_documents and self.added:
             raise PackingError(
                 f"{self.name} adds {_listed(self.added)} to rows that are packed already: put it into the data set, a "
@@ -98,9 +98,9 @@ class Replaced:
         """Returns whether packing reads a column of the data set."""
         if name in self.added:
             return False
-        known = self.given is None or name in self.given or name in self.read
+        readable = self.visible is None or name in self.visible or name in self.read
         labels = NAMES if self.packs.labels_documents else (LABELS,)
-        return known and name in {"input_ids", *labels, *self.read, *self.columns}
+        return readable and name in {"input_ids", *labels, *self.read, *self.columns}
 
     def example(self, example: Mapping[str, Any]) -> dict[str, Any]:
         """The columns of an example that packing reads."""
@@ -125,9 +125,9 @@ class Replaced:
         fetch = getattr(source, "__getitems__", None)
         examples = fetch(numbers) if fetch and numbers else [source[number] for number in numbers]
         places = [where(i) for i in numbers]
-        found = self._in_one_batch(examples, places) if self._together and numbers else None
-        found = found or [self._alone(example, place) for example, place in zip(examples, places, strict=True)]
-        return self._carry(batch, dict(zip(numbers, found, strict=True)), where, whole=whole)
+        collated = self._in_one_batch(examples, places) if self._together and numbers else None
+        collated = collated or [self._alone(example, place) for example, place in zip(examples, places, strict=True)]
+        return self._carry(batch, dict(zip(numbers, collated, strict=True)), where, whole=whole)
 
     def padded(self, examples: Sequence[Any]) -> Any:
         """Returns the collator's own batch of examples, as the trainer would have had it."""
@@ -139,8 +139,8 @@ class Replaced:
         return {name: batch.columns[name][0] for name in self.added}
 
     def _carry(self, batch: PackedBatch, theirs: Mapping[int, Batch], where: Where, *, whole: bool) -> PackedBatch:
-        for number, found in theirs.items():
-            self._check_keys(found, where(number))
+        for number, collated in theirs.items():
+            self._check_keys(collated, where(number))
         ids, labels = batch.input_ids.reshape(-1), self._labels(batch)
         columns = {name: column.reshape(-1) for name, column in batch.columns.items()}
         per_document = dict(batch.per_document)
@@ -157,18 +157,18 @@ class Replaced:
             restarted = bool(batch.restarts and skipped)  # the document's beginning is before the piece's own tokens
             if restarted:
                 piece = np.append(np.arange(skipped), np.arange(start + skipped, start + length))
-            found, place = theirs[number], where(number)
-            self._check_tokens(found, piece, ids[ours], place)
+            collated, place = theirs[number], where(number)
+            self._check_tokens(collated, piece, ids[ours], place)
             if self.packs.labels_documents:
                 label = batch.per_document[LABELS][segment] if LABELS in batch.per_document else None
-                self._check_label(found.get(LABELS), label, place)
-            elif labels is not None and LABELS in found:
-                self._check_labels(found[LABELS], piece, labels[ours], place, skipped + restarted, whole=whole)
-            for name in found.keys() & (self.columns | self.added.keys()):
+                self._check_label(collated.get(LABELS), label, place)
+            elif labels is not None and LABELS in collated:
+                self._check_labels(collated[LABELS], piece, labels[ours], place, skipped + restarted, whole=whole)
+            for name in collated.keys() & (self.columns | self.added.keys()):
                 if name in self.numbers:
-                    self._carry_value(name, found[name], per_document[name], segment, place)
+                    self._carry_value(name, collated[name], per_document[name], segment, place)
                 else:
-                    self._carry_value(name, found[name][piece], columns[name], ours, place)
+                    self._carry_value(name, collated[name][piece], columns[name], ours, place)
         rows = {name: column.reshape(batch.input_ids.shape) for name, column in columns.items()}
         return replace(batch, columns=rows, per_document=per_document) if self.added else batch
 
@@ -190,14 +190,14 @@ class Replaced:
         trained = (batch.segment_ids != 0) & (True if batch.loss_mask is None else batch.loss_mask)
         return np.where(trained, batch.labels, IGNORE_INDEX).reshape(-1)
 
-    def _check_tokens(self, found: Batch, piece: slice | Array, ours: Array, where: str) -> None:
-        theirs = found["input_ids"][piece]
+    def _check_tokens(self, collated: Batch, piece: slice | Array, ours: Array, where: str) -> None:
+        theirs = collated["input_ids"][piece]
         if not np.array_equal(theirs, ours):
             raise PackingError(
                 f"{self.name} changes the tokens of {where}, and packing would train them as they are in the dataset: "
                 + self._ways_out()
             )
-        positions = None if self._rows_of_documents else found.get("position_ids")
+        positions = None if self._rows_of_documents else collated.get("position_ids")
         if positions is not None and first_true(positions != np.arange(len(positions))) is not None:
             raise PackingError(
                 f"{self.name} gives the tokens of {where} other position_ids than 0, 1, 2, ..., which those of packed "
@@ -229,38 +229,38 @@ class Replaced:
 
     def _check_label(self, theirs: Array | None, ours: Any, where: str) -> None:
         """Raise if the label of a document is another one when it is packed."""
-        found = [None if x is None else np.asarray(x).reshape(-1).tolist() for x in (theirs, ours)]
-        if found[0] != found[1]:
+        labels = [None if x is None else np.asarray(x).reshape(-1).tolist() for x in (theirs, ours)]
+        if labels[0] != labels[1]:
             raise PackingError(
-                f"{self.name} trains other labels than packing would: {where} has the label {found[0]} there and "
-                f"{found[1]} when packed. Put what shall be trained into a column labels of the dataset, one entry per "
-                "document"
+                f"{self.name} trains other labels than packing would: {where} has the label {labels[0]} there and "
+                f"{labels[1]} when packed. Put what shall be trained into a column labels of the dataset, one entry "
+                "per document"
             )
 
-    def _check_keys(self, found: Batch, where: str) -> None:
+    def _check_keys(self, collated: Batch, where: str) -> None:
         """Raise if an example lacks a value that others have, or has one that none of the examples before had."""
-        keys, known = found.keys() - _MADE - self.read, self.columns | self.added.keys()
-        if odd := keys ^ known:
+        keys = collated.keys() - _MADE - self.read
+        if odd := keys ^ (self.columns | self.added.keys()):
             verb = "adds" if odd <= keys else "does not add"
             raise PackingError(
                 f"{self.name} {verb} {_listed(odd)} to {where}, unlike to other examples: let it add the same to all"
             )
 
-    def _hands_on(self, name: str, example: Mapping[str, Any], found: Batch) -> bool:
+    def _hands_on(self, name: str, example: Mapping[str, Any], collated: Batch) -> bool:
         """Returns whether the collator's value of an example is that of the column, as packing reads it."""
-        if name not in found or example.get(name) is None or found[name].ndim != np.ndim(example[name]):
+        if name not in collated or example.get(name) is None or collated[name].ndim != np.ndim(example[name]):
             return False
-        if found[name].ndim == 0:
-            return bool(found[name] == np.asarray(example[name]))
+        if collated[name].ndim == 0:
+            return bool(collated[name] == np.asarray(example[name]))
         kept = {key: x for key, x in example.items() if key in ("input_ids", name) or key in self.read}
         column = self.packs.pack([kept]).columns[name].reshape(-1)
-        return np.array_equal(column, found[name][: len(column)])
+        return np.array_equal(column, collated[name][: len(column)])
 
     def _seen(self, example: Any) -> Any:
         """The columns of an example that the trainer would give to the collator."""
-        if self.given is None or not isinstance(example, Mapping):
+        if self.visible is None or not isinstance(example, Mapping):
             return example
-        return {name: value for name, value in example.items() if name in self.given}
+        return {name: value for name, value in example.items() if name in self.visible}
 
     def _alone(self, example: Any, where: str) -> Batch:
         return self._split(self.padded([example]), [where])[0]
@@ -275,10 +275,10 @@ class Replaced:
 
     def _same_together(self, examples: Sequence[Any], alone: Sequence[Batch]) -> bool:
         """Returns whether the collator gives the same values for examples in one batch as for each alone."""
-        found = self._in_one_batch(examples, ["a batch"] * len(examples))
-        return found is not None and all(
+        collated = self._in_one_batch(examples, ["a batch"] * len(examples))
+        return collated is not None and all(
             one.keys() == two.keys() and all(np.array_equal(one[key], two[key]) for key in one)
-            for one, two in zip(found, alone, strict=True)
+            for one, two in zip(collated, alone, strict=True)
         )
 
     def _split(self, batch: Mapping[str, Any], where: Sequence[str]) -> list[Batch]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from packing_core.storage.ragged import Ragged
 from torch_backend.collate import PackedCollator
+from torch_backend.trainers.changes import Changes
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ def router_coefficient(trainer: Any) -> float | None:
 def packed_lengths(trainer: Any) -> Ragged | None:
     """The lengths of the documents in each row that TRL has packed; None where it packs none."""
     data = trainer.train_dataset
-    known = getattr(trainer.args, "packing", False) and hasattr(data, "__len__") and hasattr(data, "with_format")
-    if not known or LENGTHS not in data.column_names:
+    packs = getattr(trainer.args, "packing", False) and hasattr(data, "__len__") and hasattr(data, "with_format")
+    if not packs or LENGTHS not in data.column_names:
         return None
     return Ragged.of(data.select_columns([LENGTHS]).with_format("arrow")[:][LENGTHS], name=LENGTHS)
 
@@ -80,22 +81,21 @@ class StepMetrics:
     It logs ``aux_loss`` too, of the microbatches whose router's loss is handed to :meth:`add_router_loss`.
 
     Args:
-        trainer: the trainer.
+        changes: of the trainer.
         context_ranks: ranks that get the same rows, beside those of tensor parallelism.
     """
 
-    def __init__(self, trainer: Any, context_ranks: int = 1) -> None:
-        self.trainer = trainer
-        self.stock_log = trainer.log
+    def __init__(self, changes: Changes, context_ranks: int = 1) -> None:
+        self.trainer = trainer = changes.trainer
         self.total = trainer._total_train_tokens
         self.copies = getattr(trainer, "_tp_size", 1) * context_ranks
         self.new: int | Tensor = 0  # counted since the last update
         self.router_losses: list[Tensor] = []  # since the last log
-        trainer.log = self.log
+        changes.wrap("log", self.log)
         collator = trainer.data_collator
         self.counts_by_mask = isinstance(collator, PackedCollator) and not collator.marks_padding
         if self.counts_by_mask:
-            collator.marks_padding = True
+            changes.set("marks_padding", True, of=collator)
 
     def count(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Count a batch, and return it without the mask that was made for this alone."""
@@ -123,7 +123,7 @@ class StepMetrics:
         """Remember the auxiliary loss of a microbatch, which every rank of a group has."""
         self.router_losses.append(loss.detach())
 
-    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+    def log(self, stock_log: Any, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """As ``SFTTrainer.log``."""
         self.update()
         if self.router_losses:
@@ -131,4 +131,4 @@ class StepMetrics:
             means = self.trainer.accelerator.reduce(torch.stack(self.router_losses), "mean")
             self.trainer._metrics[mode]["aux_loss"] += means.tolist()
             self.router_losses = []
-        self.stock_log(logs, *args, **options)
+        stock_log(logs, *args, **options)

@@ -8,15 +8,15 @@ So its rows run where TRL's kernel does not, on a CPU and on any GPU. Packing of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
+from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.random_draws import find_draw
 from torch_backend.hf.anatomy.structure import causal_lm
@@ -25,6 +25,8 @@ from torch_backend.hf.explaining import Explanation, explain_attention
 from torch_backend.hf.forward import Choice, PackedForward
 from torch_backend.hf.inputs.forests import why_no_attention, why_no_forest
 from torch_backend.segments import PackedMetadata
+from torch_backend.trainers.changes import Changes
+from torch_backend.trainers.port import TrainerPort
 
 TREE_ATTENTION = "tree_fa3"  # the name under which TRL registers its function and builds its models
 
@@ -42,12 +44,6 @@ class TreeRows:
         self.implementation = implementation
         self.choices: dict[int, Choice] = {}
         self.rows: Any = WeakTensorKeyDictionary()  # the keys of a row -> its PackedForward
-        self.before = ALL_ATTENTION_FUNCTIONS[TREE_ATTENTION]
-        AttentionInterface.register(TREE_ATTENTION, self.attention)
-
-    def withdraw(self) -> None:
-        """Put the function back that was registered before."""
-        AttentionInterface.register(TREE_ATTENTION, self.before)
 
     def attention(
         self,
@@ -95,33 +91,33 @@ def segments_of(kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) ->
     return PackedMetadata.from_lengths(lengths.tolist(), device=kv_index.device, parents=parents.tolist())
 
 
-def serve_tree_rows(trainer: Any, implementation: Any, idle: str | None) -> None:
-    """Register this project's attention under the name that a trainer's tree rows ask for; see the module.
+class TreePort(TrainerPort):
+    """Packing in TRL's ``AsyncGRPOTrainer``, whose rows ask for attention by a name."""
 
-    Args:
-        idle: an option of ``enable_packing`` that its caller set and that such a trainer does not have, as written.
+    def plan(self) -> None:
+        request, root = self.request, causal_lm(self.trainer.model)
+        idle = dict(request.rows)
+        idle |= {} if request.memory is None else {"memory": request.memory}
+        idle |= {"share_prefix": False} if request.share_prefix is False else {}
+        replace(request, rows=idle).refuse(f"{self.name} makes its rows itself and shares their prefixes")
+        if root.config.get_text_config()._attn_implementation != TREE_ATTENTION:
+            raise UnsupportedError(f"{self.name} of this TRL has no tree rows: install trl 1.16 or newer")
+        self.anatomy = anatomy_of(root)
+        device = next(root.parameters()).device
+        reason = why_no_forest(self.anatomy) or why_no_attention(device, request.implementation)
+        if self.anatomy.mixers:
+            reason = "TRL hands its trees to attention layers alone, and it has recurrent ones"
+        if reason is None and (draw := find_draw(root, ever=True)) is not None:
+            reason = f"{draw} may be on in training, and samples that share a prefix would share what it draws"
+        if reason is not None:
+            raise UnsupportedModelError(f"{type(root).__name__} cannot run the tree rows of {self.name}: {reason}")
 
-    Raises:
-        UnsupportedModelError: the model's attention or dropout would not be exact on shared tokens.
-        UnsupportedError: the trainer's model was not built for tree rows.
-        PackingError: an option has no effect.
-    """
-    name, root = type(trainer).__name__, causal_lm(trainer.model)
-    if idle is not None:
-        raise PackingError(
-            f"{name} makes its rows itself and shares their prefixes, so {idle} has no effect: leave it out"
-        )
-    if root.config.get_text_config()._attn_implementation != TREE_ATTENTION:
-        raise UnsupportedError(f"{name} of this TRL has no tree rows: install trl 1.16 or newer")
-    anatomy = anatomy_of(root)
-    reason = why_no_forest(anatomy) or why_no_attention(next(root.parameters()).device, implementation)
-    if anatomy.mixers:
-        reason = "TRL hands its trees to attention layers alone, and it has recurrent ones"
-    if reason is None and (draw := find_draw(root, ever=True)) is not None:
-        reason = f"{draw} may be on in training, and samples that share a prefix would share what it draws"
-    if reason is not None:
-        raise UnsupportedModelError(f"{type(root).__name__} cannot run the tree rows of {name}: {reason}")
-    names = implementation if isinstance(implementation, str) else tuple(implementation)
-    if hasattr(trainer, "packed_step"):
-        trainer.packed_step.withdraw()
-    trainer.packed_step = TreeRows(anatomy, names)
+    def install(self, changes: Changes) -> None:
+        names = self.request.implementation
+        rows = TreeRows(self.anatomy, names if isinstance(names, str) else tuple(names))
+        changes.put(ALL_ATTENTION_FUNCTIONS, TREE_ATTENTION, rows.attention)
+        changes.set("packed_step", rows)
+
+    @staticmethod
+    def uninstall(trainer: Any) -> None:
+        """Nothing: the model was not patched."""

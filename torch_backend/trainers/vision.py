@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from packing_core.batches.columns import Documents
+from packing_core.planning.rule import RowRule
 from torch_backend.collate import PackedCollator, call_on_copies
 from torch_backend.collate.vision import VisionDocument, VisionReader, VisionRows, rows_of
 from torch_backend.collate.vision_dataset import read_again, read_all
@@ -54,8 +55,8 @@ def collator_of_images(trainer: Any, examples: Sequence[Any]) -> PackedCollator 
         except Exception:  # the collator is called again, and its error reported, where packing is planned
             return None
         if any(name.startswith("pixel_values") and batch[name] is not None for name in batch):
-            collator, known = PackedCollator(trainer.model), getattr(trainer, "processing_class", None)
-            processor = known if hasattr(known, "image_processor") else None
+            collator, processor = PackedCollator(trainer.model), getattr(trainer, "processing_class", None)
+            processor = processor if hasattr(processor, "image_processor") else None
             collator.vision = VisionReader(trainer.model, processor, collate=collate)
             collator.pad_id = collator.vision.pad_id(collator.pad_id)
             return collator
@@ -68,17 +69,17 @@ class VisionEpochRows(EpochRows):
     Args:
         source: a sequence of examples.
         reader: reads them.
-        capacity, options: as of :class:`EpochRows`.
+        rule, options: as of :class:`EpochRows`.
     """
 
-    def __init__(self, source: Any, reader: VisionReader, capacity: int, **options: Any) -> None:
-        super().__init__(source, (), capacity, **options)
+    def __init__(self, source: Any, reader: VisionReader, rule: RowRule, **options: Any) -> None:
+        super().__init__(source, (), rule, **options)
         self.reader = reader
 
     @cached_property
     def documents(self) -> Documents:
         """The documents' tokens and positions; their images are not kept."""
-        return read_all(self.reader, self.source, self.capacity, self.row_options.overflow)[0]
+        return read_all(self.reader, self.source, self.rule.capacity, self.rule.overflow)[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> VisionRows:  # type: ignore[override]
         return rows_of(super().__getitems__(numbers), self._document)
@@ -87,4 +88,4 @@ class VisionEpochRows(EpochRows):
         return read_again(self.reader, self.source, number, self.documents.input_ids[number])
 
     def __getstate__(self) -> dict[str, Any]:  # reading all images again would be dear for a spawned worker
-        return {**vars(self), "_made": {}}
+        return {**vars(self), "_epochs": {}}

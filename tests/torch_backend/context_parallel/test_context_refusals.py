@@ -23,6 +23,7 @@ from tests.torch_backend.wrappers import sharded_by_fsdp_1
 from torch_backend import PackedCollator, enable_packing, make_train_step, patch, unpad
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.over_ranks import OverRanks
 
 pytestmark = pytest.mark.slow  # starts processes
@@ -61,7 +62,9 @@ def refuse(name: str) -> None:
         model = on_mesh(tiny("qwen3"))
         state = state_of(model)
         assert state is not None and state.context is not None
-        OverRanks(Mock(label_smoother=None), state.context).cut({**batch, "loss_weights": batch["labels"]}, model)
+        OverRanks(Changes(Mock(label_smoother=None)), state.context).cut(
+            {**batch, "loss_weights": batch["labels"]}, model
+        )
 
     def step_of(process_group: Any = None, group: Any = None) -> Any:
         """A step whose gradients are reduced, and whose targets are counted, over these groups; None for all ranks."""

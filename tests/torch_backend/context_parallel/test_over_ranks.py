@@ -25,6 +25,7 @@ from torch_backend.hf.inputs.context import refuse_context
 from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import state_of
 from torch_backend.trainers import over_ranks
+from torch_backend.trainers.changes import Changes
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "metrics": ({"compute_metrics": len}, "no rank has the logits of whole ones: leave compute_metrics"),
@@ -44,7 +45,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def reason(fast: bool = True, **changes: Any) -> str | None:
+def reason(fast: bool = True, not_known: str | None = None, **changes: Any) -> str | None:
     settings = {
         "compute_metrics": None, "preprocess_logits_for_metrics": None, "is_deepspeed_enabled": False,
         "include_num_input_tokens_seen": "no",
@@ -52,22 +53,20 @@ def reason(fast: bool = True, **changes: Any) -> str | None:
     } | changes  # fmt: skip
     one: Any = SimpleNamespace(**settings)  # the trainer, its arguments and its parallelism in one
     one.args, one.accelerator = one, SimpleNamespace(parallelism_config=one)
-    return over_ranks._why_not(one, fast) or over_ranks._why_not_arguments(one)
+    loss: Any = SimpleNamespace(why_not_known=lambda: not_known)
+    return over_ranks.why_not_rows(one, loss, fast=fast) or over_ranks._why_not_arguments(one)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_needs_whole_documents_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(over_ranks, "why_not_known", lambda trainer: None)
+def test_what_needs_whole_documents_is_named(name: str) -> None:
     changes, message = REFUSED[name]
     assert (reason(**changes) or "").startswith(message)
     assert reason() is None
 
 
-def test_a_loss_with_logits_and_the_trainers_own_step_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(over_ranks, "why_not_known", lambda trainer: "it has metrics of its own")
-    assert (
-        reason() == "every rank computes its part of the loss without the logits of others: it has metrics of its own"
-    )
+def test_a_loss_with_logits_and_the_trainers_own_step_are_named() -> None:
+    named = "every rank computes its part of the loss without the logits of others: it has metrics of its own"
+    assert reason(not_known="it has metrics of its own") == named
     assert reason(fast=False) == "the trainer's own step runs whole ones: leave fast=False out"
 
 
@@ -122,7 +121,7 @@ def test_ranks_that_are_seeded_alike_draw_other_numbers_and_go_on_alike() -> Non
 def test_a_trainer_over_ranks_counts_the_targets_of_a_step_and_leaves_smoothing_to_it() -> None:
     trainer = Mock(label_smoother=SimpleNamespace(epsilon=0.1))
     trainer.model_accepts_loss_kwargs = False  # by which transformers counts
-    assert over_ranks.OverRanks(trainer, Mock()).smoothing == 0.1
+    assert over_ranks.OverRanks(Changes(trainer), Mock()).smoothing == 0.1
     assert trainer.model_accepts_loss_kwargs is True and trainer.label_smoother is None
 
 
@@ -150,7 +149,7 @@ class _Accelerator:
 def test_what_a_preference_trainer_gathers_is_that_of_each_group_once(value: torch.Tensor) -> None:
     accelerator = _Accelerator()
     trainer = Mock(accelerator=accelerator, compute_loss=lambda *_: accelerator.gather(value))
-    over_ranks.ScoresOverRanks(trainer, 2)
+    over_ranks.ScoresOverRanks(Changes(trainer), 2)
     value = torch.atleast_1d(value)
     assert torch.equal(trainer.compute_loss(None, {}), torch.cat([value, value + 10]))
     assert len(accelerator.gather(value)) == 4 * len(value), "outside of its loss it gathers of all ranks"
@@ -163,7 +162,7 @@ def test_operations_and_inputs_of_a_group_count_once() -> None:
         trainer.state.num_input_tokens_seen += 4 * inputs
 
     trainer._track_num_input_tokens = track
-    over_ranks.prepare_for_groups(trainer, 4)
+    over_ranks.prepare_for_groups(Changes(trainer), 4)
     trainer._track_num_input_tokens(5)
     assert (trainer.floating_point_ops(1), trainer.state.num_input_tokens_seen) == (2, 8)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,10 +17,12 @@ from safetensors.torch import load_file
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from packing_core.errors import PackingError
+from tests.imports import ROOT
 from tests.torch_backend.preference import tokenizer
 from tests.torch_backend.trainers.test_preference import dpo
 from tests.torch_backend.trainers.test_trainer import CAPACITY, arguments, documents, llama
 from tests.torch_backend.trainers.test_tree_rows import TREE_ATTENTION, packing, tiny, trainer_of
+from torch_backend import PackedCollator
 from torch_backend.hf.patch import state_of
 from torch_backend.trainers.enable_packing import disable_packing, enable_packing
 
@@ -187,3 +190,39 @@ def test_tree_rows_run_the_attention_that_was_registered_before() -> None:
     assert ALL_ATTENTION_FUNCTIONS[TREE_ATTENTION] is not before
     disable_packing(trainer)
     assert ALL_ATTENTION_FUNCTIONS[TREE_ATTENTION] is before and not hasattr(trainer, "packed_step")
+
+
+# Figures of training, which stay as they are trained, and what is set for the time of one call of the trainer.
+NOT_TAKEN_BACK = {"_total_train_tokens", "num_input_tokens_seen"}
+FOR_ONE_CALL = {"data_collator", "gather_function", "logging_nan_inf_filter"}
+
+
+def assigned(source: str) -> set[str]:
+    """Returns the attributes of a trainer, and of its parts, that a module sets by itself."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            holder = ast.unparse(target.value) if isinstance(target, ast.Attribute) else ""
+            if holder.removeprefix("self.").removeprefix("changes.").split(".")[0] == "trainer":
+                names.add(target.attr)
+    return names
+
+
+def test_what_packing_sets_on_a_trainer_is_owned_by_its_changes() -> None:
+    assert assigned("self.trainer.args.seed = 0\ntrainer.log += 1\nself.trainer = trainer") == {"seed", "log"}
+    files = (ROOT / "torch_backend" / "trainers").glob("*.py")
+    assert set().union(*(assigned(file.read_text()) for file in files)) == NOT_TAKEN_BACK | FOR_ONE_CALL
+
+
+def test_a_collator_of_the_users_own_is_given_back_too(tmp_path: Path) -> None:
+    args = arguments(trl.SFTConfig, tmp_path, max_length=CAPACITY, max_steps=2)
+    options: dict[str, Any] = {"train_dataset": documents(), "processing_class": tokenizer()}
+    model = llama()
+    trainer = trl.SFTTrainer(model, args, data_collator=PackedCollator(model, capacity=CAPACITY), **options)
+    before = dict(vars(trainer.data_collator))
+    for _ in range(2):
+        enable_packing(trainer, verify=False)
+        assert trainer.packed_step.metrics.counts_by_mask
+    disable_packing(trainer)
+    assert vars(trainer.data_collator) == before

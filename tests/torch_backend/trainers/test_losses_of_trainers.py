@@ -17,7 +17,7 @@ import torch_backend
 from tests.torch_backend.models import PLAIN_SGD
 from tests.torch_backend.trainers.test_replaced_collator import IDS, pads
 from tests.torch_backend.trainers.test_trainer import CAPACITY, datasets, documents, llama, sft
-from torch_backend.trainers import enable_packing as enabling
+from torch_backend.trainers import own_loss
 from torch_backend.trainers.enable_packing import enable_packing
 
 NAMED = (
@@ -186,7 +186,7 @@ def test_a_loss_of_tokens_is_not_named_and_trains_as_without_the_comparison(
     caplog.set_level(logging.WARNING)
     first = trained(noisy(tmp_path, **options))
     assert not compared(caplog)
-    monkeypatch.setattr(enabling, "warn_of_rows", lambda trainer: None)
+    monkeypatch.setattr(own_loss, "warn_of_rows", lambda changes, loss: None)
     second = trained(noisy(tmp_path, **options))
     for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -15,9 +15,9 @@ from packing_core.errors import PackingError, UnsupportedError
 from tests.torch_backend.row_trainers import build, enabled, held, lengths_of, numbered
 from tests.torch_backend.trainers.test_trainer import CAPACITY, datasets, documents
 from torch_backend import pack_dataset
+from torch_backend.trainers.callbacks import SameRows
 from torch_backend.trainers.dataloader import rows_of
 from torch_backend.trainers.epoch_rows import EpochRows
-from torch_backend.trainers.resuming import SameRows
 
 
 def ordered(tmp_path, **options) -> list[tuple[int, int]]:
@@ -57,18 +57,20 @@ def test_an_order_that_has_no_effect_or_no_column_is_refused(tmp_path) -> None:
         enabled(build(tmp_path, rows), order="grouped", keys="topic")
     with pytest.raises(PackingError, match="keys is a list: pass the name of the column that holds each"):
         enabled(build(tmp_path, numbered()), order="grouped", keys=["a"] * 60)
-    with pytest.raises(PackingError, match='order="curriculum" has no effect, because a stream gives its documents'):
+    with pytest.raises(
+        PackingError, match="a stream gives its documents as they come, so order='curriculum' has no effect"
+    ):
         enabled(build(tmp_path, numbered().to_iterable_dataset(), max_steps=2), order="curriculum")
-    with pytest.raises(PackingError, match='order="curriculum" has no effect, because the training data are rows'):
+    with pytest.raises(PackingError, match="the training data are rows already, so order='curriculum' has no effect"):
         enabled(build(tmp_path, pack_dataset(numbered(), CAPACITY)), None, order="curriculum")
 
 
 def test_limits_that_have_no_effect_are_refused(tmp_path) -> None:
     rows = build(tmp_path, pack_dataset(numbered(), CAPACITY))
-    with pytest.raises(PackingError, match="max_segments=3 has no effect, because the training data are rows already"):
+    with pytest.raises(PackingError, match="the training data are rows already, so max_segments=3 has no effect"):
         enabled(rows, None, max_segments=3)
     made = numbered().with_transform(lambda batch: batch)
-    with pytest.raises(PackingError, match="overflow='truncate' has no effect, because the documents of each batch"):
+    with pytest.raises(PackingError, match="the documents of each batch .*, so overflow='truncate' has no effect"):
         enabled(build(tmp_path, made), None, overflow="truncate")
     enabled(build(tmp_path, made), CAPACITY, overflow="truncate")
     with pytest.raises(PackingError, match='keys has no effect under order="random"'):

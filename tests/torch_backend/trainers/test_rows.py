@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -114,12 +115,12 @@ def test_rows_of_equal_cost_are_dealt_to_the_ranks_and_refused_where_they_have_n
 
     def rows(**options):
         made = rows_of(enabled(build(tmp_path, data), **options))
-        made.ranks, made.options["cost"] = 8, Cost(tokens=1, squares=0.1)
+        made.ranks, made.rule = 8, replace(made.rule, cost=Cost(tokens=1, squares=0.1))
         return made.dealt(0)
 
     mixed, even = rows(), rows(equal_cost=True)
     assert even.imbalance < 0.99 * mixed.imbalance and even.plan.n_rows == mixed.plan.n_rows
-    with pytest.raises(PackingError, match="equal_cost=True has no effect, because train_sampling_strategy="):
+    with pytest.raises(PackingError, match="train_sampling_strategy=.*, so equal_cost=True has no effect"):
         enabled(build(tmp_path, data, train_sampling_strategy="sequential"), equal_cost=True)
     with pytest.raises(PackingError, match='leave it or order="curriculum" out'):
         enabled(build(tmp_path, data), equal_cost=True, order="curriculum")

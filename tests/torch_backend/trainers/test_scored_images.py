@@ -22,7 +22,8 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs import padded_images
 from torch_backend.hf.inputs.padded_images import DocumentPositions
 from torch_backend.trainers.enable_packing import enable_packing
-from torch_backend.trainers.preference import _refuse_images
+from torch_backend.trainers.port import PackingRequest
+from torch_backend.trainers.preference import RewardPort, ScoredPort
 
 datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
 trl = pytest.importorskip("trl", reason="the trainers are TRL's")
@@ -216,12 +217,12 @@ def test_trainers_and_families_that_cannot_train_on_images_are_refused(monkeypat
     with pytest.raises(
         UnsupportedError, match=f"RewardTrainer of TRL {version('trl')} reads no images and would score"
     ):
-        _refuse_images(reward)
+        RewardPort(reward, PackingRequest({})).refuse_images()
     pairs = object.__new__(trl.DPOTrainer)
     pairs.model = vision_model("paligemma")
     with pytest.raises(UnsupportedError, match="DPOTrainer does not mark where a prompt ends, and PaliGemmaForCondit"):
-        _refuse_images(pairs)
+        ScoredPort(pairs, PackingRequest({})).refuse_images()
     monkeypatch.delitem(EXACT_KEYS, "gemma3")
     pairs.model = vision_model("gemma3")
     with pytest.raises(UnsupportedModelError, match="Gemma3ForConditionalGeneration is not known to be exact with im"):
-        _refuse_images(pairs)
+        ScoredPort(pairs, PackingRequest({})).refuse_images()

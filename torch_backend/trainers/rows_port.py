@@ -1,0 +1,142 @@
+"""Packing in a ``transformers.Trainer`` and what derives from it, TRL's ``SFTTrainer`` among them.
+
+A built trainer -> a plan, or a refusal (:mod:`.inspection`) -> its model is patched, its documents are packed into rows
+(:mod:`.epoch_rows`), and its collator carries the segments of every batch. The trainer's loop, loss, optimizer and
+arguments stay as they are. What is different for an ``SFTTrainer`` is its loss (:class:`.own_loss.TrainerLoss`).
+
+Figures are as without packing. What the model makes of rows [B, S, ...] -> the values of each document -> [documents,
+longest, ...], padded with -100 as transformers pads, in the order of the data. ``compute_metrics``, ``predict`` and
+``preprocess_logits_for_metrics`` receive these, and so they do of inputs (``include_for_metrics``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from packing_core.batches.columns import READ
+from packing_core.batches.keys import BatchKey
+from packing_core.batches.stored import IGNORE_INDEX
+from packing_core.errors import PackingError, UnsupportedError
+from torch_backend.collate import PackedCollator
+from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.explaining import SHARERS
+from torch_backend.hf.inputs.trl_trainers import why_per_example
+from torch_backend.steps.memory import AUTO_OVER_RANKS
+from torch_backend.trainers import sft
+from torch_backend.trainers.callbacks import add_noise_by_document
+from torch_backend.trainers.changes import Changes
+from torch_backend.trainers.dataloader import use_rows
+from torch_backend.trainers.fast_step import speed_up
+from torch_backend.trainers.inspection import generates_in_evaluation, inspect
+from torch_backend.trainers.own_loss import TrainerLoss, check_losses
+from torch_backend.trainers.port import TrainerPort
+from torch_backend.trainers.replaced import ReplacingCollator
+
+
+class RowsPort(TrainerPort):
+    """Packing in a trainer whose loss is one of tokens."""
+
+    def plan(self) -> None:
+        trainer, request = self.trainer, self.request
+        if reason := why_per_example(trainer):
+            raise UnsupportedError(
+                f"{self.name} {reason}, and would take all documents of a row for one example: leave it unpacked; "
+                "enable_packing serves transformers.Trainer and TRL's SFT, DPO, KTO, reward, GRPO and RLOO trainers"
+            )
+        needed = ("model", "data_collator", "accelerator", "_set_signature_columns_if_needed")
+        if any(getattr(trainer, field, None) is None for field in needed):
+            raise PackingError(f"{self.name} is not a transformers.Trainer: pass one that is built, with its model")
+        if request.share_prefix is True:
+            raise UnsupportedError(f"{self.name} shares no prefixes: {SHARERS}")
+        self.check_memory(has_rows=request.fast)
+        self.loss = TrainerLoss(trainer)
+        self.rows = inspect(trainer, self.loss, request)
+        if request.memory == "auto" and self.rows.mesh is not None:
+            raise UnsupportedError(AUTO_OVER_RANKS)
+
+    def install(self, changes: Changes) -> None:
+        trainer, request, plan = self.trainer, self.request, self.rows
+        self.patch([trainer.model], changes, plan.mesh)
+        changes.set("packing_plan", plan)
+        changes.set("_signature_columns", [*dict.fromkeys((*trainer._signature_columns, *READ))])
+        changes.set("data_collator", plan.collator)
+        if labels_documents(trainer.model) or trains_first_token(trainer.model):
+            changes.set("model_accepts_loss_kwargs", True)  # a patched classifier divides by the step's targets
+        if labels_documents(trainer.model):
+            changes.wrap("_get_num_items_in_batch", _count_targets, trainer)
+        use_rows(changes, plan.rows)
+        sft.warn_of_room(trainer)
+        check_losses(changes, self.loss)
+        add_noise_by_document(changes)
+        if request.fast:
+            speed_up(changes, self.loss, chooses_memory=request.memory == "auto")
+        elif self.loss.of_trl and isinstance(plan.collator, PackedCollator):
+            changes.set("marks_padding", True, of=plan.collator)  # or TRL would count the tokens of one row alone
+        changes.wrap("prediction_step", _predict, trainer)
+        changes.wrap("_track_num_input_tokens", _track_tokens)
+        if generates_in_evaluation(trainer) and isinstance(plan.collator, ReplacingCollator):
+            for name in ("get_eval_dataloader", "get_test_dataloader"):
+                changes.wrap(name, _dataloader_by, trainer, plan.collator.replaced.padded)
+
+
+def _count_targets(count: Callable[..., Any], trainer: Any, batches: list[Any], device: Any) -> Any:
+    """Counts targets as ``Trainer`` does, which takes -100 for a missing label in a regression too."""
+    config = causal_lm(trainer.model).config
+    trained = [targets_among(batch["labels"], config, of_documents=True) for batch in batches if "labels" in batch]
+    return count([{"labels": torch.where(targets, 0, IGNORE_INDEX)} for targets in trained], device)
+
+
+def _dataloader_by(make: Any, trainer: Any, collator: Any, *args: Any, **options: Any) -> Any:
+    packing, trainer.data_collator = trainer.data_collator, collator
+    try:
+        return make(*args, **options)
+    finally:
+        trainer.data_collator = packing
+
+
+def _predict(
+    prediction_step: Any,
+    trainer: Any,
+    model: Any,
+    inputs: Any,
+    prediction_loss_only: bool,
+    ignore_keys: list[str] | None = None,
+    **options: Any,
+) -> Any:
+    """As ``Trainer.prediction_step``. A classifier predicts by document already, and its inputs are rows."""
+    loss, logits, labels = prediction_step(model, inputs, prediction_loss_only, ignore_keys, **options)
+    if not labels_documents(trainer.model):
+        logits, labels = by_document(logits, inputs), by_document(labels, inputs)
+    if "inputs" in trainer.args.include_for_metrics:  # the loop reads them from the batch after this call
+        inputs.update({name: by_document(value, inputs) for name, value in inputs.items()})
+    return loss, logits, labels
+
+
+def _track_tokens(track: Any, inputs: Any) -> None:
+    """As ``Trainer._track_num_input_tokens``, which without a mask takes for padding what its tokenizer pads with."""
+    packed = isinstance(inputs, Mapping) and inputs.get(BatchKey.LENGTHS) and inputs.get(BatchKey.DOCUMENTS)
+    if packed and inputs.get("attention_mask") is None:
+        lengths, documents = inputs[BatchKey.LENGTHS], inputs[BatchKey.DOCUMENTS]
+        real = sum(lengths[segment] for segment in {segment for numbers in documents for segment in numbers})
+        inputs = {**inputs, "attention_mask": torch.tensor(real)}  # of which the sum is taken
+    track(inputs)
+
+
+def by_document(values: Any, batch: Mapping[str, Any]) -> Any:
+    """Tensors [B, S, ...], also inside tuples and mappings, as [documents, longest, ...]; all others as they are."""
+    if isinstance(values, tuple | list):
+        return type(values)(by_document(value, batch) for value in values)
+    if isinstance(values, Mapping):
+        return {name: by_document(value, batch) for name, value in values.items()}
+    lengths, documents = batch.get(BatchKey.LENGTHS), batch.get(BatchKey.DOCUMENTS)
+    if not isinstance(values, Tensor) or not documents or values.shape[:2] != batch["input_ids"].shape:
+        return values
+    segments = values.flatten(0, 1).split(lengths)
+    whole = [torch.cat([segments[number] for number in numbers]) for numbers in documents]
+    return pad_sequence(whole, batch_first=True, padding_value=IGNORE_INDEX)
