@@ -13,7 +13,6 @@ from crosspack.cli import tasks
 from crosspack.cli.settings import read_settings
 from crosspack.cli.trainruns import Examples
 from packing_core.errors import PackingError
-from packing_core.training.job import Audit
 from packing_core.training.options import Options
 from packing_core.training.tasks import TaskJob
 from tests.cli.conftest import LLAMA
@@ -88,7 +87,10 @@ def test_adapters_alone_are_written_or_weights_with_them(merge, weights, write, 
 def test_a_contaminated_trainer_is_not_trained(weights, write, tmp_path, monkeypatch):
     from torch_backend.job import tasks as torch_tasks
 
-    monkeypatch.setattr(torch_tasks, "_packed", lambda *_: Audit(exact=False, line="loss 1e+00"))
+    class Leaks(str):
+        verdict = "contaminated"
+
+    monkeypatch.setattr(torch_tasks, "audit_trainer", lambda _: Leaks("loss 1e+00"))
     monkeypatch.setattr(torch_tasks, "_timed", lambda *_: pytest.fail("it was trained"))
     result = run(*options("dpo", weights, write, "--output", tmp_path / "out"))
     assert result.exit_code == 2

@@ -1,7 +1,7 @@
 """The model of a training job, for every task: loaded or made by a config, audited, given adapters, written.
 
-A ModelJob -> :func:`build_model` or :func:`load_model` -> :func:`with_adapters` -> a trainer -> :func:`audit_of` what
-was measured -> :func:`write_model`.
+A ModelJob -> :func:`build_model` or :func:`load_model` -> :func:`with_adapters` -> a trainer, which is audited
+(:func:`audit_of`) -> :func:`write_model`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from packing_core.errors import PackingError, first_line
+from packing_core.errors import ContaminationError, PackingError, first_line
 from packing_core.extras import require
 from packing_core.training.job import Audit, ModelJob, TrainJob, is_hub_name
 from packing_core.training.options import Options
@@ -140,7 +140,11 @@ def with_adapters(model: nn.Module, options: Options, task_type: str = "CAUSAL_L
 
 
 def audit_of(report: AuditReport | TrainerReport) -> Audit:
-    """The verdict of a report, and the line that says how it was reached."""
+    """The verdict of a report, and the line that says how it was reached; nothing is trained unless it is exact.
+
+    Raises:
+        ContaminationError: documents that are packed together see each other.
+    """
     line = str(report)
     if isinstance(report, AuditReport):
         line = (
@@ -149,7 +153,22 @@ def audit_of(report: AuditReport | TrainerReport) -> Audit:
             f"{report.gradients:.0e} ({report.allowed_gradients:.0e}); perturbing one document changes the others by "
             f"{f'{report.leak:.0e}' if report.leak else '0 (no leak)'}"
         )
-    return Audit(exact=report.verdict == "exact", line=line)
+    if report.verdict != "exact":
+        raise ContaminationError(f"audit: documents that are packed together see each other: {line}")
+    return Audit(exact=True, line=line)
+
+
+def shared_arguments(options: Options) -> dict[str, Any]:
+    """The fields of ``TrainingArguments`` that every task gets alike."""
+    return {
+        "max_grad_norm": options.clip,
+        "seed": options.seed % 2**32,  # numpy's generator takes no other
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "neftune_noise_alpha": options.neftune_alpha,
+    }
 
 
 def write_model(job: ModelJob, model: Any, weights: dict[str, Any] | None = None) -> None:

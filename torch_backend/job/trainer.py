@@ -31,6 +31,7 @@ from packing_core.training.job import ZERO, TrainJob
 from packing_core.training.schedule import Run
 from torch_backend.collate import Batch, PackedCollator
 from torch_backend.hf.anatomy.structure import in_mode
+from torch_backend.job.models import shared_arguments
 from torch_backend.job.ranks import Process
 from torch_backend.job.states import make_optimizer
 from torch_backend.job.steps import PackedSteps, PaddedSteps, RowByRow, only_item
@@ -209,19 +210,13 @@ def _arguments(job: TrainJob, *, steps: int, device: torch.device, folder: str) 
         bf16=zero and job.options.dtype == "bfloat16",
         max_steps=steps,
         per_device_train_batch_size=1,
-        max_grad_norm=job.options.clip,
         average_tokens_across_devices=True,
-        seed=job.options.seed % 2**32,  # numpy's generator takes no other
-        logging_steps=1,
         logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         remove_unused_columns=False,
         ddp_find_unused_parameters=False,
         learning_rate=1.0,  # which the schedule multiplies
         optim=job.options.optim or "adamw_torch_fused",
-        neftune_noise_alpha=job.options.neftune_alpha,
+        **shared_arguments(job.options),
         **(job.options.settings or {}),
     )
 

@@ -32,10 +32,9 @@ from torch_backend.collate.vision import VisionRows
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.trainers.callbacks import SameRows
 from torch_backend.trainers.changes import Changes
-from torch_backend.trainers.epoch_rows import EpochRows, RowBatches, RowStream
+from torch_backend.trainers.epoch_rows import EpochRows, RowBatches, RowStream, VisionEpochRows
 from torch_backend.trainers.port import LIMITS, PackingRequest
 from torch_backend.trainers.replaced import ReplacingCollator, name_of
-from torch_backend.trainers.vision import VisionEpochRows
 
 logger = logging.getLogger(__name__)
 STEPS_LOST = 2  # an epoch of so many times fewer steps trains otherwise than its user planned
@@ -306,7 +305,7 @@ def _with_capacity(collator: PackedCollator, request: PackingRequest) -> PackedC
         return collator
     collator = copy.copy(collator)
     collator.capacity = request.capacity
-    collator.plan_options = {**collator.plan_options, **request.limits}
+    collator.plan_options = collator.plan_options | {name: x for name, x in request.rows.items() if name in LIMITS}
     return collator
 
 

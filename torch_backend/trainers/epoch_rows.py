@@ -2,7 +2,7 @@
 
 Examples -> the lengths of all documents -> a plan for each epoch -> rows, which are materialised on access.
 :class:`RowBatches` says which of them each rank takes in each batch. A :class:`RowStream` packs documents as they
-come.
+come. :class:`VisionEpochRows` read documents with images one by one, and their images again with each row.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from packing_core.planning.packplan import PackPlan
 from packing_core.planning.rule import RowRule
 from packing_core.storage.digests import digest
 from torch_backend.collate.document_labels import LABELS, NAMES, as_labels
+from torch_backend.collate.vision import VisionDocument, VisionReader, VisionRows, rows_of
+from torch_backend.collate.vision_dataset import read_again, read_all
 from torch_backend.trainers.replaced import Replaced
 
 READ_AT_ONCE = 256  # examples of a stream
@@ -87,11 +89,8 @@ class EpochRows(Dataset[PackedBatch]):
         """Returns the values that each document has one of: its label, and other numbers."""
         if not self.names_per_document:
             return {}
-        if hasattr(self.source, "select_columns"):
-            columns = self.source.select_columns(list(self.names_per_document)).with_format(None)[:]
-        else:
-            columns = {name: [example[name] for example in self.source] for name in self.names_per_document}
-        return {LABELS if name in NAMES else name: as_labels(values) for name, values in columns.items()}
+        names = self.names_per_document
+        return {LABELS if name in NAMES else name: as_labels(self._column(name)) for name in names}
 
     @cached_property
     def keys(self) -> Any:
@@ -108,6 +107,11 @@ class EpochRows(Dataset[PackedBatch]):
             raise PackingError(
                 f"keys is a {type(name).__name__}: pass the name of the column that holds each document's key"
             )
+        table = getattr(self.source, "column_names", None)
+        for number, columns in enumerate(self.source if table is None else [table]):
+            if name not in columns:
+                where = "the training data have" if table is not None else f"training example {number} has"
+                raise PackingError(f'{where} no "{name}", which keys names, only {", ".join(columns)}')
         keys = self._column(name)
         if len(keys) != (documents := len(self.documents.input_ids)):
             raise PackingError(
@@ -119,16 +123,7 @@ class EpochRows(Dataset[PackedBatch]):
     def _column(self, name: str) -> Any:
         """The values of a column, one for each training example."""
         if hasattr(self.source, "select_columns"):
-            if name not in self.source.column_names:
-                raise PackingError(
-                    f'keys="{name}" is no column of the training data, which have {", ".join(self.source.column_names)}'
-                )
             return self.source.select_columns([name]).with_format(None)[name][:]
-        for number, example in enumerate(self.source):
-            if name not in example:
-                raise PackingError(
-                    f'training example {number} has no "{name}", which keys names: it has {", ".join(example)}'
-                )
         return [example[name] for example in self.source]
 
     def dealt(self, epoch: int) -> ShardedPlan[PackPlan]:
@@ -213,6 +208,34 @@ class EpochRows(Dataset[PackedBatch]):
             f"{rows.n_documents:,} documents{notes}, in {rows.n_rows:,} rows of {rows.capacity:,} tokens, "
             f"{rows.efficiency:.1%} full"
         )
+
+
+class VisionEpochRows(EpochRows):
+    """The rows of every epoch, each with the images of its documents.
+
+    Args:
+        source: a sequence of examples.
+        reader: reads them.
+        rule, options: as of :class:`EpochRows`.
+    """
+
+    def __init__(self, source: Any, reader: VisionReader, rule: RowRule, **options: Any) -> None:
+        super().__init__(source, (), rule, **options)
+        self.reader = reader
+
+    @cached_property
+    def documents(self) -> Documents:
+        """The documents' tokens and positions; their images are not kept."""
+        return read_all(self.reader, self.source, self.rule.capacity, self.rule.overflow)[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> VisionRows:  # type: ignore[override]
+        return rows_of(super().__getitems__(numbers), self._document)
+
+    def _document(self, number: int) -> VisionDocument:
+        return read_again(self.reader, self.source, number, self.documents.input_ids[number])
+
+    def __getstate__(self) -> dict[str, Any]:  # reading all images again would be dear for a spawned worker
+        return {**vars(self), "_epochs": {}}
 
 
 class RowBatches(Sampler[list[int]]):

@@ -143,7 +143,7 @@ class PackedStep:
         assert self.gradients is not None
         with self.memory.naming_the_level(inputs):
             loss: Tensor = self.gradients(StepInputs(inputs, num_items_in_batch), last=last)
-        return self.losses(loss if self.over_ranks is None else self.over_ranks.mean(loss))
+        return self.losses(loss if self.over_ranks is None else self.over_ranks.divisor.average(loss))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

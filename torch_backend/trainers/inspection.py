@@ -22,9 +22,9 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError, first_line
 from packing_core.planning.pieces import CUTS
 from torch_backend.auditing.trainer import refuse_cut_documents
-from torch_backend.collate import Batch, BoundaryCollator, PackedCollator, call_on_copies
+from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import LABELS, NAMES
-from torch_backend.collate.vision import VisionRows
+from torch_backend.collate.vision import VisionReader, VisionRows
 from torch_backend.hf.anatomy.heads import head_of, predicts_masked
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.known_rows import is_packed_dataset, refuse_lost_lengths
@@ -33,9 +33,9 @@ from torch_backend.trainers.epoch_rows import EpochRows, RowStream
 from torch_backend.trainers.over_ranks import context_mesh, why_not_rows
 from torch_backend.trainers.own_loss import TrainerLoss
 from torch_backend.trainers.port import PackingRequest
-from torch_backend.trainers.replaced import Replaced, ReplacingCollator, name_of
-from torch_backend.trainers.vision import collator_of_images
+from torch_backend.trainers.replaced import OwnCollator, Replaced, ReplacingCollator, name_of
 
+TRIED = 8  # examples that show whether a collator makes images
 COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training
 # Families that DeepSpeed 0.19.8 splits over ranks and whose modeling files then raise, packed or not: they reshape by
 # the numbers of heads of the whole model.
@@ -136,10 +136,11 @@ def _packing_collator(trainer: Any, loss: TrainerLoss, request: PackingRequest) 
             f"{type(trainer).__name__} has neither a train_dataset nor an eval_dataset with examples: pass one, "
             "because its examples show whether its collator packs and what it trains"
         )
-    if (of_images := None if ours else collator_of_images(trainer, [x for _, x in examples])) is not None:
+    if (of_images := None if ours else _collator_of_images(trainer, [x for _, x in examples])) is not None:
         of_images.marks_padding |= loss.own  # which may read the mask
         return of_images
-    packs = ours or _packs(trainer, *examples[0])
+    own = OwnCollator(trainer, READ)
+    packs = ours or _packs(trainer, own, *examples[0])
     packs_documents = packs and not (isinstance(collator, PackedCollator) and collator.capacity is None)
     if packs_documents:
         request.refuse(f"{name_of(collator)} packs by itself")
@@ -148,7 +149,7 @@ def _packing_collator(trainer: Any, loss: TrainerLoss, request: PackingRequest) 
     if packs:
         wrapped = BoundaryCollator(collator, trainer.model)
         for _, example in examples:
-            _check_documents(wrapped, _seen(trainer, example, READ))
+            _check_documents(wrapped, own.seen(example))
         return wrapped
     masks = getattr(collator, "mlm", False) and type(collator).__name__ == "DataCollatorForLanguageModeling"
     if masks and predicts_masked(trainer.model):
@@ -156,13 +157,35 @@ def _packing_collator(trainer: Any, loss: TrainerLoss, request: PackingRequest) 
     compared = [(place, example) for place, example in examples if isinstance(example, Mapping)]
     if not compared:
         return PackedCollator(trainer.model)
-    columns = trainer._signature_columns if trainer.args.remove_unused_columns else None
-    replaced = Replaced(collator, trainer.model, columns, _columns_read(trainer))
+    replaced = Replaced(OwnCollator(trainer), trainer.model, _columns_read(trainer))
     replaced.inspect(compared)
     replacing = ReplacingCollator(trainer.model, replaced)
     if replaced.gives_mask and loss.own:
         replacing.marks_padding = True  # which that loss may read
     return replacing
+
+
+def _collator_of_images(trainer: Any, examples: Sequence[Any]) -> PackedCollator | None:
+    """A collator that packs what the trainer's makes of examples with images; None if it makes none of them.
+
+    Raises:
+        UnsupportedModelError: the model is not known to be exact with packed images.
+    """
+    if getattr(causal_lm(trainer.model).config, "vision_config", None) is None:
+        return None
+    collate = OwnCollator(trainer)
+    for example in [x for x in examples if isinstance(x, Mapping)][:TRIED]:
+        try:
+            batch = collate([dict(example)])
+        except Exception:  # the collator is called again, and its error reported, where packing is planned
+            return None
+        if any(name.startswith("pixel_values") and batch[name] is not None for name in batch):
+            collator, processor = PackedCollator(trainer.model), getattr(trainer, "processing_class", None)
+            processor = processor if hasattr(processor, "image_processor") else None
+            collator.vision = VisionReader(trainer.model, processor, collate=collate)
+            collator.pad_id = collator.vision.pad_id(collator.pad_id)
+            return collator
+    return None
 
 
 def _refuse_untrained(trainer: Any, collator: PackedCollator | BoundaryCollator) -> None:
@@ -242,27 +265,20 @@ def _sample(trainer: Any) -> list[tuple[str, Any]]:
     return sample
 
 
-def _seen(trainer: Any, example: Any, more: Sequence[str] = ()) -> Any:
-    """Returns the collator's view of an example: the model's arguments and the columns ``more``."""
-    if not (isinstance(example, Mapping) and trainer.args.remove_unused_columns):
-        return example
-    return {name: value for name, value in example.items() if name in (*trainer._signature_columns, *more)}
-
-
-def _packs(trainer: Any, where: str, first: Any) -> bool:
+def _packs(trainer: Any, collator: OwnCollator, where: str, first: Any) -> bool:
     """Returns whether the collator packs documents into one row, judged by a batch of one example given twice."""
     if isinstance(first, PackedBatch):
         return False
-    example, collator = _seen(trainer, first, READ), trainer.data_collator
+    example = collator.seen(first)
     has = example if isinstance(example, Mapping) else {}
     try:
-        batch = dict(call_on_copies(collator, [example, example]))
+        batch = dict(collator([first, first]))
     except Exception as error:
         if "input_ids" in has:
             raise
-        raise _no_tokens(trainer, where, first, f"{name_of(collator)} raised {first_line(error)}") from error
+        raise _no_tokens(trainer, where, first, f"{collator.name} raised {first_line(error)}") from error
     if "input_ids" not in batch:
-        raise _no_tokens(trainer, where, first, f"{name_of(collator)} returned {', '.join(batch) or 'nothing'}")
+        raise _no_tokens(trainer, where, first, f"{collator.name} returned {', '.join(batch) or 'nothing'}")
     if len(batch["input_ids"]) < 2:
         return True
     marks = {name for name in MARKS if batch.get(name) is not None and name not in has}
@@ -284,7 +300,7 @@ def _no_tokens(trainer: Any, where: str, example: Any, happened: str) -> LayoutE
             f"the {kind} data have no input_ids, only {columns}: tokenise them first, so that every example has "
             f"input_ids, a list of token ids ({happened})"
         )
-    if "input_ids" not in _seen(trainer, example):
+    if "input_ids" not in OwnCollator(trainer).seen(example):
         return LayoutError(
             f"the trainer removes input_ids from the {kind} data, because forward of {type(trainer.model).__name__} "
             "has no argument of that name: add it, or pass remove_unused_columns=False"

@@ -147,10 +147,6 @@ class OverRanks:
 
         return call
 
-    def mean(self, loss: Tensor) -> Tensor:
-        """Returns the mean of the losses of a group's ranks: what a training step logs, on each of them alike."""
-        return self.divisor.average(loss)
-
     def _times_added(self) -> int:
         """Counts how often a step adds a router's loss that counts once, after the trainer multiplies by its ranks."""
         if self.coefficient is None:

@@ -63,11 +63,6 @@ class PackingRequest:
         """The policy for documents that are longer than a row."""
         return self.rows.get("overflow", "error")
 
-    @property
-    def limits(self) -> dict[str, Any]:
-        """The options that cut documents and end rows."""
-        return {name: value for name, value in self.rows.items() if name in LIMITS}
-
     def rule(self, capacity: int, cost: Cost | None = None) -> RowRule:
         """Returns the rule by which documents become rows of ``capacity`` tokens."""
         return RowRule(**{**self.rows, "capacity": capacity}, cost=cost)

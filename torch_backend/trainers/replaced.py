@@ -30,13 +30,41 @@ _MADE = frozenset(("input_ids", "attention_mask", "position_ids", *NAMES))
 _MARKS = frozenset(MARKS) - _MADE
 
 
+class OwnCollator:
+    """A trainer's own collator, which sees of each example what the trainer would show it.
+
+    Args:
+        trainer: whose collator it is.
+        more: columns that it sees beside the model's arguments.
+
+    Attributes:
+        columns: all of them; None for whatever the examples have.
+        name: of the collator, in messages.
+    """
+
+    def __init__(self, trainer: Any, more: Sequence[str] = ()) -> None:
+        self.collator = trainer.data_collator
+        shown = trainer.args.remove_unused_columns
+        self.columns = frozenset((*trainer._signature_columns, *more)) if shown else None
+        self.name = name_of(self.collator)
+
+    def __call__(self, examples: Sequence[Any]) -> Any:
+        """The collator's batch."""
+        return call_on_copies(self.collator, [self.seen(example) for example in examples])
+
+    def seen(self, example: Any) -> Any:
+        """The columns of an example that the trainer would give to the collator."""
+        if self.columns is None or not isinstance(example, Mapping):
+            return example
+        return {name: value for name, value in example.items() if name in self.columns}
+
+
 class Replaced:
     """The collator that a trainer had, which made padded batches.
 
     Args:
         collator: of the trainer.
         model: of the trainer.
-        visible: the columns that the trainer hands to the collator, None for all.
         read: the columns that packing reads beside tokens and labels.
 
     Attributes:
@@ -47,10 +75,9 @@ class Replaced:
         shortest: a few of the shortest examples that were compared, of unequal lengths.
     """
 
-    def __init__(self, collator: Any, model: Any, visible: Sequence[str] | None, read: Sequence[str] = READ) -> None:
-        self.collator = collator
-        self.name = name_of(collator)
-        self.visible = None if visible is None else frozenset(visible)
+    def __init__(self, collator: OwnCollator, model: Any, read: Sequence[str] = READ) -> None:
+        self.padded = collator
+        self.name = collator.name
         self.read = frozenset(read)
         self.packs = PackedCollator(model)
         self.columns: set[str] = set()
@@ -98,7 +125,8 @@ class Replaced:
         """Returns whether packing reads a column of the data set."""
         if name in self.added:
             return False
-        readable = self.visible is None or name in self.visible or name in self.read
+        visible = self.padded.columns
+        readable = visible is None or name in visible or name in self.read
         labels = NAMES if self.packs.labels_documents else (LABELS,)
         return readable and name in {"input_ids", *labels, *self.read, *self.columns}
 
@@ -128,10 +156,6 @@ class Replaced:
         collated = self._in_one_batch(examples, places) if self._together and numbers else None
         collated = collated or [self._alone(example, place) for example, place in zip(examples, places, strict=True)]
         return self._carry(batch, dict(zip(numbers, collated, strict=True)), where, whole=whole)
-
-    def padded(self, examples: Sequence[Any]) -> Any:
-        """Returns the collator's own batch of examples, as the trainer would have had it."""
-        return call_on_copies(self.collator, [self._seen(example) for example in examples])
 
     def additions(self, example: Mapping[str, Any], where: str) -> dict[str, Array]:
         """Returns the collator's additions to one example, [tokens] each, once its tokens and labels are compared."""
@@ -255,12 +279,6 @@ class Replaced:
         kept = {key: x for key, x in example.items() if key in ("input_ids", name) or key in self.read}
         column = self.packs.pack([kept]).columns[name].reshape(-1)
         return np.array_equal(column, collated[name][: len(column)])
-
-    def _seen(self, example: Any) -> Any:
-        """The columns of an example that the trainer would give to the collator."""
-        if self.visible is None or not isinstance(example, Mapping):
-            return example
-        return {name: value for name, value in example.items() if name in self.visible}
 
     def _alone(self, example: Any, where: str) -> Batch:
         return self._split(self.padded([example]), [where])[0]
