@@ -16,7 +16,9 @@ from tests.torch_backend.hf.test_conditions import model_of
 from tests.torch_backend.models import documents, error, tiny
 from torch_backend import PackedCollator
 from torch_backend.auditing.tiny import tiny_model
+from torch_backend.hf.document_rows import DocumentRows
 from torch_backend.packed_tokens import plain
+from torch_backend.segments import PackedMetadata
 
 # Attention; sinks and windows; linear attention; frequencies per document; the decoder per document.
 ROUTES = ("qwen3", "gpt_oss", "qwen3_5_text", "phi3", "bloom")
@@ -177,3 +179,10 @@ def test_embedded_documents_end_where_they_end() -> None:
     want = model(**batch).logits
     embedded = model.get_input_embeddings()(plain(batch.pop("input_ids")))
     assert error(model(**batch, inputs_embeds=embedded).logits, want) <= 1e-6
+
+
+@pytest.mark.parametrize(("named", "wrong"), [((0, 2), 2), ((1, -1), -1), ((3, -2), 3)])
+def test_a_document_of_no_segment_is_refused_by_the_first_that_is_none(named: tuple[int, ...], wrong: int) -> None:
+    segments = PackedMetadata.from_lengths([2, 3])
+    with pytest.raises(LayoutError, match=f"names segment {wrong} and the batch has 2"):
+        DocumentRows(segments, [(segment,) for segment in named])

@@ -11,11 +11,13 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM
 
 from packing_core.training.memory_model import MemoryModel
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import collate, documents, tiny
 from torch_backend import patch
+from torch_backend.auditing.tiny import family_config, tiny_config
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps.cuda_graph import compile_layers
@@ -118,3 +120,27 @@ def test_the_formula_counts_what_a_compiled_layer_keeps(
 def test_what_scans_keep_in_float32_counts_twice_in_bfloat16(no_kernels: None) -> None:
     found, config = counted("mamba2", "none", torch.bfloat16)
     assert MemoryModel.from_config(config).kept["none"] == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "qwen2",
+        "gemma2",
+        "olmo2",
+        "qwen3_next",
+        "mamba2",
+        "falcon_h1",
+        "recurrent_gemma",
+        "gpt_oss",
+        "nemotron_h",
+    ],
+)
+def test_the_formula_counts_the_weights_of_products_in_every_kind_of_layer(family: str) -> None:
+    sizes = tiny_config(family_config(family), head_dim=16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(sizes)
+    weights = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    memory = MemoryModel.from_config(sizes.to_dict(), itemsize=4)
+    assert memory.gradients == pytest.approx(4 * weights, rel=0.01), "all but norms and biases"

@@ -336,6 +336,10 @@ def test_what_has_no_meaning_is_refused() -> None:
         dpo_loss(*pair, pair[0])
     with pytest.raises(LayoutError, match="take one number per pair or document of each"):
         dpo_loss(pair[0], pair[1, :2])
+    with pytest.raises(LayoutError, match="take one number per pair or document of each"):
+        simpo_loss(pair[0], pair[1, :2])
+    with pytest.raises(LayoutError, match="take one number per pair or document of each"):
+        orpo_loss(pair[0], pair[1, :2])
     with pytest.raises(LayoutError, match="desirable must be bool"):
         kto_loss(*pair, pair[0], pair[0, 0])
     batch = sampled([0, 1])
