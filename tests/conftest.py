@@ -101,7 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if tier != "all":
         slow = [item for item in items if item.get_closest_marker("slow")]
         left_out = [item.nodeid for item in slow + on_gpus]
-        quick = tiers.quick([item.nodeid for item in items], left_out, tiers.reached(tiers.changed_files()))
+        names, changed = [item.nodeid for item in items], tiers.reached(tiers.changed_files())
+        quick = tiers.quick(names, left_out, changed, tiers.recorded())
         kept = quick if tier == "quick" else kept - quick
     if config.getoption("shard"):
         number, _, of = config.getoption("shard").partition("/")

@@ -1,8 +1,8 @@
 """Tiers of the suite: what ``make test`` runs, and what ``make test-all`` adds. The same for the same commit.
 
-``--tier quick`` (``make test``) runs the tests of `WHOLE` with all of their cases, and of every other test one case,
-but no test that is marked ``slow`` or needs a GPU. Test files that import a module that differs from the main branch
-run whole.
+``--tier quick`` (``make test``) runs the tests of `WHOLE`, and of files that take at most `CHEAP` seconds, with all of
+their cases, and of every other test one case, but no test that is marked ``slow`` or needs a GPU. Test files that
+import a module that differs from the main branch run whole.
 ``--tier rest`` runs what ``quick`` leaves out. ``--tier all`` runs everything, which is also the default: whoever names
 a file, a test, ``-k`` or ``-m`` gets all that were named. ``--shard K/N`` takes the files of one of N shards, of about
 equal time by the durations in ``tests/durations.json``.
@@ -15,6 +15,7 @@ import shutil
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from tests.imports import ROOT, closure_files, modules_of
 from tests.processes import run
@@ -40,16 +41,23 @@ RULES = (
 )
 WHOLE = ("tests/packing_core/", "tests/house/", *(f"tests/torch_backend/{name}" for name in RULES))
 DURATIONS = ROOT / "tests" / "durations.json"
+CHEAP = 2.0  # 58 files: 758 more cases, 19 more seconds
 UNKNOWN = 10.0  # seconds of a file that has no recorded duration
 
 
-def quick(ids: Sequence[str], left_out: Iterable[str], whole: Iterable[str] = ()) -> set[str]:
+def quick(
+    ids: Sequence[str],
+    left_out: Iterable[str],
+    whole: Iterable[str] = (),
+    durations: Mapping[str, float] = MappingProxyType({}),
+) -> set[str]:
     """Returns the tests of ``make test`` among these, by their ids ``file::test[case]``.
 
     Args:
         ids: all ids that were collected, the cases of a test in order.
         left_out: those that are marked ``slow`` or need a GPU. A case that is skipped would stand for the others.
-        whole: files that run whole.
+        whole: files that run whole, slow tests included.
+        durations: the seconds of files, of which cheap ones run with all cases.
     """
     left_out, whole = set(left_out), set(whole)
     cases: dict[str, list[str]] = defaultdict(list)
@@ -62,7 +70,7 @@ def quick(ids: Sequence[str], left_out: Iterable[str], whole: Iterable[str] = ()
             taken.update(named)
             continue
         left = [name for name in named if name not in left_out]
-        if file.startswith(WHOLE):
+        if file.startswith(WHOLE) or durations.get(file, UNKNOWN) <= CHEAP:
             taken.update(left)
         elif left:  # another place for every test, so that together they meet every backend and every option
             taken.add(left[zlib.crc32(test.encode()) % len(left)])

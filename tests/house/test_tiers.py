@@ -31,6 +31,13 @@ def test_the_quick_tier_takes_one_case_of_every_test_and_whole_folders() -> None
     assert taken == tiers.quick(IDS, SLOW)
 
 
+def test_a_file_that_takes_little_time_runs_with_all_cases_but_its_slow_ones() -> None:
+    seconds = {"tests/torch_backend/test_x.py": tiers.CHEAP, "tests/torch_backend/test_y.py": tiers.CHEAP + 1}
+    taken = tiers.quick(IDS, [*SLOW, MANY[4]], durations=seconds)
+    assert taken & set(MANY) == {*MANY} - {MANY[4]}
+    assert len(taken & set(OTHERS)) == 8
+
+
 def test_what_runs_whole_is_there() -> None:
     assert all((ROOT / name).exists() for name in tiers.WHOLE)
 
