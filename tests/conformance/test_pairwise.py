@@ -27,4 +27,6 @@ def test_cases_hold_what_is_declared_and_nothing_else():
     cases = attention_pairs(Capabilities(options=ALL_OPTIONS - {"sinks", "gqa", "narrow_values"}, head_dims=(40, 64)))
     assert {case.width for case in cases} == {40, 64}
     assert {case.window for case in cases} == {None, 9}
+    assert {case.causal for case in cases} == {case.alibi for case in cases} == {False, True}
+    assert {case.softcap for case in cases} == {None, 4.0}
     assert not any(case.sinks or case.kv_heads < case.heads or case.value_width < case.width for case in cases)

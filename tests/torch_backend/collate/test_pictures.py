@@ -72,3 +72,13 @@ def test_files_of_more_bits_are_refused() -> None:
             PackingError, match="image 0 cannot be decoded .*more than 8 bits a channel, and would be cut"
         ):
             decoded(image)
+
+
+@pytest.mark.parametrize("turns", ["messages", "prompt"])
+def test_images_stand_in_turns_or_beside_them_for_the_places_in_turns(turns: str) -> None:
+    own = {"role": "user", "content": [{"type": "image", "image": RGB}, {"type": "text", "text": "?"}]}
+    place = {"role": "user", "content": [{"type": "image"}]}
+    found = pictures_of({turns: [place, own], "image": RGB[:2]}, "example 3")
+    assert [np.asarray(image).tolist() for image in found] == [RGB[:2].tolist(), RGB.tolist()]
+    with pytest.raises(LayoutError, match="1 places for images and 0 images"):
+        pictures_of({turns: [place]}, "example 3")
