@@ -7,6 +7,8 @@ from typing import Any
 
 from packing_core.planning.pieces import positive
 
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")  # that every token visits
+
 
 class ConfigReader:
     """Reads a config object, or its ``config.json`` as a mapping.
@@ -40,6 +42,11 @@ class ConfigReader:
         if self.layer is not None and isinstance(value, list | tuple) and self.layer < len(value):
             value = value[self.layer]
         return default if value is None else positive(f"the config's {name}", value)
+
+    def is_dense(self, layer: int) -> bool:
+        """Returns whether a layer has an MLP where others have experts."""
+        first, period = self.find("first_k_dense_replace", "num_dense_layers"), self.find("decoder_sparse_step")
+        return layer < (first or 0) or layer in (self.find("mlp_only_layers") or ()) or (layer + 1) % (period or 1) != 0
 
     def _first(self, names: tuple[str, ...]) -> tuple[str, Any]:
         for name in names:

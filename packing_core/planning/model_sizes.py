@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from packing_core.errors import PackingError
-from packing_core.planning.config_reader import ConfigReader
+from packing_core.planning.config_reader import SHARED_EXPERTS, ConfigReader
 
 # Layers of these kinds have no attention: their work grows with the tokens alone.
 _RECURRENT = ("linear", "mamba", "conv", "recurrent", "rglru", "delta", "ssm", "mlp", "moe")
@@ -144,12 +144,10 @@ def _feed_forward(model: ConfigReader, read: ConfigReader, hidden: int, layer: i
     """
     dense: int = 6 * hidden * read("intermediate_size", "n_inner", default=4 * hidden)
     visited = read("num_experts_per_tok", "moe_k")
-    if visited is None or layer < (model.find("first_k_dense_replace") or 0):
-        return dense
-    if layer in (model.find("mlp_only_layers") or ()):
+    if visited is None or model.is_dense(layer):
         return dense
     inner = read("moe_intermediate_size", "intermediate_size", "n_inner", default=4 * hidden)
-    shared = model.find("shared_expert_intermediate_size") or inner * (model.find("n_shared_experts") or 0)
+    shared = model.find("shared_expert_intermediate_size") or inner * (model.find(*SHARED_EXPERTS) or 0)
     experts: int = 6 * hidden * (inner * visited + shared)
     return experts
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from packing_core.errors import PackingError, UnsupportedModelError
-from packing_core.planning.config_reader import ConfigReader
+from packing_core.planning.config_reader import SHARED_EXPERTS, ConfigReader
 from packing_core.training import mixer_sizes as mixers
 from packing_core.training.mixer_sizes import GATED_ATTENTION, Mixer, Read
 from packing_core.training.tiled_families import MLPS, PROJECTIONS
@@ -178,7 +178,7 @@ class DecoderSizes:
             raise PackingError(
                 "the config names no hidden_size, num_hidden_layers and num_attention_heads: pass that of a decoder"
             )
-        kinds = _kinds(family, layers, named or (), find("attn_layer_indices"))
+        kinds = _kinds(family, layers, named or (), find("attn_layer_indices"), config)
         latent = find("kv_lora_rank") is not None
         strange = (
             family in _OTHER_SIZES
@@ -226,7 +226,9 @@ class DecoderSizes:
         )
 
 
-def _kinds(family: str, layers: int, named: Sequence[str], attending: Any) -> Counter[tuple[str, bool]] | None:
+def _kinds(
+    family: str, layers: int, named: Sequence[str], attending: Any, config: Any
+) -> Counter[tuple[str, bool]] | None:
     """Counts the layers of each kind, with and without experts where the config names them; None if one is unknown."""
     recurrent = _RECURRENT.get(family)
     if family == "falcon_h1":
@@ -239,7 +241,10 @@ def _kinds(family: str, layers: int, named: Sequence[str], attending: Any) -> Co
     names = [str(named[number % len(named)]) if named else "attention" for number in range(layers)]
     if any(name not in known for name in names):
         return None
-    return Counter((known[name], name not in ("mlp", "-")) for name in names)
+    return Counter(
+        (known[name], name not in ("mlp", "-") and not ConfigReader(config).is_dense(number))
+        for number, name in enumerate(names)
+    )
 
 
 def _feed_forward(family: str, width: int, find: Any, read: Read, *, routed: bool) -> FeedForward:
@@ -253,7 +258,7 @@ def _feed_forward(family: str, width: int, find: Any, read: Read, *, routed: boo
         dense //= 2  # it counts both halves
     one = read("moe_intermediate_size", default=dense) if experts else dense
     always = find("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
-    shared = (int(always or 0) or one * read("n_shared_experts", "moe_num_shared_experts")) if experts else 0
+    shared = (int(always or 0) or one * read(*SHARED_EXPERTS)) if experts else 0
     if family == "granitemoehybrid" and not experts:
         one = int(always or dense)
     inner = halves * ((visited or 1) * one + shared)
