@@ -137,7 +137,7 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def _segments_moved(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``func`` makes of the segments of the tokens that it moves; None if it moves others."""
+    """Applies ``func`` to the segments of the tokens that it moves; None if it moves others."""
     moved, *others = args or (kwargs.pop("input", kwargs.pop("tensors", None)),)
     if isinstance(moved, PackedTokens):
         moved = moved.segments

@@ -27,6 +27,7 @@ from torch_backend.job.steps import padded_batches
 from torch_backend.job.train import device_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
+from torch_backend.packed_tokens import plain
 from torch_backend.patching import patch
 from torch_backend.segments import to_device
 
@@ -141,7 +142,7 @@ def _inputs(job: TrainJob, way: str, step: int, device: torch.device) -> Iterato
     packed = map(PackedCollator(), job.schedule.packed(step))
     for batch in padded_batches(job.schedule, step, "padded") if way == "padded" else packed:
         if way.startswith("stock"):
-            batch = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
+            batch = {name: plain(batch[name]) for name in ("input_ids", "position_ids", "labels")}
         yield {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 

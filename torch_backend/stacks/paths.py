@@ -23,6 +23,7 @@ from torch_backend.auditing.compare import Computation, gradients_error, outputs
 from torch_backend.auditing.probe import Probe, RowLayout
 from torch_backend.auditing.tiny import all_families, family_config, tiny_config, tiny_model
 from torch_backend.auditing.trainer import TrainerReport
+from torch_backend.packed_tokens import plain
 from torch_backend.patching import patch
 from torch_backend.stacks.trainers import audits, trainer_paths
 
@@ -34,20 +35,20 @@ LIMIT = 10 * FLOAT32
 Batch = dict[str, Any]
 
 
-def _plain(batch: Batch) -> Batch:
-    return {name: batch[name] for name in ("input_ids", "position_ids")}
+def _tokens(batch: Batch) -> Batch:
+    return {name: plain(batch[name]) for name in ("input_ids", "position_ids")}
 
 
 # What people pass to an unpatched model, by the name that the table shows.
 STOCK: dict[str, Callable[[Batch], Batch]] = {
-    "position_ids": _plain,
+    "position_ids": _tokens,
     "position_ids, all-ones mask": lambda batch: {
-        **_plain(batch),
+        **_tokens(batch),
         "attention_mask": torch.ones_like(batch["input_ids"]),
     },
-    "position_ids, use_cache=False": lambda batch: {**_plain(batch), "use_cache": False},
+    "position_ids, use_cache=False": lambda batch: {**_tokens(batch), "use_cache": False},
     "TRL's keys": lambda batch: {
-        **_plain(batch),
+        **_tokens(batch),
         **{name: batch[name] for name in BatchKey.STOCK},
         "use_cache": False,
     },

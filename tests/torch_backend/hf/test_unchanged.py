@@ -1,4 +1,4 @@
-"""Whether a module runs its library's code and nothing else, so that tiles or kernels may compute the same instead."""
+"""Tells a module that runs its library's code alone from others, so that tiles or kernels may compute the same."""
 
 from __future__ import annotations
 
