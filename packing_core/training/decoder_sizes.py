@@ -258,7 +258,7 @@ def _feed_forward(family: str, width: int, find: Any, read: Read, *, routed: boo
         dense //= 2  # it counts both halves
     one = read("moe_intermediate_size", default=dense) if experts else dense
     always = find("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
-    shared = (int(always or 0) or one * read(*SHARED_EXPERTS)) if experts else 0
+    shared = int(always or one * (find(*SHARED_EXPERTS) or 0)) if experts else 0
     if family == "granitemoehybrid" and not experts:
         one = int(always or dense)
     inner = halves * ((visited or 1) * one + shared)
