@@ -45,8 +45,11 @@ class ConfigReader:
 
     def is_dense(self, layer: int) -> bool:
         """Returns whether a layer has an MLP where others have experts."""
-        first, period = self.find("first_k_dense_replace", "num_dense_layers"), self.find("decoder_sparse_step")
-        return layer < (first or 0) or layer in (self.find("mlp_only_layers") or ()) or (layer + 1) % (period or 1) != 0
+        if (kinds := self.find("mlp_layer_types")) is not None and layer < len(kinds):
+            return bool(kinds[layer] == "dense")
+        first = self.find("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index") or 0
+        period = self.find("decoder_sparse_step", "moe_layer_interval") or 1
+        return layer < first or layer in (self.find("mlp_only_layers") or ()) or (layer + 1) % period != 0
 
     def _first(self, names: tuple[str, ...]) -> tuple[str, Any]:
         for name in names:
