@@ -90,20 +90,20 @@ _LAYER = re.compile(r"(.*model\.)layers\.(\d+)\.(.*)")
 
 def _by_layer(leaves: Mapping[str, Any]) -> dict[tuple[str, tuple[int, ...]], Place]:
     """Maps names with the numbers of layers as if none were stacked, and shapes, to the array and the index in it."""
-    blocks = {name: found for name in leaves if (found := _BLOCK.match(name))}
-    period = len({found[2] for found in blocks.values()})
+    blocks = {name: match for name in leaves if (match := _BLOCK.match(name))}
+    period = len({match[2] for match in blocks.values()})
     repeats = next((leaves[name].shape[0] for name in blocks), 0)
-    found_at: dict[tuple[str, tuple[int, ...]], Place] = {}
+    places: dict[tuple[str, tuple[int, ...]], Place] = {}
     for name, leaf in leaves.items():
         shape = _shape(leaf)
-        if (found := blocks.get(name)) is not None and shape[:1] == (repeats,):
+        if (match := blocks.get(name)) is not None and shape[:1] == (repeats,):
             for i in range(repeats):
-                found_at[f"{found[1]}layers.{i * period + int(found[2])}.{found[3]}", shape[1:]] = name, i
-        elif (found := _LAYER.match(name)) is not None:
-            found_at[f"{found[1]}layers.{period * repeats + int(found[2])}.{found[3]}", shape] = name, None
+                places[f"{match[1]}layers.{i * period + int(match[2])}.{match[3]}", shape[1:]] = name, i
+        elif (match := _LAYER.match(name)) is not None:
+            places[f"{match[1]}layers.{period * repeats + int(match[2])}.{match[3]}", shape] = name, None
         else:
-            found_at[name, shape] = name, None
-    return found_at
+            places[name, shape] = name, None
+    return places
 
 
 def _abstract(saved: Any, mesh: Any) -> Any:
