@@ -3,6 +3,8 @@
     python -m benchmarks.gpu_preference                      # 0.5B and 4B shapes, bfloat16 weights, fused AdamW
     python -m benchmarks.gpu_preference --shape 4B --match "sdpa, group_by_length, micro-batches of (2|4)"
     python -m benchmarks.gpu_preference --match "^enable_packing.*of 8$"  # layers compiled, and as they are
+    python -m benchmarks.gpu_preference --lora               # adapters of rank 16 on all linear layers, no second model
+    python -m benchmarks.gpu_preference --profile            # two more updates: GPU idle by gap, host time by function
     python -m benchmarks.gpu_preference --budget 500         # begin no contender after so many seconds
     python -m benchmarks.gpu_preference --tiny               # every contender on the CPU; its times mean nothing
 
@@ -31,13 +33,14 @@ import torch
 
 from benchmarks.gpu import collected, parsed, parser, survived
 from benchmarks.gpu_clock import DEVICE, TOY, Result, failed, free, highest_gib, seconds_left, synchronize, wanted
+from benchmarks.gpu_profile import DeviceProfile, HostProfile
 from benchmarks.gpu_workload import DTYPE, qwen2
 from torch_backend import enable_packing
 
 SECTION = "preference" if not TOY else "preference, toy"
 PAIRS_PER_UPDATE = 4 if TOY else 32
 LONGEST, PROMPT, ANSWER, SPREAD = (96, 12, 24, 0.6) if TOY else (2_048, 200, 700, 0.6)
-WARM_UP = 1 if TOY else 2
+WARM_UP = 1 if TOY else 8
 
 
 @dataclass(frozen=True)
@@ -116,9 +119,12 @@ def preference_pairs(count: int) -> list[dict[str, Any]]:
     return found
 
 
-def build(contender: Contender, make: Any, pairs: Any, folder: str, updates: int, clock: Any) -> Any:
+def build(
+    contender: Contender, make: Any, pairs: Any, folder: str, updates: int, clock: Any, *, lora: bool = False
+) -> Any:
     """A DPOTrainer over random weights, whose pairs are tokens already."""
     import trl
+    from peft import LoraConfig
     from transformers import AutoModelForCausalLM
 
     class Tokenised(trl.DPOTrainer):
@@ -139,16 +145,20 @@ def build(contender: Contender, make: Any, pairs: Any, folder: str, updates: int
         logging_steps=updates, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=TOY,
         remove_unused_columns=False,
     )  # fmt: skip
+    adapters = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
     trainer = Tokenised(
-        model(0), model(1), args=arguments, train_dataset=pairs, processing_class=_tokenizer(), callbacks=[clock]
-    )
+        model(0), None if lora else model(1), args=arguments, train_dataset=pairs, processing_class=_tokenizer(),
+        callbacks=[clock], peft_config=adapters,
+    )  # fmt: skip
     if not contender.packed:
         return trainer
     return enable_packing(trainer, verify=False, fast=contender.fast)
 
 
-def measure(contender: Contender, shape: str, updates: int) -> Iterator[Result]:
-    """Times a run of one contender."""
+def measure(
+    contender: Contender, shape: str, updates: int, profiled: int = 0, *, lora: bool = False
+) -> Iterator[Result]:
+    """Times a run of one contender, and profiles ``profiled`` updates after those that are timed."""
     from datasets import Dataset
     from transformers import TrainerCallback
 
@@ -165,25 +175,34 @@ def measure(contender: Contender, shape: str, updates: int) -> Iterator[Result]:
             if state.global_step in (WARM_UP, WARM_UP + updates):
                 synchronize()
                 self.warm, self.ended = self.ended, time.perf_counter()
+            if profiled and state.global_step in (total - 1, total):
+                profiles[state.global_step == total].__exit__(None, None, None)
+            if profiled and state.global_step in (total - 2, total - 1):
+                profiles[state.global_step == total - 1].__enter__()
 
-    clock, pairs = Clock(), preference_pairs(PAIRS_PER_UPDATE * (WARM_UP + updates))
+    clock, total = Clock(), WARM_UP + updates + profiled
+    profiles: tuple[Any, Any] = DeviceProfile(), HostProfile()
+    pairs, case = preference_pairs(PAIRS_PER_UPDATE * total), f"{shape}, LoRA" if lora else shape
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
     try:
         with TemporaryDirectory() as folder:
             data = Dataset.from_list(pairs)
-            trainer = build(contender, SHAPES[shape], data, folder, WARM_UP + updates, clock)
+            trainer = build(contender, SHAPES[shape], data, folder, total, clock, lora=lora)
             trainer.train()
+            if profiled:
+                parts = trainer.packed_step.parts if contender.packed else ""
+                print(contender.name, parts, *profiles, sep="\n", flush=True)
             loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
             trainer.accelerator.free_memory()
             del trainer
     except Exception as failure:
-        yield failed(SECTION, shape, contender.name, "pairs/s", failure)
+        yield failed(SECTION, case, contender.name, "pairs/s", failure)
         return
-    yield Result(SECTION, shape, contender.name, PAIRS_PER_UPDATE * updates / (clock.ended - clock.warm), "pairs/s")
-    yield Result(SECTION, shape, contender.name, highest_gib(), "GiB at most")
-    yield Result(SECTION, shape, contender.name, float(loss), "mean loss")
-    yield Result(SECTION, shape, contender.name, clock.first - clock.began, "s to the first update")
+    yield Result(SECTION, case, contender.name, PAIRS_PER_UPDATE * updates / (clock.ended - clock.warm), "pairs/s")
+    yield Result(SECTION, case, contender.name, highest_gib(), "GiB at most")
+    yield Result(SECTION, case, contender.name, float(loss), "mean loss")
+    yield Result(SECTION, case, contender.name, clock.first - clock.began, "s to the first update")
 
 
 def verdict(shape: str, results: Sequence[Result]) -> str:
@@ -224,17 +243,21 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     options.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     options.add_argument("--updates", type=int, default=1 if TOY else 4, help="timed, after the warm-up")
+    options.add_argument(
+        "--lora", action="store_true", help="train adapters, whose reference is the model without them"
+    )
+    options.add_argument("--profile", action="store_true", help="two more updates, and what the host did in them")
     chosen = parsed(options, arguments)
-    results = collected(_run(chosen.shape, chosen.updates), chosen.output)
-    for shape in chosen.shape:
-        print(verdict(shape, results), flush=True)
+    results = collected(_run(chosen.shape, chosen.updates, 2 * chosen.profile, lora=chosen.lora), chosen.output)
+    for case in dict.fromkeys(result.case for result in results):
+        print(verdict(case, results), flush=True)
     return results
 
 
-def _run(shapes: Sequence[str], updates: int) -> Iterator[Result]:
+def _run(shapes: Sequence[str], updates: int, profiled: int, *, lora: bool) -> Iterator[Result]:
     for shape, contender in product(shapes, contenders()):
         if wanted(contender.name) and seconds_left() > 0:
-            yield from survived(contender.name, measure(contender, shape, updates))
+            yield from survived(contender.name, measure(contender, shape, updates, profiled, lora=lora))
             free()
 
 

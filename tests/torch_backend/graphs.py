@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torch_backend.steps import cuda_graph as captured
-from torch_backend.steps import eligibility
+from torch_backend.steps import eligibility, recorded_rows
 from torch_backend.steps.cuda_graph import CapturedStep
 
 
@@ -55,7 +55,19 @@ def stand_in(put: Callable[[Any, str, Any], None] = setattr) -> SimpleNamespace:
 
         step.graph, step.recording = SimpleNamespace(replay=replay, pool=lambda: None), False
 
+    def record_rows(call: Callable[[], None], **_: Any) -> tuple[SimpleNamespace, None]:
+        seen.recorded += 1
+        gradients = torch.is_grad_enabled()
+
+        def replay() -> None:
+            seen.replayed += 1
+            with torch.set_grad_enabled(gradients):
+                call()
+
+        return SimpleNamespace(replay=replay), None
+
     put(CapturedStep, "_record", record)
+    put(recorded_rows, "record", record_rows)
     put(CapturedStep, "_aside", lambda step: step.step(step.batch))
     put(captured, "DEVICE", "cpu")
     put(eligibility, "_why_not_fixed", lambda model, batch: None)

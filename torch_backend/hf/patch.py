@@ -155,6 +155,8 @@ class Patched(BatchReader):
         expert_choices: what each module of experts chose in the last packed forward, by id; for ``explain`` alone.
         own_rotation: attention layers that keep their modeling file's rotation, each with the reason.
         unpadding: runs padded calls packed (:mod:`.inputs.unpadding`); None where nobody asked for it.
+        runner: ``output = runner(run, forward, kwargs)`` runs the layers of a packed call in place of ``run(forward,
+            kwargs)``, faster (:mod:`torch_backend.steps.dynamic_compile`); None where nobody does.
         choices: what each layer chose in the last packed forward, by id; for ``explain`` alone.
         tower_requests: the attention requests of the vision tower, in all packed forwards.
     """
@@ -168,6 +170,7 @@ class Patched(BatchReader):
         self.edits: list[Edit] = []
         self.suspended = False
         self.unpadding: Any = None
+        self.runner: Any = None
         self.choices: dict[int, Choice] = {}
         self.tower_requests: set[AttentionRequest] = set()
 
@@ -311,15 +314,20 @@ class Patched(BatchReader):
             return call(*args, **kwargs)
         if forward.shared_row is not None:
             kwargs = forward.shared_row.shrink(kwargs)
+        run = partial(self._run_packed, call, args)
+        output = run(forward, kwargs) if self.runner is None or args else self.runner(run, forward, kwargs)
+        if forward.shared_row is not None:
+            output = forward.shared_row.grow(output)
+        return self.rows.pooled(forward, output)
+
+    def _run_packed(self, call: Call, args: tuple[Any, ...], forward: PackedForward, kwargs: dict[str, Any]) -> Any:
         kwargs = self._handed_over(forward, kwargs)
         if self.anatomy.route == "documents":
             output = run_per_document(self.decoder, forward, call, args, kwargs)
         else:
             output = call(*args, **kwargs)
         self._check(forward)
-        if forward.shared_row is not None:
-            output = forward.shared_row.grow(output)
-        return self.rows.pooled(forward, output)
+        return output
 
     def _handed_over(self, forward: PackedForward, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the decoder with the PackedForward where its layers receive it."""

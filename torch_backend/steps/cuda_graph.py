@@ -201,26 +201,41 @@ class CapturedStep:
 
     def _record(self) -> None:
         self.recording = True
-        graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls matter: a data loader's may pin memory meanwhile.
-        recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
-        failed: Exception | None = None
-        try:
-            with _random_numbers_kept(), recording:
-                try:
-                    self.result = self.step(self.batch)
-                except Exception as error:
-                    failed = error
-                    raise
-        except Exception:
-            if failed is None:
-                raise
-        if failed is not None:  # the end of its recording raised another error, which says nothing
+        self.graph, self.result = record(lambda: self.step(self.batch), pool=self.pool, stream=self.stream)
+        self.recording = False
+
+
+def record(call: Callable[[], Any], *, pool: Any, stream: torch.cuda.Stream | None) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Record what ``call`` queues, which runs none of it.
+
+    Args:
+        pool: memory that other graphs use too; None for its own.
+        stream: on which what was like it ran before.
+
+    Returns:
+        The graph, and what ``call`` returned.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # Only this thread's calls matter: a data loader's may pin memory meanwhile.
+    recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    failed: Exception | None = None
+    result: Any = None
+    try:
+        with _random_numbers_kept(), recording:
             try:
-                raise failed
-            finally:
-                del failed  # without a cycle of error and frame, what was recorded is freed when the error is
-        self.graph, self.recording = graph, False
+                result = call()
+            except Exception as error:
+                failed = error
+                raise
+    except Exception:
+        if failed is None:
+            raise
+    if failed is not None:  # the end of its recording raised another error, which says nothing
+        try:
+            raise failed
+        finally:
+            del failed  # without a cycle of error and frame, what was recorded is freed when the error is
+    return graph, result
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Compiled layers for models whose packed rows differ in length, as those of preference, reward and policy trainers do.
 
 A packed call -> the first one runs as usual and asks the attention implementations -> the layers are compiled, with the
-number of tokens as a variable -> later packed calls run through them, with gradients or without. All other calls,
-generation among them, run the layers as they are. So a row stays as long as its documents, where fixed shapes would
-need padding.
+number of tokens as a variable -> later packed calls run through them, with gradients or without, and as CUDA graphs
+where these serve them (:mod:`torch_backend.steps.recorded_rows`). Layers recompute inside their own backward. All other
+calls, generation among them, run the layers as they are.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.steps.cuda_graph import compile_layers
-from torch_backend.steps.eligibility import why_not_compiled
+from torch_backend.steps.eligibility import level_inside, why_not_compiled
 from torch_backend.steps.graph_limits import GRAPHS, whole_layers
+from torch_backend.steps.memory import Level, level_layers, recomputing_inside
+from torch_backend.steps.recorded_rows import RecordedRows, Run
 from torch_backend.steps.tower_blocks import TowerBlock
 
 log = logging.getLogger("crosspack")
 
 COMPILED = "compiled, for rows of any length"
+RECORDED = "CUDA graphs of the layers, one for each length of rows"
 
 
 class CompiledCalls:
-    """Compiles the layers of one patched model after its first packed call.
+    """Compiles the layers of one patched model after its first packed call, and records packed calls.
 
     Attributes:
-        layers: what runs, or why nothing faster does.
+        layers, graph: what runs, or why nothing faster does.
     """
 
     def __init__(self, model: nn.Module, refused: str | None = None) -> None:
@@ -45,56 +48,86 @@ class CompiledCalls:
         reason = refused or why_not_compiled(model) or _why_not_any_length(model)
         self.layers = "decided at the first packed call" if reason is None else f"not compiled: {reason}"
         self.failed = False
-        if reason is None:
-            self._hook = self.root.register_forward_hook(self._compile)
+        self.level: Level = "none"  # of the packed call that runs
+        self.calls: dict[Level, dict[nn.Module, Callable[..., Any]]] = {}
+        self.recorded: RecordedRows | None = None
+        if reason is None and self.state is not None:
+            self.state.runner = self
 
     @property
     def state(self) -> Patched | None:
         return state_of(self.root)
 
-    def _compile(self, *_: Any) -> None:
-        """A hook after each call, until the first packed one."""
-        if self.state is None or not self.state.requests:
+    @property
+    def graph(self) -> str:
+        if self.recorded is None:
+            return self.layers if self.layers != COMPILED else "decided at the second packed call"
+        return RECORDED if self.recorded.refused is None else f"no CUDA graph: {self.recorded.refused}"
+
+    def __call__(self, run: Run, forward: PackedForward, kwargs: dict[str, Any]) -> Any:
+        """The output of ``run(forward, kwargs)``, the layers of a packed call."""
+        if not self.calls:
+            output = run(forward, kwargs)
+            self._compile("none")
+            return output
+        if self.failed:
+            return run(forward, kwargs)
+        level = level_inside(self.model) if torch.is_grad_enabled() else "none"
+        if level not in self.calls:
+            self._compile(level)
+        assert self.recorded is not None
+        self.level = level
+        try:
+            with recomputing_inside([] if level == "none" else level_layers(self.root)):
+                return self.recorded(run, forward, kwargs)
+        except TorchDynamoException as error:
+            self._fail(error)
+            return run(forward, kwargs)
+        finally:
+            self.level = "none"
+
+    def _compile(self, level: Level) -> None:
+        if self.state is None or not self.state.requests or self.failed:
             return
-        self._hook.remove()
-        if (reason := why_not_compiled(self.model)) is not None:  # the level may have been set since
-            self.layers = f"not compiled: {reason}"
+        if not self.calls and (reason := why_not_compiled(self.model)) is not None:  # what it tells may be set since
+            self._run_plain(reason)
             return
-        compile_layers(self.model, dynamic=None)
+        compile_layers(self.model, memory=level, dynamic=None)
+        calls = self.calls[level] = {}
         for module in self.root.modules():
             compiled = module._compiled_call_impl
             if compiled is not None and not isinstance(compiled, TowerBlock):  # which knows packed calls itself
-                module._compiled_call_impl = _Call(self, module, compiled)
+                calls[module] = compiled
+                module._compiled_call_impl = _Call(self, module)
         self.layers = COMPILED
+        self.recorded = self.recorded or RecordedRows(self.model, self.state)
 
-    def fail(self, error: TorchDynamoException) -> None:
-        """Go on with the layers as they are."""
-        self.failed = True
-        self.layers = f"not compiled: it failed, {error}".splitlines()[0]
+    def _fail(self, error: TorchDynamoException) -> None:
+        """Falls back to layers that are not compiled."""
+        self._run_plain(f"it failed, {error}".splitlines()[0])
         if self.state is not None:
             self.state.compiled = set()
         log.warning("packed calls run with layers that are not compiled: %s", error)
+
+    def _run_plain(self, reason: str) -> None:
+        self.failed, self.layers = True, f"not compiled: {reason}"
 
 
 class _Call:
     """Forward of a module with a compiled call, which it runs in packed calls; all others run the plain one."""
 
-    def __init__(self, owner: CompiledCalls, module: nn.Module, compiled: Callable[..., Any]) -> None:
-        self.owner, self.plain, self.compiled = owner, module._call_impl, compiled
+    def __init__(self, owner: CompiledCalls, module: nn.Module) -> None:
+        self.owner, self.module = owner, module
         self.foreign = replaced_modules([module])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Checkpointing recomputes a layer outside of the model's call, so its own arguments decide first.
         forward = forward_among((*args, *kwargs.values())) or self._current()
         if self.owner.failed or forward is None or not forward.prepared:
-            return self.plain(*args, **kwargs)
-        try:
-            limit = torch._dynamo.config.patch(recompile_limit=GRAPHS)
-            with limit, whole_layers(), without_kernels(self.foreign):
-                return self.compiled(*args, **kwargs)
-        except TorchDynamoException as error:
-            self.owner.fail(error)
-            return self.plain(*args, **kwargs)
+            return self.module._call_impl(*args, **kwargs)
+        limit = torch._dynamo.config.patch(recompile_limit=GRAPHS)
+        with limit, whole_layers(), without_kernels(self.foreign):
+            return self.owner.calls[self.owner.level][self.module](*args, **kwargs)
 
     def _current(self) -> PackedForward | None:
         state = self.owner.state
@@ -104,13 +137,13 @@ class _Call:
 def run_plain_layers(model: nn.Module) -> None:
     """Let the layers of a model run as they are, whatever an earlier :class:`CompiledCalls` did to them."""
     root: Any = causal_lm(model)
-    for hook in list(root._forward_hooks.values()):
-        if isinstance(owner := getattr(hook, "__self__", None), CompiledCalls):
-            owner._hook.remove()
+    state = state_of(root)
+    if state is not None:
+        state.runner = None
     compiled = [module for module in root.modules() if isinstance(module._compiled_call_impl, _Call)]
     for module in compiled:
         module._compiled_call_impl = None
-    if compiled and (state := state_of(root)) is not None:
+    if compiled and state is not None:
         state.compiled = set()
 
 

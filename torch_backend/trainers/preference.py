@@ -10,6 +10,7 @@ forbids it, the layers are compiled for these calls (:mod:`torch_backend.steps.d
 from __future__ import annotations
 
 import logging
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -30,6 +31,7 @@ from torch_backend.ops.divisor import Divisor
 from torch_backend.steps.dynamic_compile import CompiledCalls
 from torch_backend.steps.explaining import named_level
 from torch_backend.steps.fast_backward import GRAPH, LAYERS, LOSS
+from torch_backend.trainers.callbacks import LossFilter, without_waiting
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.over_ranks import ScoresOverRanks, context_mesh
 from torch_backend.trainers.port import TrainerPort, models_of
@@ -101,6 +103,7 @@ class ScoredPort(TrainerPort):
             unpad_calls(model, share_prefix=self.share_prefix)
         refused = _why_not_layers(self.trainer) if self.request.fast else "fast=False"
         changes.set("packed_step", PreferenceStep(models, refused))
+        changes.wrap("training_step", partial(_step_without_waiting, without_waiting(changes)))
         self.change_batches(changes)
 
     def change_batches(self, changes: Changes) -> None:
@@ -164,7 +167,7 @@ class PreferenceStep:
     @property
     def parts(self) -> dict[str, str]:
         layers = {part: calls.layers + named_level(calls.model) for part, calls in self.calls.items()}
-        parts = {LOSS: "the trainer's own", **layers, GRAPH: "no CUDA graph: rows differ in length"}
+        parts = {LOSS: "the trainer's own", **layers, GRAPH: next(iter(self.calls.values())).graph}
         state = state_of(causal_lm(self.model))
         prefixes = None if state is None or state.unpadding is None else state.unpadding.prefixes
         return parts if prefixes is None else parts | {"shared prefixes": str(prefixes)}
@@ -200,8 +203,10 @@ class _MeanOverStep:
     def get_batch_samples(self, stock_samples: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.get_batch_samples``."""
         batches, items = stock_samples(*args, **kwargs)
-        counts = torch.tensor([sum(map(self._examples, batches)), len(batches)], device=self.trainer.accelerator.device)
-        examples, micro_batches = Divisor().total(counts).tolist()
+        counts, divisor = torch.tensor([sum(map(self._examples, batches)), len(batches)]), Divisor()
+        if divisor.ranks > 1:
+            counts = divisor.total(counts.to(self.trainer.accelerator.device))
+        examples, micro_batches = counts.tolist()
         self.mean = examples / micro_batches if micro_batches else None
         return batches, items
 
@@ -218,6 +223,11 @@ class _MeanOverStep:
 
     def _examples(self, batch: Any) -> int:
         return len(batch["input_ids"]) // self.rows_of_example
+
+
+def _step_without_waiting(losses: LossFilter, step: Any, *args: Any, **kwargs: Any) -> Any:
+    """As ``Trainer.training_step``."""
+    return losses(step(*args, **kwargs))
 
 
 def _compute_kl_logps(compute: Any, model: Any, batch: Any) -> Any:

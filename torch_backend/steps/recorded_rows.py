@@ -1,0 +1,436 @@
+"""CUDA graphs for packed calls whose rows differ in length: one of the forward and one of the backward.
+
+A packed call of a decoder -> its row, padded to one of few lengths, in memory that graphs read -> the graph of the
+forward -> the last hidden states -> head, loss and metrics, whatever they are, as usual -> the graph of the backward,
+which adds to the gradients of the parameters.
+
+So a trainer's own loss may read from the device and differ from step to step, while the layers cost the host two
+launches. The padding is segments of its own behind the documents; its hidden states are dropped and get no gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from traceback import format_exception
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from packing_core.storage.forest import depth_of
+from torch_backend.hf.edits.experts import why_experts_read
+from torch_backend.hf.entry import run_inside
+from torch_backend.hf.forward import PackedForward
+from torch_backend.hf.patch import Patched
+from torch_backend.pieces import padding_lengths
+from torch_backend.segments import PackedMetadata
+from torch_backend.steps.cuda_graph import record
+from torch_backend.steps.eligibility import why_not_recomputed
+from torch_backend.steps.graph_collectives import place_of
+
+log = logging.getLogger("crosspack")
+
+# The layers of a decoder: the segments and the arguments of its own forward -> its output.
+Run = Callable[[PackedForward, dict[str, Any]], Any]
+PARTS = 16  # lengths of rows between a power of two and the next: padding is at most a sixteenth of a row
+OFTEN = 4  # times that a form comes before it has graphs of its own, where longer ones can serve it
+MOST_PADDED = 1.25  # times its tokens may be those of a row whose graphs serve it
+CHANGED = "the activations of this call were overwritten by a later one: call backward once, before the next call"
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """The sizes that a graph holds for all of its rows.
+
+    Attributes:
+        tokens, entries: of the row and of its list of segments, padding included.
+        longest: no segment is longer.
+        depth: the most segments that one continues; 0 where none does.
+    """
+
+    tokens: int
+    entries: int
+    longest: int
+    depth: int
+
+
+class StaticRow:
+    """The arguments of a decoder's forward for one padded row, in memory that stays where it is.
+
+    Args:
+        form: of the row.
+        kwargs: arguments of a call, whose tensors have a value per token.
+    """
+
+    def __init__(self, state: Patched, form: RowForm, kwargs: Mapping[str, Any]) -> None:
+        self.state, self.form, self.kwargs = state, form, dict(kwargs)
+        for name, x in _tensors(kwargs):
+            shape = list(x.shape)
+            shape[_axis(x)] = form.tokens
+            self.kwargs[name] = x.new_empty(shape)
+        device = state.device
+        self.boundaries = torch.empty(form.entries + 1, dtype=torch.int32, device=device)
+        self.parents = torch.empty(form.entries, dtype=torch.int32, device=device) if form.depth else None
+        self.real = torch.empty(form.tokens, dtype=torch.bool, device=device) if state.experts else None
+        self.lengths: tuple[int, ...] | None = None
+
+    def take(self, kwargs: Mapping[str, Any], segments: PackedMetadata) -> None:
+        """Copy the arguments of a call, and pad them."""
+        form, tokens, lengths = self.form, segments.tokens, segments.lengths
+        assert lengths is not None
+        for name, x in _tensors(kwargs):
+            axis, kept = _axis(x), self.kwargs[name]
+            kept.narrow(axis, 0, tokens).copy_(x)
+            kept.narrow(axis, tokens, form.tokens - tokens).zero_()
+        all_lengths = (*lengths, *padding_lengths(tokens, form.tokens, form.tokens, form.longest))
+        rest = form.entries - len(all_lengths)
+        _write(self.boundaries, [0, *accumulate(all_lengths), *[form.tokens] * rest])
+        if self.parents is not None:
+            above = segments.parents or ()
+            _write(self.parents, [*above, *[-1] * (form.entries - len(above))])
+        if self.real is not None:
+            self.real[:tokens] = True
+            self.real[tokens:] = False
+        self.lengths = all_lengths if self.state.layers_need_lengths else None
+
+    def run(self, run: Run) -> Any:
+        """The decoder's output for the whole row."""
+        form, state = self.form, self.state
+        segments = PackedMetadata(self.boundaries, form.longest, form.tokens, self.lengths)
+        if self.parents is not None:
+            segments.continue_segments(self.parents, form.depth)
+        forward = PackedForward(segments, (1, form.tokens), state.implementation, sizes=state.anatomy.sizes)
+        forward.real = self.real
+        return run_inside(state, forward, run, forward, dict(self.kwargs))
+
+
+class RecordedRows:
+    """Runs packed calls of one patched decoder as CUDA graphs, a pair for every :class:`RowForm`.
+
+    The first call runs as usual. Later ones run the graphs of their form, or those of longer rows until a form has come
+    :data:`OFTEN`. Graphs of one model share their memory, so while the backward of a call is to come, the next one with
+    gradients runs as usual.
+
+    Args:
+        model: what is called, with all its wrappers.
+
+    Attributes:
+        refused: why nothing is recorded; None while it is.
+    """
+
+    def __init__(self, model: nn.Module, state: Patched) -> None:
+        self.model, self.state = model, state
+        self.refused = why_no_graphs(model)
+        self.entries = self.longest = self.depth = 0
+        self.graphs: dict[Any, dict[int, RowGraphs]] = {}  # by the tokens of a row, for each of all else
+        self.seen: Counter[Any] = Counter()
+        self.memory = GraphMemory()
+        self.structure: Any = None
+        self.tuners: list[Any] = []
+        self.weights: list[nn.Parameter] = []
+        self.kind: Any = tuple  # of the decoder's output
+        self.hidden = torch.empty(0)  # of the dtype and width of its hidden states
+
+    def __call__(self, run: Run, forward: PackedForward, kwargs: dict[str, Any]) -> Any:
+        """The output of ``run(forward, kwargs)``."""
+        segments = forward.segments
+        given = {name: x for name, x in kwargs.items() if name != "attention_mask"}
+        if self.refused is not None or not _fits(forward, given):
+            return run(forward, kwargs)
+        form = self._form(segments)
+        graphs = self._graphs_for(form, self._surroundings(given), run, given)
+        forward.handed_over = True
+        if graphs is not None:
+            graphs.row.take(given, segments)
+            return _with_hidden(self.kind, graphs(segments.tokens))
+        row = StaticRow(self.state, form, given)
+        row.take(given, segments)
+        output = row.run(run)
+        if (hidden := _only_hidden(output)) is None:
+            self.refused = "its decoder returns more than the last hidden states"
+            return run(forward, kwargs)
+        self.kind, self.hidden = type(output), hidden.new_empty(0, hidden.shape[2])
+        return _with_hidden(self.kind, hidden[:, : segments.tokens])
+
+    def _graphs_for(self, form: RowForm, around: Any, run: Run, given: dict[str, Any]) -> RowGraphs | None:
+        """The graphs of a call; None where it has to run as usual."""
+        if torch.is_grad_enabled() and self.memory.busy:
+            return None
+        key = replace(form, tokens=0), around
+        if key not in self.graphs:  # what runs in a graph has run before
+            self.graphs[key] = {}
+            return None
+        recorded = self.graphs[key]
+        if form.tokens in recorded:
+            return recorded[form.tokens]
+        self.seen[form, around] += 1
+        longer = [tokens for tokens in recorded if form.tokens < tokens <= MOST_PADDED * form.tokens]
+        if longer and self.seen[form, around] < OFTEN:
+            return recorded[min(longer)]
+        return self._record(recorded, form, run, given)
+
+    def _record(
+        self, recorded: dict[int, RowGraphs], form: RowForm, run: Run, given: dict[str, Any]
+    ) -> RowGraphs | None:
+        trained = [p for p in self.weights if p.requires_grad] if torch.is_grad_enabled() else []
+        self.memory.reserve(form.tokens, self.hidden)
+        try:
+            recorded[form.tokens] = RowGraphs(StaticRow(self.state, form, given), run, trained, self.memory)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.refused = f"recording it failed, {error}".splitlines()[0]
+            self.graphs.clear()
+            # as text: the error holds the frames of the recording, and these hold all activations
+            log.warning("packed calls run without CUDA graphs: %s", "".join(format_exception(error)).rstrip())
+            return None
+        return recorded[form.tokens]
+
+    def _form(self, segments: PackedMetadata) -> RowForm:
+        """The form of a row. Sizes other than its tokens only grow, and then all graphs are recorded again."""
+        assert segments.lengths is not None
+        tokens, before = segments.tokens, (self.entries, self.longest, self.depth)
+        step = max(64, (1 << (tokens.bit_length() - 1)) // PARTS)
+        rounded = -(-tokens // step) * step
+        self.longest = max(self.longest, _power_of_two(segments.max_seqlen))
+        longest = min(self.longest, rounded)
+        most = int(MOST_PADDED * tokens) - tokens + step  # padding, in pieces of the longest
+        entries = len(segments.lengths) + -(-most // longest)
+        self.entries = max(self.entries, -(-entries // 16) * 16)
+        if segments.parents is not None:
+            self.depth = max(self.depth, _power_of_two(depth_of(segments.parents)))
+        if before != (self.entries, self.longest, self.depth):
+            self.graphs.clear()
+            self.memory.pools.clear()  # which end with their last graph
+        return RowForm(rounded, self.entries, longest, self.depth if segments.parents is not None else 0)
+
+    def _surroundings(self, given: Mapping[str, Any]) -> Any:
+        """What a graph holds beside the values of its row."""
+        cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        if self.structure is not self.state.structure:  # renewed by the call's entry where the model has changed
+            self.structure = self.state.structure
+            self.tuners = [m for m in self.model.modules() if hasattr(m, "_disable_adapters")]  # of PEFT
+            self.weights = list(self.model.parameters())
+        adapters = tuple((m._disable_adapters, str(m.active_adapters), getattr(m, "merged", None)) for m in self.tuners)
+        weights = tuple((place_of(p), p.requires_grad) for p in self.weights)
+        constants = tuple((name, x) for name, x in given.items() if not isinstance(x, Tensor))
+        shapes = tuple((name, x.dtype) for name, x in _tensors(given))
+        return torch.is_grad_enabled(), self.model.training, cast, adapters, weights, constants, shapes
+
+
+class GraphMemory:
+    """What the graphs of one model share: memory, a stream, the gradients of its parameters, hidden states.
+
+    Attributes:
+        pools: of graphs with gradients and of those without, which run between a forward and its backward.
+    """
+
+    def __init__(self) -> None:
+        self.pools: dict[bool, Any] = {}
+        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        self.hidden: dict[int, Tensor] = {}
+        self._call: weakref.ref[PendingCall] | None = None
+
+    def pool(self, *, gradients: bool) -> Any:
+        """Returns the memory of graphs with gradients, or of those without."""
+        if gradients not in self.pools and torch.cuda.is_available():
+            self.pools[gradients] = torch.cuda.graph_pool_handle()
+        return self.pools.get(gradients)
+
+    @property
+    def busy(self) -> bool:
+        """Returns whether the backward of a call is to come, which reads what its forward left."""
+        call = None if self._call is None else self._call()
+        return call is not None and call.pending
+
+    def begin(self) -> PendingCall:
+        """Note a call, whose activations lie in the memory from now on."""
+        call = PendingCall()
+        self._call = weakref.ref(call)
+        return call
+
+    def is_current(self, call: PendingCall) -> bool:
+        """Returns whether the activations of a call still lie in the memory."""
+        return self._call is not None and self._call() is call
+
+    def reserve(self, tokens: int, hidden: Tensor) -> None:
+        """Make memory for hidden states [1, T, D] and their gradients; none can be made while graphs are recorded.
+
+        Args:
+            hidden: [0, D] like them.
+        """
+        room = _power_of_two(tokens)
+        if room not in self.hidden:
+            self.hidden[room] = hidden.new_zeros(2, room, hidden.shape[1])
+
+    def states(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Memory for hidden states and for their gradients, the same for rows of up to the next power of two."""
+        states, gradients = self.hidden[_power_of_two(tokens)].split(1)
+        return states[:, :tokens], gradients[:, :tokens]
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Where graphs add to the gradient of a parameter."""
+        if parameter not in self.gradients:
+            self.gradients[parameter] = torch.zeros_like(parameter)
+        return self.gradients[parameter]
+
+    def put_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Let the gradients of parameters, whatever they are, lie where graphs add to them."""
+        empty = []
+        for parameter in parameters:
+            kept, found = self.gradient(parameter), parameter.grad
+            if found is None:
+                empty.append(kept)
+            elif found is not kept:
+                kept.copy_(found)
+            parameter.grad = kept
+        if empty:
+            torch._foreach_zero_(empty)
+
+
+class PendingCall:
+    """A call with gradients, until its backward ran or nothing can call it any more."""
+
+    def __init__(self) -> None:
+        self.pending = True
+
+
+class RowGraphs:
+    """``hidden = graphs(tokens)``: the last hidden states of the first tokens of a row.
+
+    Args:
+        row: whose memory the graphs read.
+        run: the layers.
+        trained: parameters to whose gradients the backward adds; empty for calls without gradients.
+        memory: of all graphs of the model.
+
+    Raises:
+        RuntimeError: the layers do what no graph can record.
+    """
+
+    def __init__(self, row: StaticRow, run: Run, trained: list[nn.Parameter], memory: GraphMemory) -> None:
+        self.row, self.run, self.trained, self.memory = row, run, trained, memory
+        self.states, self.gradients = memory.states(row.form.tokens)
+        self.made: Tensor | None = None
+        found = {p: p.grad for p in trained}
+        memory.put_gradients(trained)
+        pool = memory.pool(gradients=bool(trained))
+        try:
+            self.forward, _ = record(self._forward, pool=pool, stream=memory.stream)
+            if trained:
+                self.backward, _ = record(self._backward, pool=pool, stream=memory.stream)
+        finally:
+            self.made = None  # whose memory the next recording may use
+            for parameter, gradient in found.items():  # a recording changes no value
+                parameter.grad = gradient
+
+    def _forward(self) -> None:
+        with _autocast_without_cache():
+            output = self.row.run(self.run)
+        self.made = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        self.states.copy_(self.made.detach())
+
+    def _backward(self) -> None:
+        assert self.made is not None
+        torch.autograd.backward(self.made, self.gradients)
+
+    def __call__(self, tokens: int) -> Tensor:
+        if self.trained:
+            hidden: Tensor = _Replay.apply(torch.empty(0, requires_grad=True), self, tokens)
+            return hidden
+        self.forward.replay()
+        return self.states[:, :tokens].clone()
+
+
+class _Replay(torch.autograd.Function):
+    """The hidden states of a recorded call; its backward adds to the parameters' gradients itself."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, graphs: RowGraphs, tokens: int) -> Tensor:
+        ctx.graphs, ctx.tokens, ctx.call = graphs, tokens, graphs.memory.begin()
+        graphs.forward.replay()
+        return graphs.states[:, :tokens].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        graphs, call = ctx.graphs, ctx.call
+        if not call.pending or not graphs.memory.is_current(call):
+            raise RuntimeError(CHANGED)
+        graphs.gradients[:, : ctx.tokens].copy_(gradient)
+        graphs.gradients[:, ctx.tokens :].zero_()
+        graphs.memory.put_gradients(graphs.trained)
+        graphs.backward.replay()
+        call.pending = False
+        return None, None, None
+
+
+def why_no_graphs(model: nn.Module) -> str | None:
+    """Explains why packed calls of a model whose layers are compiled run without CUDA graphs; None if they do not."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return "its gradients are averaged over ranks in hooks"
+    if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
+        return "hooks of its parameters read gradients"
+    return why_not_recomputed(model, compiled=True) or why_experts_read(model)
+
+
+def _fits(forward: PackedForward, given: Mapping[str, Any]) -> bool:
+    """Returns whether a call has nothing but values of tokens and constants."""
+    segments = forward.segments
+    if segments.lengths is None or segments.spans is not None or segments.keys is not None or forward.over_ranks:
+        return False
+    if forward.wants_blank_image or forward.image_sizes or forward.encoded is not None:
+        return False
+    for _, x in _tensors(given):
+        per_token = x.shape[:2] == (1, segments.tokens) or (x.ndim == 3 and x.shape[1:] == (1, segments.tokens))
+        if not per_token or x.requires_grad:
+            return False
+    return all(isinstance(x, Tensor | bool | int | float | str | None) for x in given.values())
+
+
+def _axis(x: Tensor) -> int:
+    """Returns the axis of the tokens in [1, T, ...] or, of positions on several axes, [3, 1, T]."""
+    return 1 if x.shape[0] == 1 else 2
+
+
+def _tensors(kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, x) for name, x in kwargs.items() if isinstance(x, Tensor))
+
+
+def _only_hidden(output: Any) -> Tensor | None:
+    """Returns the last hidden states of a decoder's output; None if it has something else too."""
+    values = [x for x in (output if isinstance(output, tuple) else output.values()) if x is not None]
+    return values[0] if len(values) == 1 and isinstance(values[0], Tensor) else None
+
+
+def _with_hidden(kind: Any, hidden: Tensor) -> Any:
+    """Returns a decoder's output of a kind."""
+    return (hidden,) if kind is tuple else kind(last_hidden_state=hidden)
+
+
+def _write(kept: Tensor, values: list[int]) -> None:
+    kept.copy_(torch.tensor(values, dtype=kept.dtype), non_blocking=True)
+
+
+def _power_of_two(size: int) -> int:
+    """Returns the lowest power of two that is not below a size."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+@contextmanager
+def _autocast_without_cache() -> Iterator[None]:
+    """Autocast as it is, without the casts of weights that were made outside of a recording."""
+    if not torch.is_autocast_enabled("cuda"):
+        yield
+        return
+    with torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"), cache_enabled=False):
+        yield
