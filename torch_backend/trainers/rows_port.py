@@ -32,6 +32,7 @@ from torch_backend.trainers import sft
 from torch_backend.trainers.callbacks import add_noise_by_document
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.dataloader import use_rows
+from torch_backend.trainers.evaluation import TokenMean, why_per_batch
 from torch_backend.trainers.fast_step import speed_up
 from torch_backend.trainers.inspection import generates_in_evaluation, inspect
 from torch_backend.trainers.own_loss import TrainerLoss, check_losses
@@ -57,6 +58,7 @@ class RowsPort(TrainerPort):
         self.check_memory(has_rows=request.fast)
         self.loss = TrainerLoss(trainer)
         self.rows = inspect(trainer, self.loss, request)
+        self.why_per_batch = why_per_batch(self.loss)
         if request.memory == "auto" and self.rows.mesh is not None:
             raise UnsupportedError(AUTO_OVER_RANKS)
 
@@ -78,6 +80,8 @@ class RowsPort(TrainerPort):
             speed_up(changes, self.loss, chooses_memory=request.memory == "auto")
         elif self.loss.of_trl and isinstance(plan.collator, PackedCollator):
             changes.set("marks_padding", True, of=plan.collator)  # or TRL would count the tokens of one row alone
+        if self.why_per_batch is None:
+            TokenMean(changes)
         changes.wrap("prediction_step", _predict, trainer)
         changes.wrap("_track_num_input_tokens", _track_tokens)
         if generates_in_evaluation(trainer) and isinstance(plan.collator, ReplacingCollator):

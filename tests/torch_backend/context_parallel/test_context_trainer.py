@@ -34,6 +34,7 @@ OF_TRL = {"router_aux_loss_coef": 0.5}  # the model was built with another one
 ROWS, MICROBATCHES = 4, 2  # of a step
 LOGGED = ("loss", "train_loss", "grad_norm", "learning_rate", "total_flos")  # by every trainer
 COUNTS = ("num_tokens", "eval_num_tokens", "num_input_tokens_seen")
+EVALUATED = ("eval_loss", "eval_loss_per_batch")
 ROUTERS = ("aux_loss", "eval_aux_loss")
 # The last two steps are in train_loss alone, and the last one of the epoch has two rows.
 COUNTED: dict[str, Any] = {
@@ -74,6 +75,7 @@ CASES = {
     "Trainer, router, smoothed": Case("qwen3_moe", smoothing=0.1, changes=ROUTED),
     "Trainer, counted": Case(options=COUNTED),
     "Trainer, two groups": Case(groups=2, evaluated=4),
+    "Trainer, two groups, filled": Case(groups=2, evaluated=6),  # accelerate repeats documents in the last batch
     "SFTTrainer, counted": Case(kind="SFTTrainer", options=COUNTED),
     "SFTTrainer, router": Case("qwen3_moe", "SFTTrainer", options=OF_TRL),
     "SFTTrainer, router, smoothed": Case("qwen3_moe", "SFTTrainer", smoothing=0.1, options=OF_TRL),
@@ -144,11 +146,11 @@ def train(case: Case) -> dict[str, Any]:
         enable_packing(trainer, capacity=CAPACITY, verify=False)
         trainer.train()
         explained = str(explain(trainer))
-        evaluated = trainer.evaluate()["eval_loss"]
+        evaluated = trainer.evaluate()
     history = trainer.state.log_history
     return {
         **{key: [x[key] for x in history if key in x] for key in (*LOGGED, *COUNTS, *ROUTERS)},
-        "eval_loss": evaluated,
+        **{key: evaluated.get(key) for key in EVALUATED},
         "weights": weights_of(trainer.model),
         "explained": explained,
         "straddled": straddled,
@@ -171,7 +173,9 @@ def test_ranks_log_and_train_as_one_process_does(name: str) -> None:
     for key in ROUTERS:
         assert many[key] == pytest.approx(one[key], rel=1e-5)
         assert bool(one[key]) == ("router_aux_loss_coef" in case.options)
-    assert many["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+    for key in EVALUATED:
+        assert (many[key] or 0) == pytest.approx(one[key] or 0, rel=1e-5), key
+    assert (one["eval_loss_per_batch"] is None) == bool(case.smoothing)
     assert_same_weights(many["weights"], one["weights"])
 
 

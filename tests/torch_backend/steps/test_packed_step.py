@@ -280,8 +280,8 @@ def test_a_fast_trainer_is_exact_by_its_audit(tmp_path: Path) -> None:
 def test_without_fast_the_trainer_keeps_its_methods(tmp_path: Path) -> None:
     trainer = built(tmp_path, False)
     assert not {"training_step", "compute_loss", "packed_step"} & set(vars(trainer))
-    stock = trainer.prediction_step.args[0]  # whose rows become those of documents
-    assert stock.__func__ is transformers.Trainer.prediction_step
+    summed = trainer.prediction_step.args[0]  # whose rows become those of documents
+    assert summed.args[0].__func__ is transformers.Trainer.prediction_step
 
 
 def test_enabling_twice_is_enabling_once(tmp_path: Path) -> None:
