@@ -112,6 +112,7 @@ class PackedForward(BlockMask):
         image_sizes: sizes and grids of the images on the host, by the name of the argument, as the batch carries them.
         tower_requests: the attention requests of the vision tower's layers that left a record.
         wants_blank_image: whether the vision tower has yet to run, on a blank image (:mod:`.blank_images`).
+        router_logits: of the decoder's output, if it has them.
         share: of the step's targets that are in this batch, None where it was not asked for.
     """
 
@@ -134,6 +135,7 @@ class PackedForward(BlockMask):
         self.numbers = numbers
         self.waiting: dict[str, Any] = {}
         self.share: Tensor | None = None
+        self.router_logits: tuple[Tensor | None, ...] | None = None
         self.shared_row: SharedRow | None = None
         self.encoded: Tensor | None = None
         self.layers_of_spans: str | None = None

@@ -292,6 +292,7 @@ class Patched(BatchReader):
                 "its documents would see each other"
             )
         output = self.rows.end(forward, output)
+        output = router.with_document_loss(self.root, forward, kwargs, output, whole=whole)
         if whole and kwargs.get("labels") is not None:
             output = with_loss_over_ranks(output, share)
         return output if expected is None else self.unpadding.put_back(expected, output, share)
@@ -327,6 +328,7 @@ class Patched(BatchReader):
         else:
             output = call(*args, **kwargs)
         self._check(forward)
+        forward.router_logits = getattr(output, "router_logits", None)
         return output
 
     def _handed_over(self, forward: PackedForward, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -8,27 +8,36 @@ there. Layers that run on batches of documents are refused, because they also ro
 Where documents are cut over ranks, the function of the modeling file that computes the loss sees the tokens of one
 rank. The model's forward then calls :func:`~torch_backend.context_parallel.router_loss.balancing_loss` in its place, if
 the two agree on random numbers.
+
+Where ``config.router_loss`` is "document", a packed forward has the loss of each document in place of that of all
+tokens, or beside none, from the router logits in the output of its decoder.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, UnsupportedModelError
-from torch_backend.context_parallel.router_loss import balancing_loss
+from torch_backend.context_parallel.router_loss import balancing_loss, document_balance
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.edits.override import OUTER, has_own_forward, original_class
-from torch_backend.hf.edits.rebinding import called, rebound
+from torch_backend.hf.edits.rebinding import called, names, rebound
+from torch_backend.hf.forward import PackedForward
+from torch_backend.segments import to_device
 
 SWITCH = "output_router_logits"
+KIND = "router_loss"  # of a config: "document" or, as without it, "batch"
+BIAS = "e_score_correction_bias"  # by which routers of DeepSeek-V3's kind choose, and no others
+COEFFICIENT = "router_aux_loss_coef"
 FUNCTION = "load_balancing_loss_func"
 TRLS_LOSS = "fused_lm_head"  # argument of the forward that TRL's trainers set on a model
 
@@ -85,11 +94,80 @@ def no_router_loss(model: nn.Module) -> Iterator[None]:
             setattr(config, SWITCH, True)
 
 
+# -- per document --------------------------------------------------------------------------------------------------
+
+
+def balances_documents(root: Any) -> bool:
+    """Returns whether the loss of a router is that of each document, by the model's config.
+
+    Raises:
+        UnsupportedModelError: the config names another loss.
+    """
+    kinds = {getattr(config, KIND, None) for config in (root.config, root.config.get_text_config())} - {None}
+    if not kinds <= {"batch", "document"}:
+        raise UnsupportedModelError(f'config.{KIND} is "batch" or "document", got {", ".join(map(repr, kinds))}')
+    return "document" in kinds
+
+
+def with_document_loss(root: Any, forward: PackedForward, batch: Mapping[str, Any], output: Any, *, whole: bool) -> Any:
+    """Returns the output of a model with the loss of its routers per document, if its config and the batch ask for it.
+
+    Args:
+        root: the model.
+        forward: its call, with the logits of the routers.
+        batch: the arguments of the call.
+        output: of the model; its loss may have another router's loss in it.
+        whole: as for :func:`over_ranks`.
+
+    Raises:
+        UnsupportedModelError: the model does not say what its routers compute or choose, or what the loss is times.
+    """
+    if not (asks_for_router_loss(root, batch) and balances_documents(root)):
+        return output
+    chosen, factor = _setting(root, "num_experts_per_tok"), coefficient_of(root)
+    logits = [x.flatten(0, -2).float() for x in forward.router_logits or () if x is not None]
+    routers: Any = _router_classes(root)
+    codes = set().union(*(names(router.forward) for router in routers))
+    known = FUNCTION in called(original_class(root).forward) or (BIAS in codes and "softmax" not in codes)
+    if not (known and logits and isinstance(output, MutableMapping) and chosen and factor is not None):
+        raise UnsupportedModelError(
+            f"{type(root).__name__} has no router_logits of a known kind, num_experts_per_tok or {COEFFICIENT}, so its "
+            f'router has no loss per document: set config.{COEFFICIENT}, or leave config.{KIND} = "document" out'
+        )
+    scores = [x.sigmoid() if "sigmoid" in codes else x.softmax(-1) for x in logits]
+    share, group, ranks = forward.part, None, 1
+    if share is None:
+        segments, count = forward.segments.seq_idx, len(forward.segments.cu_seqlens) - 1
+    else:
+        of_tokens = np.repeat(share.plan.document[share.pieces], share.lengths)
+        segments, count = to_device(torch.from_numpy(of_tokens), share.device), len(share.plan.lengths)
+        group, ranks = share.group, share.ranks if whole else 1
+    mask = batch.get("attention_mask")
+    loss = document_balance(scores, segments, count, chosen, mask, group=group) / ranks
+    if output.get("loss") is not None:
+        added = loss - output.get("aux_loss", 0)
+        output["loss"] = output["loss"] + factor * added.to(output["loss"].device)
+    output["aux_loss"] = loss
+    return output
+
+
+def coefficient_of(root: Any) -> float | None:
+    """Returns what the loss of a model's router is multiplied by in its own loss; None if it does not say."""
+    own: float | None = _setting(root, "aux_loss_coef")  # JetMoE's name
+    return _setting(root, COEFFICIENT) if own is None else own
+
+
+def _setting(root: Any, name: str) -> Any:
+    return getattr(root, name, getattr(root.config.get_text_config(), name, None))
+
+
 # -- over ranks ----------------------------------------------------------------------------------------------------
 
 
 def why_not_over_ranks(root: nn.Module) -> str | None:
     """Explains why a router's loss is not computed over ranks; None if it is."""
+    if balances_documents(root):
+        return None
     if has_own_forward(root) and not _is_of_trl(root):
         return "somebody set a forward on this instance"
     found = _forward_over_ranks(original_class(root).forward)

@@ -21,6 +21,7 @@ from packing_core.batches.marks import LENGTHS
 from packing_core.batches.stored import IGNORE_INDEX
 from torch_backend.hf.anatomy.heads import head_of, takes_next_token_loss
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.router import coefficient_of
 from torch_backend.losses.causal_lm import loss_in
 from torch_backend.ops.divisor import Divisor, part_of_mean
 from torch_backend.trainers.changes import Changes
@@ -118,7 +119,7 @@ class TokenMean:
         else:
             loss = loss_in(output).detach()
             if getattr(output, "aux_loss", None) is not None:  # which is defined over a batch
-                loss = loss - root.router_aux_loss_coef * output.aux_loss.detach().to(loss.device)
+                loss = loss - (coefficient_of(root) or 0.0) * output.aux_loss.detach().to(loss.device)
             divisor = torch.as_tensor(count if batch.get(COUNT) is None else batch[COUNT], device=loss.device)
             total = part_of_mean(loss, divisor)
         self.sums.append(torch.stack([total.float().to(count.device), count]))

@@ -107,6 +107,8 @@ CASES: dict[str, Case] = {
     "minimax": Case("minimax"),
     "qwen3_moe, router": Case("qwen3_moe", ROUTED),
     "gpt_oss, router, a few tokens": Case("gpt_oss", ROUTED, lengths=FEW, ranks=4),
+    "qwen3_moe, router per document": Case("qwen3_moe", {**ROUTED, "router_loss": "document"}, ranks=4),
+    "deepseek_v3, router per document": Case("deepseek_v3", {**ROUTED, "router_loss": "document"}),
 }
 
 

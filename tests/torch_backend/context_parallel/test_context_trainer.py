@@ -78,6 +78,9 @@ CASES = {
     "Trainer, two groups, filled": Case(groups=2, evaluated=6),  # accelerate repeats documents in the last batch
     "SFTTrainer, counted": Case(kind="SFTTrainer", options=COUNTED),
     "SFTTrainer, router": Case("qwen3_moe", "SFTTrainer", options=OF_TRL),
+    "SFTTrainer, router per document": Case(
+        "qwen3_moe", "SFTTrainer", changes={"router_loss": "document"}, options=OF_TRL
+    ),
     "SFTTrainer, router, smoothed": Case("qwen3_moe", "SFTTrainer", smoothing=0.1, options=OF_TRL),
 }
 

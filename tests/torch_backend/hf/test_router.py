@@ -119,8 +119,8 @@ def test_the_loss_without_logits_contains_it(capacity: int) -> None:
 ROWS = ((40, 9, 20, 31), (12, 3), (64, 5), (50,))
 
 
-def with_loss(family: str, coefficient: float = 0.5) -> Any:
-    return tiny(family, output_router_logits=True, router_aux_loss_coef=coefficient)
+def with_loss(family: str, coefficient: float = 0.5, **changes: Any) -> Any:
+    return tiny(family, output_router_logits=True, router_aux_loss_coef=coefficient, **changes)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
@@ -136,17 +136,20 @@ def test_fixed_shapes_leave_it_as_it_is(family: str) -> None:
     assert float(model(**everything).aux_loss.detach()) != pytest.approx(want, rel=1e-3), "padding would be seen here"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("qwen3_moe", "batch"), ("gpt_oss", "batch"), ("gpt_oss", "document"), ("glm4_moe", "document")],
+)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_captured_step_trains_it_as_the_eager_step_does(
-    family: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
+    family: str, kind: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of one row get a row of padding, since the first one has two."""
     graphs: SimpleNamespace = stand_in(monkeypatch.setattr)
     rows = [with_mask(collate(documents(lengths, seed=i), capacity=64)) for i, lengths in enumerate(ROWS * 3)]
     losses, models = [], []
     for options in ({}, {"capture": False, "compile": False}):
-        model = torch_backend.patch(with_loss(family), verify=False)
+        model = torch_backend.patch(with_loss(family, router_loss=kind), verify=False)
         graphs.model = model
         step = torch_backend.make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
         given = [rows[i : i + microbatches] for i in range(0, len(rows), microbatches)]

@@ -1,0 +1,116 @@
+"""config.router_loss = "document": the balance loss of DeepSeek-V3 in packed rows is that of each document alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import torch_backend
+from packing_core.errors import UnsupportedModelError
+from packing_core.reference import sequence_balance, sequence_balance_vjp
+from tests.torch_backend.models import collate, documents, tiny, with_mask
+from tests.torch_backend.steps import test_packed_step, test_sft_step
+from torch_backend.context_parallel.router_loss import document_balance
+
+LENGTHS = (7, 3, 5)
+ASKED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "router_loss": "document"}
+SOFTMAX, SIGMOID = ("qwen3_moe", "gpt_oss", "jetmoe"), ("deepseek_v3", "glm4_moe", "nemotron_h", "minimax_m2")
+FAMILIES = {**dict.fromkeys(SOFTMAX, "softmax"), **dict.fromkeys(SIGMOID, "sigmoid")}
+
+
+def made(family: str, **changes: Any) -> Any:
+    model = tiny(family)
+    for name, value in {**ASKED, **changes}.items():
+        setattr(model.config, name, value)
+    for name in {"router_aux_loss_coef", "aux_loss_coef"} & vars(model).keys():
+        setattr(model, name, 0.5)
+    return model
+
+
+def scores_of(model: Any, ids: Tensor, kind: str) -> np.ndarray:
+    """[layers, T, E]: what the routers say to a document by itself."""
+    layers = model.model(input_ids=ids[None], output_router_logits=True, use_cache=False).router_logits
+    logits = torch.stack([x.detach().flatten(0, -2).double() for x in layers])
+    return (logits.sigmoid() if kind == "sigmoid" else logits.softmax(-1)).numpy()
+
+
+def balance_of(model: Any, docs: list[Tensor], kind: str) -> float:
+    """By the reference, of documents that run by themselves: their mean, added up over layers."""
+    chosen, layers = model.config.num_experts_per_tok, [scores_of(model, ids, kind) for ids in docs]
+    return float(np.mean([sum(sequence_balance(x, [len(x)], chosen)[0] for x in scores) for scores in layers]))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_it_and_its_gradient_are_those_of_the_reference(masked: bool) -> None:
+    rng, lengths, experts, layers = np.random.default_rng(0), (4, 1, 6), 5, 2
+    scores = [torch.tensor(rng.uniform(0.1, 1, (11, experts)), requires_grad=True) for _ in range(layers)]
+    numbers, kept = np.repeat([0, 1, 2], lengths), np.ones(11, bool)
+    if masked:
+        kept[4] = False  # all of a document, which does not count
+    left = tuple(np.bincount(numbers[kept])[np.bincount(numbers[kept]) > 0].tolist())
+    mask = torch.tensor(kept)[None] if masked else None
+    found = document_balance(scores, torch.tensor(numbers), 4, 2, mask)
+    found.backward()
+    wanted = sum(sequence_balance(s.detach().numpy()[kept], left, 2).mean() for s in scores)
+    assert float(found.detach()) == pytest.approx(wanted, rel=1e-6)
+    for s in scores:
+        gradient = sequence_balance_vjp(s.detach().numpy()[kept], left, 2, np.full(len(left), 1 / len(left)))
+        assert s.grad is not None and not s.grad[~torch.tensor(kept)].any()
+        np.testing.assert_allclose(s.grad.numpy()[kept], gradient, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_it_is_the_mean_of_the_documents_alone(family: str) -> None:
+    model, docs = made(family), documents(LENGTHS)
+    wanted = balance_of(model, docs, FAMILIES[family])
+    torch_backend.patch(model, verify=False)
+    for capacity in (7, 8, 16, 64):
+        batch = with_mask(collate(docs, capacity=capacity))
+        found = model(**batch)
+        plain = model(**batch, output_router_logits=False)
+        assert float(found.aux_loss.detach()) == pytest.approx(wanted, rel=1e-5), capacity
+        added = float((found.loss - plain.loss).detach())
+        assert added == pytest.approx(0.5 * wanted, rel=1e-4), capacity
+
+
+def test_a_piece_of_a_document_that_was_split_is_one_of_its_own() -> None:
+    model, docs = made("qwen3_moe"), documents((7, 11))
+    wanted = balance_of(model, [docs[0], docs[1][:8], docs[1][8:]], "softmax")
+    torch_backend.patch(model, verify=False)
+    batch = torch_backend.PackedCollator(model, capacity=8, overflow="split")([{"input_ids": ids} for ids in docs])
+    assert float(model(**batch).aux_loss.detach()) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("stack", [test_packed_step, test_sft_step], ids=["Trainer", "SFTTrainer"])
+def test_trainers_have_it_too(stack: Any, tmp_path: Path) -> None:
+    """TRL computes the loss of all tokens, in a forward of its own."""
+    options = {"router_aux_loss_coef": 0.5} if stack is test_sft_step else {}
+    trainer = stack.built(tmp_path, True, make=lambda: made("qwen3_moe"), **options)
+    found = trainer.evaluate()
+    model, data = trainer.model.eval(), trainer.eval_dataset
+    wanted = balance_of(model, [torch.tensor(ids) for ids in data["input_ids"]], "softmax")
+    if stack is test_sft_step:
+        assert found["eval_aux_loss"] == pytest.approx(wanted, rel=1e-5)
+    assert found["eval_loss_per_batch"] - found["eval_loss"] == pytest.approx(0.5 * wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3_moe", {"router_loss": "sequence"}, 'config.router_loss is "batch" or "document", got \'sequence\''),
+        (
+            "deepseek_v3",
+            {"router_aux_loss_coef": None},
+            "DeepseekV3ForCausalLM .* set config.router_aux_loss_coef",
+        ),
+    ],
+)
+def test_what_it_cannot_be_is_said(family: str, changes: dict[str, Any], message: str) -> None:
+    model = torch_backend.patch(made(family, **changes), verify=False)
+    with pytest.raises(UnsupportedModelError, match=message):
+        model(**with_mask(collate(documents(LENGTHS))))
