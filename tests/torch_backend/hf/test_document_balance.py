@@ -64,6 +64,12 @@ def test_it_and_its_gradient_are_those_of_the_reference(masked: bool) -> None:
         np.testing.assert_allclose(s.grad.numpy()[kept], gradient, rtol=1e-6, atol=1e-12)
 
 
+def test_nothing_is_read_back() -> None:
+    """A tensor on the meta device has no values to read."""
+    scores, documents = torch.ones(11, 5, device="meta"), torch.zeros(11, dtype=torch.int32, device="meta")
+    assert document_balance([scores] * 2, documents, 4, 2, torch.ones(1, 11, device="meta")).is_meta
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_it_is_the_mean_of_the_documents_alone(family: str) -> None:
     model, docs = made(family), documents(LENGTHS)
@@ -86,14 +92,18 @@ def test_a_piece_of_a_document_that_was_split_is_one_of_its_own() -> None:
     assert float(model(**batch).aux_loss.detach()) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("stack", [test_packed_step, test_sft_step], ids=["Trainer", "SFTTrainer"])
-def test_trainers_have_it_too(stack: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stack", "family"),
+    [(test_packed_step, "qwen3_moe"), (test_packed_step, "deepseek_v3"), (test_sft_step, "qwen3_moe")],
+    ids=["Trainer", "Trainer, DeepSeek-V3", "SFTTrainer"],
+)
+def test_trainers_have_it_too(stack: Any, family: str, tmp_path: Path) -> None:
     """TRL computes the loss of all tokens, in a forward of its own."""
     options = {"router_aux_loss_coef": 0.5} if stack is test_sft_step else {}
-    trainer = stack.built(tmp_path, True, make=lambda: made("qwen3_moe"), **options)
+    trainer = stack.built(tmp_path, True, make=lambda: made(family), **options)
     found = trainer.evaluate()
     model, data = trainer.model.eval(), trainer.eval_dataset
-    wanted = balance_of(model, [torch.tensor(ids) for ids in data["input_ids"]], "softmax")
+    wanted = balance_of(model, [torch.tensor(ids) for ids in data["input_ids"]], FAMILIES[family])
     if stack is test_sft_step:
         assert found["eval_aux_loss"] == pytest.approx(wanted, rel=1e-5)
     assert found["eval_loss_per_batch"] - found["eval_loss"] == pytest.approx(0.5 * wanted, rel=1e-4)

@@ -131,6 +131,17 @@ def test_a_batch_without_targets_does_not_count(tmp_path: Path) -> None:
         assert trainer.evaluate()["eval_loss"] == pytest.approx(per_document(model, data), rel=1e-6)
 
 
+def test_nothing_is_read_back_for_a_batch(tmp_path: Path) -> None:
+    """A tensor on the meta device has no values to read."""
+    trainer = trainer_of(llama(), tmp_path, documents(2))
+    mean = trainer.evaluation_loop.func.__self__
+    mean.sums, loss, labels = [], torch.ones((), device="meta"), torch.ones(1, 4, dtype=torch.int64, device="meta")
+    for batch in ({"labels": labels}, {"shift_labels": labels, "num_items_in_batch": loss}):
+        mean.waits = True
+        mean._add(trainer.model, (), batch, {"loss": loss})
+    assert [x.is_meta for x in mean.sums] == [True, True]
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
