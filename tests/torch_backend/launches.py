@@ -18,6 +18,7 @@ from torch_backend.ops.attention import attention
 from torch_backend.ops.attention.triton import TRITON
 from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.experts import Adapter, experts
+from torch_backend.ops.linear_divergence import LinearLogits, linear_divergence
 from torch_backend.ops.linear_logprobs import linear_logprobs
 from torch_backend.ops.norm import gated_rms_norm, rms_norm, rms_norm_gradients, unit_rows
 from torch_backend.ops.rope import QKNorm, apply_rope
@@ -183,6 +184,15 @@ def of_logprobs(
     backward(*linear_logprobs(hidden, weight, torch.zeros(TOKENS, ids, dtype=torch.int64), **options))
 
 
+def of_divergence(
+    dtype: torch.dtype, device: Device, *, beta: float = 0.0, entries: int = 1_024, **options: Any
+) -> None:
+    student, teacher = (
+        LinearLogits(new(dtype, TOKENS, width), new(dtype, entries, width), **options) for width in (128, 256)
+    )
+    backward(linear_divergence(student, teacher, beta=beta)[0])
+
+
 def of_experts(
     dtype: torch.dtype, device: Device, *, tokens: int = 512, width: int = 256, inner: int = 256, count: int = 4,
     top_k: int = 2, bias: bool = False, rank: int = 0, kind: Options | None = None, transposed: bool = False,
@@ -269,6 +279,7 @@ OPTIONS: dict[str, list[Options]] = {
         {"bias": True, "weights": True},
     ],
     "of_logprobs": [{}, {"entropy": True, "softcap": 30.0, "ids": 3}, {"entropy": True, "bias": True}],
+    "of_divergence": [{}, {"beta": 1.0, "softcap": 30.0}, {"beta": 0.5}],
     "of_experts": [
         {"bias": True, "rank": 16},
         {},
@@ -313,6 +324,7 @@ SIZES: dict[str, list[Options]] = {
     "of_rope": [{"norm": "over heads", "heads": 32}, {"norm": "per head", "width": 256, "angles": 128}],
     "of_cross_entropy": [{"entries": 32_768}, {"entries": 32_768, "bias": True}],
     "of_logprobs": [{"entries": 32_768, "entropy": True}],
+    "of_divergence": [{"entries": 32_768, "beta": 0.5, "softcap": 30.0}],
     "of_experts": [
         {**EXPERTS_OF_128, "tokens": 128, "rank": 64},
         {**EXPERTS_OF_128, "tokens": 64, "rank": 16},

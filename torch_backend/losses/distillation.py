@@ -1,19 +1,143 @@
 """Distillation: the divergence of a student's next-token distribution from a teacher's, token by token.
 
-The teacher's most likely ids and their log-probabilities (``token_logprobs(teacher, batch, top_k=K)``), the student's
-log-probabilities at the same ids (``token_logprobs(student, batch, candidates=ids)``) -> one divergence per token. Both
-run on the same packed rows, and neither ever holds [tokens, vocabulary]. Sum the trained tokens, and divide once by
-their number over all micro-batches and ranks (:func:`torch_backend.losses.cross_entropy.normalise`).
+Over the whole vocabulary: the teacher runs without gradients, then the student on the same batch, and
+:func:`causal_lm_divergence` compares their hidden states through both output layers, a chunk of logits at a time.
+
+Over some ids, where the teacher ran elsewhere: its most likely ids and their log-probabilities
+(``token_logprobs(teacher, batch, top_k=K)``), the student's at the same ids (``token_logprobs(student, batch,
+candidates=ids)``) -> :func:`distillation_loss` of each token, to be summed over the trained ones.
+
+Neither ever holds [tokens, vocabulary]. Divide once by the tokens of all micro-batches and ranks
+(:func:`torch_backend.losses.cross_entropy.normalise`).
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
+from torch_backend.hf.patch import cut_over_ranks
+from torch_backend.losses.causal_lm import LOSS_WEIGHTS, Shortcut, call_with_shortcut, loss_in
+from torch_backend.losses.output_layer import LogitsSource, Tail, output_layer_divergence
+from torch_backend.ops.divisor import quotient
+from torch_backend.ops.linear_divergence import check_divergence
+
+
+def causal_lm_divergence(
+    student: nn.Module, teacher: nn.Module, batch: Mapping[str, Any], *, beta: float = 0.0, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Returns the summed divergence of a student's next tokens from a teacher's, and the number of its targets.
+
+    Args:
+        student, teacher: causal language models as :func:`torch_backend.losses.causal_lm.causal_lm_loss` takes them,
+            over one vocabulary, patched if the batch is packed. The teacher gets no gradient; it may have another size,
+            dtype and device, and should be in ``eval()``.
+        batch: as there, with its ``loss_weights``. Predictions of labels that are not -100 are compared.
+        beta: 0 for the forward divergence KL(teacher || student), 1 for the reverse one, between them for the
+            generalised Jensen-Shannon divergence
+            (:func:`torch_backend.ops.linear_divergence.linear_divergence`).
+        temperature: divides the logits of both.
+
+    Returns:
+        Two float32 scalars, to be divided once per step as those of ``causal_lm_loss``.
+
+    Raises:
+        LayoutError: the batch has no labels, or has them shifted; or the vocabularies differ in size; or the two are
+            not cut over the same ranks.
+        PackingError: beta is not from 0 to 1, or the temperature not above 0.
+        UnsupportedModelError: as ``causal_lm_loss`` does, and for output layers that are not plain linear ones.
+    """
+    total, weight, _ = divergence_and_entropy(student, teacher, batch, beta=beta, temperature=temperature)
+    return total, weight
+
+
+@torch.compiler.disable  # as token_logprobs
+def divergence_and_entropy(
+    student: nn.Module, teacher: nn.Module, batch: Mapping[str, Any], *, beta: float, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`causal_lm_divergence`, and the summed entropy of the student's distributions, without gradient."""
+    if not temperature > 0:
+        raise PackingError(f"temperature must be above 0, got {temperature}")
+    if batch.get("shift_labels") is not None:
+        raise LayoutError("causal_lm_divergence takes labels as they stand with the tokens: leave shift_labels out")
+    given = {name: x for name, x in batch.items() if name != LOSS_WEIGHTS}
+    device = next(teacher.parameters()).device
+    moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
+
+    def of_teacher(root: Any, head: nn.Module, tail: Tail | None) -> _Hidden:
+        return _Hidden(root, head, tail, temperature)
+
+    def of_student(root: Any, head: nn.Module, tail: Tail | None) -> _Divergence:
+        made = _Divergence(root, head, tail, temperature, expected, beta, batch.get(LOSS_WEIGHTS))
+        check_divergence(made.entries, expected.entries, beta)
+        return made
+
+    with torch.no_grad():
+        _, expected = call_with_shortcut(
+            teacher, cut_over_ranks(teacher, moved), of_teacher, caller="causal_lm_divergence"
+        )
+    output, found = call_with_shortcut(
+        student, cut_over_ranks(student, given), of_student, caller="causal_lm_divergence"
+    )
+    return loss_in(output) * found.count, found.weight, found.entropy
+
+
+class _Hidden(Shortcut):
+    """Keeps what the logits of trained tokens are made of; the model gets a loss of 0."""
+
+    def __init__(self, root: Any, head: nn.Module, tail: Tail | None, temperature: float) -> None:
+        super().__init__(root, head, tail)
+        self.temperature = temperature
+        self.source: LogitsSource
+        self.targets: Tensor
+        self.weights: Tensor
+
+    def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
+        self.keep(hidden, tail, labels, None)
+        return hidden.new_zeros(())
+
+    def keep(self, hidden: Tensor, tail: Tail, labels: Tensor, weights: Tensor | None) -> None:
+        """Keep the hidden states that predict, their targets, and the weight of each target."""
+        weights = None if weights is None else self.pairs.weights(weights.to(hidden.device))
+        targets = self.pairs.targets(labels).to(hidden.device)
+        hidden, self.targets, weights = self.pairs.trained(self.pairs.hidden(hidden), targets, weights)
+        self.source = LogitsSource(self.head, hidden, tail.at_temperature(self.temperature))
+        counted = (self.targets != IGNORE_INDEX).to(torch.promote_types(hidden.dtype, torch.float32))
+        self.weights = counted if weights is None else counted * weights
+
+
+class _Divergence(_Hidden):
+    """The mean divergence from what a teacher kept."""
+
+    def __init__(
+        self,
+        root: Any,
+        head: nn.Module,
+        tail: Tail | None,
+        temperature: float,
+        teacher: _Hidden,
+        beta: float,
+        given_weights: Tensor | None,
+    ) -> None:
+        super().__init__(root, head, tail, temperature)
+        self.teacher = (teacher,)  # not a part of this module
+        self.beta, self.given_weights = beta, given_weights
+        self.count: Tensor
+        self.weight: Tensor
+        self.entropy: Tensor
+
+    def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
+        self.keep(hidden, tail, labels, self.given_weights)
+        per_token, entropies = output_layer_divergence(self.source, self.teacher[0].source, beta=self.beta)
+        counted = self.targets != IGNORE_INDEX
+        self.count, self.weight = counted.sum(), self.weights.sum()
+        self.entropy = torch.where(counted, entropies, 0).sum()
+        return quotient((torch.where(counted, per_token, 0) * self.weights).sum(), self.count)
 
 
 def distillation_loss(

@@ -3,7 +3,8 @@
 A plain linear layer: its weight and bias go into :mod:`torch_backend.ops.linear_cross_entropy` or
 :mod:`torch_backend.ops.linear_logprobs`. Any other module (LoRA
 adapters, quantised weights, tensor parallelism, forward hooks): the module itself is called on a chunk of the hidden
-states at a time, in the forward and again in the backward. So the loss contains whatever the layer does.
+states at a time, in the forward and again in the backward. So the loss contains whatever the layer does. The divergence
+of two models takes linear layers alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from packing_core.errors import UnsupportedModelError
 from torch_backend.losses.cross_entropy import packed_cross_entropy
 from torch_backend.ops.linear_cross_entropy import linear_cross_entropy
+from torch_backend.ops.linear_divergence import LinearLogits, linear_divergence
 from torch_backend.ops.linear_logprobs import linear_logprobs
 
 CHUNK_BYTES = 2**30  # float32 logits of one chunk
@@ -127,6 +129,43 @@ def output_layer_logprobs(
     ]
     logprobs, entropies = (torch.cat(column, 1) for column in zip(*found, strict=True))
     return logprobs.view(ids.shape), entropies.view(ids.shape[:2])
+
+
+@dataclass(frozen=True)
+class LogitsSource:
+    """Logits ``tail(head(hidden))`` of hidden states [B, S, D], not made yet."""
+
+    head: nn.Module
+    hidden: Tensor
+    tail: Tail
+
+
+def output_layer_divergence(student: LogitsSource, teacher: LogitsSource, *, beta: float) -> tuple[Tensor, Tensor]:
+    """:func:`torch_backend.ops.linear_divergence.linear_divergence` of two models: [B, S] and [B, S].
+
+    Raises:
+        UnsupportedModelError: an output layer is not a plain linear one, or the teacher's is partitioned.
+    """
+    for name, side in (("student", student), ("teacher", teacher)):
+        _refuse_scattered(side.head)
+        if not _is_linear(side.head) or (side is teacher and isinstance(side.head, FSDPModule)):
+            raise UnsupportedModelError(
+                f"the output layer of the {name} is not one plain linear layer whose weight this process holds "
+                f"({type(side.head).__name__}): distil by top-k, token_logprobs(..., candidates=...)"
+            )
+
+    def fused(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        sides = (
+            LinearLogits(*_operands(side.head, x.flatten(0, 1)), side.tail.scale, side.tail.softcap)
+            for side, x in ((student, hidden), (teacher, teacher.hidden))
+        )
+        divergence, entropy = linear_divergence(*sides, beta=beta)
+        return divergence.view(hidden.shape[:2]), entropy.view(hidden.shape[:2])
+
+    if isinstance(student.head, FSDPModule):
+        divergence, entropy = _called_with(student.head, fused, student.hidden)
+        return divergence, entropy
+    return fused(student.hidden)
 
 
 @torch.no_grad()

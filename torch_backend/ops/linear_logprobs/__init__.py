@@ -67,14 +67,14 @@ def linear_logprobs(
         raise LayoutError(f"bias must be [{weight.shape[0]}], one per logit, got {list(bias.shape)}")
     if weight.dtype != hidden.dtype:
         raise LayoutError(f"hidden and weight must share a dtype, got {hidden.dtype} and {weight.dtype}")
-    rows = _chunk(chunk_bytes // 4 // len(weight))
-    columns = _chunk(chunk_bytes // 8 // len(hidden))
+    rows = chunk_size(chunk_bytes // 4 // len(weight))
+    columns = chunk_size(chunk_bytes // 8 // len(hidden))
     options = scale, softcap or 0.0, entropy
     logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, ids, options, rows, columns)
     return logprobs, entropies
 
 
-def _chunk(size: int) -> int:
+def chunk_size(size: int) -> int:
     """The size of a chunk as kernels like it, at least 1."""
     return size // 128 * 128 or max(1, size)
 
@@ -125,9 +125,9 @@ def _launch(
     lse = torch.empty_like(entropies)
     for first in range(0, len(hidden), rows):
         part = slice(first, first + rows)
-        logits = _logits(hidden[part], weight, bias)
+        logits = logits_of(hidden[part], weight, bias)
         _statistics(logits, lse[part], entropies[part], scale, softcap, entropy)
-        at_ids, _ = _tail(logits.gather(1, ids[part].clamp(min=0)), scale, softcap)
+        at_ids, _ = transformed(logits.gather(1, ids[part].clamp(min=0)), scale, softcap)
         torch.sub(at_ids, lse[part, None], out=logprobs[part])
         del logits  # before the next chunk's are made
     left_out = ids[:, :1] < 0
@@ -159,7 +159,7 @@ def _launch_backward(
     per_row = ids.clamp(min=0), lse, entropies, dlogprobs, dentropies
     for first in range(0, len(weight), columns):
         part = slice(first, first + columns)
-        logits = _logits(hidden, weight[part], None if bias is None else bias[part])
+        logits = logits_of(hidden, weight[part], None if bias is None else bias[part])
         dlogits = _gradient(logits, first, hidden.dtype, *per_row, scale, softcap, entropy)
         del logits
         if wanted[0]:
@@ -172,7 +172,7 @@ def _launch_backward(
     return dhidden.to(hidden.dtype), dweight, dbias
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     exact = torch.promote_types(hidden.dtype, torch.float32)
     if hidden.is_cuda and hidden.dtype != exact:
         logits = torch.mm(hidden, weight.t(), out_dtype=exact)
@@ -180,7 +180,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(hidden, weight, bias).to(exact)
 
 
-def _tail(logits: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor | float]:
+def transformed(logits: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor | float]:
     """Logits after scale and softcap, and the derivative of that by the logits."""
     x = logits * scale
     if not softcap:
@@ -201,7 +201,7 @@ def _statistics(logits: Tensor, lse: Tensor, entropies: Tensor, scale: float, so
             num_warps=min(_WARPS, max(1, block // 32)),
         )  # fmt: skip
         return
-    x, _ = _tail(logits, scale, softcap)
+    x, _ = transformed(logits, scale, softcap)
     torch.logsumexp(x, 1, out=lse)
     if entropy:
         log_p = x - lse[:, None]
@@ -230,7 +230,7 @@ def _gradient(
     total, (rows, columns) = dlogprobs.sum(1), logits.shape
     places = ids - first
     inside = (places >= 0) & (places < columns)
-    x, slope = _tail(logits.gather(1, places.clamp(0, columns - 1)), scale, softcap)
+    x, slope = transformed(logits.gather(1, places.clamp(0, columns - 1)), scale, softcap)
     log_p = x - lse[:, None]
     same = (ids[:, :, None] == ids[:, None, :]).to(dlogprobs.dtype)  # an id that is there twice has both gradients
     own = (same * dlogprobs[:, None, :]).sum(2)
@@ -246,7 +246,7 @@ def _gradient(
             scale, softcap, softcap > 0, entropy, block, num_warps=min(_WARPS, max(1, block // 32)),
         )  # fmt: skip
     else:
-        x, slope = _tail(logits, scale, softcap)
+        x, slope = transformed(logits, scale, softcap)
         out[:, :columns] = _of_others(x - lse[:, None], total, entropies, dentropies, entropy) * slope
     return out.scatter_(1, torch.where(inside, places, columns), at_ids.to(dtype))[:, :columns]
 
