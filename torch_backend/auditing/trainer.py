@@ -33,7 +33,7 @@ from torch_backend.collate.image_tensors import Images
 from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm, in_mode
 from torch_backend.hf.inputs.boundaries import is_packed
-from torch_backend.hf.inputs.trl_trainers import kind_of
+from torch_backend.hf.inputs.trl_trainers import distils, kind_of
 from torch_backend.hf.patch import context_of
 from torch_backend.hf.router import no_router_loss
 from torch_backend.ops.divisor import Divisor
@@ -130,6 +130,11 @@ def audit_trainer(trainer: Any) -> TrainerReport:
         raise UnsupportedError(
             f"{type(trainer).__name__} trains a classifier or a masked language model, and audit(trainer) judges "
             "losses of next tokens and of answers: use audit(trainer.model)"
+        )
+    if distils(trainer):
+        raise UnsupportedError(
+            f"audit(trainer) does not judge the loss of {type(trainer).__name__}: use audit(trainer.model) and "
+            "audit(trainer.teacher_model)"
         )
     with torch.random.fork_rng(), _model_of_train(trainer), as_before(trainer):
         step: ScoredStep | _Step

@@ -15,6 +15,7 @@ from packing_core.planning.plan import Order, Overflow
 from torch_backend.hf.inputs.trl_trainers import has_tree_rows, kind_of
 from torch_backend.steps.memory import Memory
 from torch_backend.trainers.changes import changing, take_back
+from torch_backend.trainers.distillation import DistillationPort
 from torch_backend.trainers.port import PackingRequest, TrainerPort
 from torch_backend.trainers.preference import KtoPort, PolicyPort, RewardPort, ScoredPort
 from torch_backend.trainers.rows_port import RowsPort
@@ -29,6 +30,9 @@ _SCORED: dict[str | None, type[TrainerPort]] = {
     "RewardTrainer": RewardPort,
     "GRPOTrainer": PolicyPort,
     "RLOOTrainer": PolicyPort,
+    "GKDTrainer": DistillationPort,
+    "GOLDTrainer": DistillationPort,
+    "DistillationTrainer": DistillationPort,
 }
 
 
@@ -76,7 +80,8 @@ def enable_packing(
     (:mod:`torch_backend.trainers.over_ranks`), as by ``patch(model, mesh=...)``, and so are those of TRL's DPO and KTO.
 
     TRL's DPO, KTO, reward, GRPO and RLOO trainers keep their batches, and their forwards run without padding
-    (:mod:`torch_backend.trainers.preference`). Its AsyncGRPOTrainer, whose rows share prefixes by themselves, keeps
+    (:mod:`torch_backend.trainers.preference`), as do its GKD, GOLD and distillation trainers with their teacher
+    (:mod:`torch_backend.trainers.distillation`). Its AsyncGRPOTrainer, whose rows share prefixes by themselves, keeps
     everything but its attention (:mod:`torch_backend.trainers.tree_rows`).
 
     Args:

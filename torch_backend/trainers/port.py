@@ -169,5 +169,6 @@ def _patched_model_init(call_model_init: Any, level: Level | None, options: Any,
 
 
 def models_of(trainer: Any) -> list[Any]:
-    """Returns the models of a trainer: the one that it trains, and the reference if there is one."""
-    return [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
+    """Returns the models of a trainer: the one that it trains, and the reference or teacher if there is one."""
+    others = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))
+    return [model for model in (trainer.model, *others) if model is not None]

@@ -45,7 +45,9 @@ REFERENCE = ("ref_logps", "ref_KL_logps", "ref_chosen_logps", "ref_rejected_logp
 class ScoredPort(TrainerPort):
     """Packing in a trainer whose loss reads log-probabilities or scores of documents."""
 
-    has_logprobs = True  # and not scores
+    has_logprobs = True  # by TRL's own fused output layer, and not scores
+    other_model = "reference"
+    loss = "the trainer's own"
 
     def plan(self) -> None:
         trainer, share_prefix = self.trainer, self.request.share_prefix
@@ -102,7 +104,7 @@ class ScoredPort(TrainerPort):
         for model in models:
             unpad_calls(model, share_prefix=self.share_prefix)
         refused = _why_not_layers(self.trainer) if self.request.fast else "fast=False"
-        changes.set("packed_step", PreferenceStep(models, refused))
+        changes.set("packed_step", PreferenceStep(models, refused, self.other_model, self.loss))
         changes.wrap("training_step", partial(_step_without_waiting, without_waiting(changes)))
         self.change_batches(changes)
 
@@ -156,18 +158,18 @@ class PreferenceStep:
 
     Attributes:
         model: the one that is trained.
-        parts: "loss", "layers", "layers of the reference" if there is one, and "graph".
+        parts: "loss", "layers", "layers of the reference" (or teacher) if there is one, and "graph".
     """
 
-    def __init__(self, models: list[Any], refused: str | None) -> None:
-        self.model = models[0]
-        names = (LAYERS, f"{LAYERS} of the reference")
+    def __init__(self, models: list[Any], refused: str | None, other_model: str, loss: str) -> None:
+        self.model, self.loss = models[0], loss
+        names = (LAYERS, f"{LAYERS} of the {other_model}")
         self.calls = {name: CompiledCalls(model, refused) for name, model in zip(names, models, strict=False)}
 
     @property
     def parts(self) -> dict[str, str]:
         layers = {part: calls.layers + named_level(calls.model) for part, calls in self.calls.items()}
-        parts = {LOSS: "the trainer's own", **layers, GRAPH: next(iter(self.calls.values())).graph}
+        parts = {LOSS: self.loss, **layers, GRAPH: next(iter(self.calls.values())).graph}
         state = state_of(causal_lm(self.model))
         prefixes = None if state is None or state.unpadding is None else state.unpadding.prefixes
         return parts if prefixes is None else parts | {"shared prefixes": str(prefixes)}

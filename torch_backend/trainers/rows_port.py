@@ -48,7 +48,8 @@ class RowsPort(TrainerPort):
         if reason := why_per_example(trainer):
             raise UnsupportedError(
                 f"{self.name} {reason}, and would take all documents of a row for one example: leave it unpacked; "
-                "enable_packing serves transformers.Trainer and TRL's SFT, DPO, KTO, reward, GRPO and RLOO trainers"
+                "enable_packing serves transformers.Trainer and TRL's SFT, DPO, KTO, reward, GRPO, RLOO, "
+                "GKD, GOLD and distillation trainers"
             )
         needed = ("model", "data_collator", "accelerator", "_set_signature_columns_if_needed")
         if any(getattr(trainer, field, None) is None for field in needed):

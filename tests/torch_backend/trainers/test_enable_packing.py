@@ -186,6 +186,7 @@ def test_a_collator_that_loses_boundaries_is_refused_at_the_call(tmp_path) -> No
 
 
 SERVED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer", "GMPOTrainer")
+SERVED += ("GKDTrainer", "GOLDTrainer", "DistillationTrainer")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,10 @@ SERVED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTraine
         ("CPOTrainer", "compares answers with each other"),
         ("PRMTrainer", "gives each example one score"),
         ("A2POTrainer", "generates completions and scores each of them"),
-        ("DistillationTrainer", "compares each example with a teacher"),
+        ("SDFTTrainer", "generates completions and runs its teacher on other prompts"),
+        ("ServerDistillationTrainer", "gets a few of its teacher's log-probabilities"),
+        ("IWOPDTrainer", "weighs sampled tokens by those before them"),
+        ("MiniLLMTrainer", "compares each example with a teacher"),
     ],
 )
 def test_trainers_whose_loss_is_per_example_are_refused_with_the_reason(name: str, reason: str) -> None:
@@ -233,7 +237,7 @@ def test_every_trainer_of_trl_is_served_or_refused_by_name_and_the_page_says_whi
             assert kind_of(trainer) is not None or name == "SFTTrainer"
         else:
             assert not any(f"`{name}`" in cell for cell in served), name
-            with pytest.raises(UnsupportedError, match=f"^{name} (compares|gives|generates) "):
+            with pytest.raises(UnsupportedError, match=f"^{name} (compares|gives|generates|gets|packs|weighs) "):
                 enabled(trainer)
 
 

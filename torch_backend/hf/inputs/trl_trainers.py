@@ -9,17 +9,25 @@ SCORES = "gives each example one score"
 GENERATES = "generates completions and scores each of them"
 TEACHER = "compares each example with a teacher"
 UNKNOWN = "is a trainer of TRL that computes its loss per example"
+OTHER_PROMPTS = "generates completions and runs its teacher on other prompts than its student"
+OF_SERVER = "gets a few of its teacher's log-probabilities for each padded example from a server"
+OWN_ROWS = "packs its rollouts itself, each with the few log-probabilities that a server of its teacher gave"
+ADVANTAGES = "weighs sampled tokens by those before them in each completion, or compares a few ids of each"
 # Why rows of several documents cannot be their examples, by the name of a class, which may be a base of another.
 _LOSSES = {
     **dict.fromkeys(("DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "TPOTrainer"), PAIRS),
     **dict.fromkeys(("RewardTrainer", "PRMTrainer"), SCORES),
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "AsyncGRPOTrainer", "A2POTrainer"), GENERATES),
-    **dict.fromkeys(("OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "SDFTTrainer", "SDPOTrainer"), GENERATES),
-    **dict.fromkeys(("DistillationTrainer", "AsyncDistillationTrainer", "IWOPDTrainer"), TEACHER),
-    **dict.fromkeys(("ServerDistillationTrainer", "GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"), TEACHER),
+    **dict.fromkeys(("OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"), GENERATES),
+    **dict.fromkeys(("SDFTTrainer", "SDPOTrainer"), OTHER_PROMPTS),
+    **dict.fromkeys(("DistillationTrainer", "GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"), TEACHER),
+    "ServerDistillationTrainer": OF_SERVER,
+    "AsyncDistillationTrainer": OWN_ROWS,
+    "IWOPDTrainer": ADVANTAGES,
 }
 # Those that compute their loss from padded calls, which run packed, and the rows that an example has in a batch.
 _ROWS = {"DPOTrainer": 2, "RewardTrainer": 2, "KTOTrainer": 1, "GRPOTrainer": 1, "RLOOTrainer": 1}
+_ROWS |= {"GKDTrainer": 1, "GOLDTrainer": 1, "DistillationTrainer": 1}
 _OTHER_FORMULA = ("GMPOTrainer",)  # subclasses of them in TRL that change the formula of the loss alone
 _ON_ROWS = ("SFTTrainer", "_BaseTrainer")
 
@@ -44,6 +52,11 @@ def has_tree_rows(trainer: Any) -> bool:
 def generates(trainer: Any) -> bool:
     """Returns whether a trainer that has a kind generates the completions that it trains on."""
     return _LOSSES.get(kind_of(trainer) or "") == GENERATES
+
+
+def distils(trainer: Any) -> bool:
+    """Returns whether a trainer that has a kind compares its model with a teacher."""
+    return _LOSSES.get(kind_of(trainer) or "") == TEACHER
 
 
 def rows_of_example(trainer: Any) -> int:
