@@ -32,7 +32,7 @@ from torch_backend.context_parallel import whole
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.losses import next_tokens
 from torch_backend.losses import token_logprobs as scoring
-from torch_backend.losses.distillation import distillation_loss
+from torch_backend.losses.distillation import causal_lm_divergence, distillation_loss
 from torch_backend.losses.policy import policy_loss
 from torch_backend.losses.preference import dpo_loss
 
@@ -99,6 +99,11 @@ def distillation(model: Model, batch: Batch, reference: Model) -> Tensor:
     assert student.candidate_logprobs is not None and teacher.candidate_logprobs is not None
     losses = distillation_loss(student.candidate_logprobs, teacher.candidate_logprobs)
     return normalise(losses.sum(), (batch["labels"] != -100).sum())
+
+
+def divergence(model: Model, batch: Batch, reference: Model) -> Tensor:
+    """The reference as a teacher, over the whole vocabulary; a rank has the sum of its own tokens."""
+    return normalise(*causal_lm_divergence(model, reference, batch, beta=0.5))
 
 
 def replayed(model: Model, batch: Batch, reference: Model) -> Tensor:
@@ -175,6 +180,8 @@ CASES: dict[str, Case] = {
     "FSDP2, head on its own": Case(every_value, many=lambda model: sharded(model, "lm_head")),
     "FSDP2, LoRA on the head": Case(preference, "qwen2", lengths=PAIRED, one=adapted, many=sharded_adapters),
     "distillation": Case(distillation, lengths=ROWS, capacity=64),
+    "divergence": Case(divergence, lengths=ROWS, capacity=64, ranks=4),
+    "divergence, FSDP2, head on its own": Case(divergence, many=lambda model: sharded(model, "lm_head")),
 }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from tests.torch_backend.models import collate, documents, patched, tiny
-from torch_backend import patch
+from torch_backend import PackedCollator, patch
 from torch_backend.losses.cross_entropy import normalise
 from torch_backend.losses.distillation import causal_lm_divergence
 from torch_backend.ops.linear_divergence import linear_divergence
@@ -130,6 +130,18 @@ def test_no_tensor_has_the_size_of_all_logits(monkeypatch: pytest.MonkeyPatch) -
     with Sizes():
         causal_lm_divergence(student, teacher, batch)[0].backward()
     assert sizes and max(sizes) < batch["labels"].numel() * entries
+
+
+def test_answers_that_share_a_prompt_have_the_gradients_of_whole_documents() -> None:
+    student, teacher = patched("qwen2").double(), larger().double()
+    prompt, *answers = documents((20, 9, 30))
+    rows = [{"input_ids": torch.cat([prompt, x]), "labels": torch.cat([prompt * 0 - 100, x])} for x in answers]
+    batches = [PackedCollator(student, capacity=128, share_prefix=share)(rows) for share in (True, False)]
+    assert "packed_parents" in batches[0]
+    found, right = (causal_lm_divergence(student, teacher, batch, beta=0.5) for batch in batches)
+    torch.testing.assert_close(found, right)
+    for x, y in zip(gradients_of(student, found[0]), gradients_of(student, right[0]), strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_what_cannot_be_compared_is_refused(batch: dict[str, Any]) -> None:

@@ -130,6 +130,15 @@ def test_a_step_does_not_depend_on_its_micro_batches(tmp_path, split) -> None:
     assert_same_training((found, []), (truth, []))
 
 
+def test_a_step_of_empty_answers_trains_nothing(tmp_path) -> None:
+    """TRL's padded loss of it is 0 / 0."""
+    prompts = datasets.Dataset.from_list(
+        [{**row, "completion_mask": [0] * len(row["input_ids"])} for row in examples()]
+    )
+    weights, logs = packed(off_policy(tmp_path, data=prompts))
+    assert logs[0]["loss"] == 0 and all(w.isfinite().all() for w in weights.values())
+
+
 def test_evaluation_is_the_trainers_own_and_packing_can_be_taken_back(tmp_path) -> None:
     ours, theirs = off_policy(tmp_path), off_policy(tmp_path)
     for trainer in (ours, theirs):

@@ -112,16 +112,16 @@ class _LinearDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         student = student._replace(hidden=hidden, weight=weight, bias=bias)
         exact = torch.promote_types(torch.promote_types(hidden.dtype, teacher.hidden.dtype), torch.float32)
-        per_row = hidden.new_empty(5, len(hidden), dtype=exact)  # divergence, entropy, and what the backward reads
+        per_row = [hidden.new_empty(len(hidden), dtype=exact) for _ in range(5)]
         rows = chunk_size(chunk_bytes // 8 // len(weight))
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             x, y = (side.logits(part, slice(None)).to(hidden.device, exact) for side in (student, teacher))
-            _statistics(x, y, per_row[:, part], student, teacher, beta)
+            _statistics(x, y, [each[part] for each in per_row], student, teacher, beta)
             del x, y  # before the next chunk's are made
-        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *per_row[2:])
+        divergence, entropy, *kept = per_row
+        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *kept)
         ctx.options = student[3:], teacher[3:], beta, chunk_bytes
-        divergence, entropy = per_row[0].clone(), per_row[1].clone()
         ctx.mark_non_differentiable(entropy)
         return divergence, entropy
 
@@ -151,18 +151,22 @@ class _LinearDivergence(torch.autograd.Function):
         return None if dhidden is None else dhidden.to(hidden.dtype), dweight, dbias, None, None, None, None
 
 
-def _statistics(x: Tensor, y: Tensor, out: Tensor, student: LinearLogits, teacher: LinearLogits, beta: float) -> None:
-    """Write [5, rows]: divergence, entropy, the logs of both sums of exponentials, and what the gradient subtracts."""
+def _statistics(
+    x: Tensor, y: Tensor, out: list[Tensor], student: LinearLogits, teacher: LinearLogits, beta: float
+) -> None:
+    """Write [rows] each: divergence, entropy, the logs of both sums of exponentials, what the gradient subtracts."""
     if runs_triton(x):
-        _launch("statistics", x, y, (*out.unbind(),), student, teacher, beta)
+        _launch("statistics", x, y, out, student, teacher, beta)
         return
-    logits = transformed(x, *_tail(student))[0], transformed(y, *_tail(teacher))[0]
-    out[2], out[3] = (each.logsumexp(1) for each in logits)
-    log_p, log_q = (each - lse[:, None] for each, lse in zip(logits, out[2:4], strict=True))
+    x, y = transformed(x, *_tail(student))[0], transformed(y, *_tail(teacher))[0]
+    lses = x.logsumexp(1), y.logsumexp(1)
+    log_p, log_q = x - lses[0][:, None], y - lses[1][:, None]
     log_m = _log_mixture(log_p, log_q, beta)
-    out[1], out[4] = -(log_p.exp() * log_p).sum(1), (log_p.exp() * (log_p - log_m)).sum(1)
+    of_student = (log_p.exp() * (log_p - log_m)).sum(1)
     of_teacher = (log_q.exp() * (log_q - (log_m if beta else log_p))).sum(1)
-    out[0] = of_teacher if beta == 0 else out[4] if beta == 1 else beta * of_teacher + (1 - beta) * out[4]
+    divergence = of_teacher if beta == 0 else of_student if beta == 1 else beta * of_teacher + (1 - beta) * of_student
+    for each, value in zip(out, (divergence, -(log_p.exp() * log_p).sum(1), *lses, of_student), strict=True):
+        each.copy_(value)
 
 
 def _gradient(
@@ -181,7 +185,7 @@ def _gradient(
     """
     if runs_triton(x):
         out = torch.empty_like(x, dtype=student.hidden.dtype)
-        _launch("gradient", x, y, (out, *kept, ddivergence.contiguous()), student, teacher, beta)
+        _launch("gradient", x, y, [out, *kept, ddivergence.contiguous()], student, teacher, beta)
         return out
     logits, slope = transformed(x, *_tail(student))
     log_p, log_q = logits - kept[0][:, None], transformed(y, *_tail(teacher))[0] - kept[1][:, None]
@@ -204,13 +208,7 @@ def _tail(side: LinearLogits) -> tuple[float, float]:
 
 
 def _launch(
-    name: str,
-    x: Tensor,
-    y: Tensor,
-    others: tuple[Tensor, ...],
-    student: LinearLogits,
-    teacher: LinearLogits,
-    beta: float,
+    name: str, x: Tensor, y: Tensor, others: list[Tensor], student: LinearLogits, teacher: LinearLogits, beta: float
 ) -> None:
     from torch_backend.ops.linear_divergence import triton as kernels
 
