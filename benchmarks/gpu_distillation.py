@@ -43,8 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
 def run() -> Iterator[Result]:
     for name in filter(clock.wanted, BETAS):
         yield from loss_alone(name)
+    models = models_of_step() if any(map(clock.wanted, STEP)) else ()
     for name in filter(clock.wanted, STEP):
-        figures, note = clock.gated(lambda: 0.0, 0.0, partial(rate, STEP[name]))
+        figures, note = clock.gated(lambda: 0.0, 0.0, partial(rate, STEP[name], *models))
         clock.free()
         for unit in ("trained tokens/s", "GiB"):
             yield Result(
@@ -105,12 +106,17 @@ STEP: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 
 
-def rate(loss: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Trained tokens per second of steps of one row each, and the most memory allocated."""
-    student, teacher = (make_model(Shape("", make, (ROW,)), None, few=False) for make in (qwen2, qwen3_4b))
-    teacher.eval()
-    for model in (student, teacher):
+def models_of_step() -> list[Any]:
+    """The student and the teacher, compiled once for all contenders."""
+    models = [make_model(Shape("", make, (ROW,)), None, few=False) for make in (qwen2, qwen3_4b)]
+    models[1].eval()
+    for model in models:
         ours_compiled(model)
+    return models
+
+
+def rate(loss: Callable[..., tuple[Tensor, Tensor]], student: Any, teacher: Any) -> dict[str, float]:
+    """Trained tokens per second of steps of one row each, and the most memory allocated."""
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=not TOY)
     rows = batches("fixed", documents(), ROW)
 
