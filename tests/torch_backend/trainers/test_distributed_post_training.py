@@ -11,6 +11,7 @@ import torch
 from tests.torch_backend.preference import one_document_per_call
 from tests.torch_backend.ranks import on_ranks
 from tests.torch_backend.trainers.test_classification_trainer import headed
+from tests.torch_backend.trainers.test_distillation_trainers import on_policy
 from tests.torch_backend.trainers.test_preference import dpo
 from tests.torch_backend.trainers.test_reward import reward
 from tests.torch_backend.trainers.test_scored_trainers import kto, policy, same_completions
@@ -23,7 +24,7 @@ WHOLE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 # Eight pairs, eight examples, eight completions of two prompts: two micro-batches on each of two ranks.
 HALVED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 CAPACITY = 48
-TRAINERS = ("DPO", "KTO", "REWARD", "GRPO", "RLOO", "documents", "tokens")
+TRAINERS = ("DPO", "KTO", "REWARD", "GRPO", "RLOO", "DISTILLATION", "documents", "tokens")
 
 
 def build(name: str, folder: Path, **options: Any) -> Any:
@@ -37,6 +38,10 @@ def build(name: str, folder: Path, **options: Any) -> Any:
     if name in ("GRPO", "RLOO"):
         trainer = policy(name, folder, **options)
         same_completions(trainer.model)
+        return trainer
+    if name == "DISTILLATION":
+        trainer = on_policy(folder, max_completion_length=20, **options)
+        same_completions(trainer.model, of_a_prompt=1)
         return trainer
     return headed(name, "qwen3", folder, **options)
 
