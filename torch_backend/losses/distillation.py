@@ -14,6 +14,7 @@ Neither ever holds [tokens, vocabulary]. Divide once by the tokens of all micro-
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,9 +24,9 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
 from torch_backend.hf.patch import cut_over_ranks
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, Shortcut, call_with_shortcut, loss_in
-from torch_backend.losses.output_layer import LogitsSource, Tail, output_layer_divergence
+from torch_backend.losses.output_layer import Tail, linear_logits, output_layer_divergence
 from torch_backend.ops.divisor import quotient
-from torch_backend.ops.linear_divergence import check_divergence
+from torch_backend.ops.linear_divergence import LinearLogits, check_divergence
 
 
 def causal_lm_divergence(
@@ -69,50 +70,47 @@ def divergence_and_entropy(
     device = next(teacher.parameters()).device
     moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
 
-    def of_teacher(root: Any, head: nn.Module, tail: Tail | None) -> _Hidden:
-        return _Hidden(root, head, tail, temperature)
+    def of_teacher(root: Any, head: nn.Module, tail: Tail | None) -> _Teacher:
+        return _Teacher(root, head, tail, temperature)
 
-    def of_student(root: Any, head: nn.Module, tail: Tail | None) -> _Divergence:
-        made = _Divergence(root, head, tail, temperature, expected, beta, batch.get(LOSS_WEIGHTS))
+    def of_student(root: Any, head: nn.Module, tail: Tail | None) -> _Student:
+        made = _Student(root, head, tail, temperature, expected.logits, beta, batch.get(LOSS_WEIGHTS))
         check_divergence(made.entries, expected.entries, beta)
         return made
 
+    call = partial(call_with_shortcut, caller="causal_lm_divergence")
     with torch.no_grad():
-        _, expected = call_with_shortcut(
-            teacher, cut_over_ranks(teacher, moved), of_teacher, caller="causal_lm_divergence"
-        )
-    output, found = call_with_shortcut(
-        student, cut_over_ranks(student, given), of_student, caller="causal_lm_divergence"
-    )
+        _, expected = call(teacher, cut_over_ranks(teacher, moved), of_teacher)
+    output, found = call(student, cut_over_ranks(student, given), of_student)
     return loss_in(output) * found.count, found.weight, found.entropy
 
 
-class _Hidden(Shortcut):
-    """Keeps what the logits of trained tokens are made of; the model gets a loss of 0."""
+class _Teacher(Shortcut):
+    """Keeps the logits of trained tokens, not made yet; the model gets a loss of 0."""
+
+    logits: LinearLogits
 
     def __init__(self, root: Any, head: nn.Module, tail: Tail | None, temperature: float) -> None:
         super().__init__(root, head, tail)
         self.temperature = temperature
-        self.source: LogitsSource
-        self.targets: Tensor
-        self.weights: Tensor
 
     def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
-        self.keep(hidden, tail, labels, None)
+        predicting, _, _ = self.trained(hidden, labels, None)
+        self.logits = linear_logits(self.head, predicting, tail.at_temperature(self.temperature))
         return hidden.new_zeros(())
 
-    def keep(self, hidden: Tensor, tail: Tail, labels: Tensor, weights: Tensor | None) -> None:
-        """Keep the hidden states that predict, their targets, and the weight of each target."""
+    def trained(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The hidden states that predict, their targets, and the weights of these."""
         weights = None if weights is None else self.pairs.weights(weights.to(hidden.device))
-        targets = self.pairs.targets(labels).to(hidden.device)
-        hidden, self.targets, weights = self.pairs.trained(self.pairs.hidden(hidden), targets, weights)
-        self.source = LogitsSource(self.head, hidden, tail.at_temperature(self.temperature))
-        counted = (self.targets != IGNORE_INDEX).to(torch.promote_types(hidden.dtype, torch.float32))
-        self.weights = counted if weights is None else counted * weights
+        return self.pairs.trained(self.pairs.hidden(hidden), self.pairs.targets(labels).to(hidden.device), weights)
 
 
-class _Divergence(_Hidden):
-    """The mean divergence from what a teacher kept."""
+class _Student(_Teacher):
+    """The mean divergence from the logits of a teacher."""
+
+    count: Tensor
+    weight: Tensor
+    entropy: Tensor
 
     def __init__(
         self,
@@ -120,24 +118,22 @@ class _Divergence(_Hidden):
         head: nn.Module,
         tail: Tail | None,
         temperature: float,
-        teacher: _Hidden,
+        teacher: LinearLogits,
         beta: float,
-        given_weights: Tensor | None,
+        weights: Tensor | None,
     ) -> None:
         super().__init__(root, head, tail, temperature)
-        self.teacher = (teacher,)  # not a part of this module
-        self.beta, self.given_weights = beta, given_weights
-        self.count: Tensor
-        self.weight: Tensor
-        self.entropy: Tensor
+        self.teacher, self.beta, self.weights = teacher, beta, weights
 
     def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
-        self.keep(hidden, tail, labels, self.given_weights)
-        per_token, entropies = output_layer_divergence(self.source, self.teacher[0].source, beta=self.beta)
-        counted = self.targets != IGNORE_INDEX
-        self.count, self.weight = counted.sum(), self.weights.sum()
+        hidden, targets, weights = self.trained(hidden, labels, self.weights)
+        tail = tail.at_temperature(self.temperature)
+        per_token, entropies = output_layer_divergence(self.head, hidden, tail, self.teacher, beta=self.beta)
+        counted = targets.flatten() != IGNORE_INDEX
+        weights = counted.to(per_token.dtype) * (1 if weights is None else weights.flatten())
+        self.count, self.weight = counted.sum(), weights.sum()
         self.entropy = torch.where(counted, entropies, 0).sum()
-        return quotient((torch.where(counted, per_token, 0) * self.weights).sum(), self.count)
+        return quotient((torch.where(counted, per_token, 0) * weights).sum(), self.count)
 
 
 def distillation_loss(

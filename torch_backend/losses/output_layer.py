@@ -131,41 +131,36 @@ def output_layer_logprobs(
     return logprobs.view(ids.shape), entropies.view(ids.shape[:2])
 
 
-@dataclass(frozen=True)
-class LogitsSource:
-    """Logits ``tail(head(hidden))`` of hidden states [B, S, D], not made yet."""
-
-    head: nn.Module
-    hidden: Tensor
-    tail: Tail
-
-
-def output_layer_divergence(student: LogitsSource, teacher: LogitsSource, *, beta: float) -> tuple[Tensor, Tensor]:
-    """:func:`torch_backend.ops.linear_divergence.linear_divergence` of two models: [B, S] and [B, S].
+def linear_logits(head: nn.Module, hidden: Tensor, tail: Tail) -> LinearLogits:
+    """Returns the logits ``tail(head(hidden))`` of [B, S, D], not made yet.
 
     Raises:
-        UnsupportedModelError: an output layer is not a plain linear one, or the teacher's is partitioned.
+        UnsupportedModelError: the layer is not a plain linear one, or its weight is partitioned.
     """
-    for name, side in (("student", student), ("teacher", teacher)):
-        _refuse_scattered(side.head)
-        if not _is_linear(side.head) or (side is teacher and isinstance(side.head, FSDPModule)):
-            raise UnsupportedModelError(
-                f"the output layer of the {name} is not one plain linear layer whose weight this process holds "
-                f"({type(side.head).__name__}): distil by top-k, token_logprobs(..., candidates=...)"
-            )
-
-    def fused(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        sides = (
-            LinearLogits(*_operands(side.head, x.flatten(0, 1)), side.tail.scale, side.tail.softcap)
-            for side, x in ((student, hidden), (teacher, teacher.hidden))
+    _refuse_scattered(head)
+    if not _is_linear(head) or isinstance(head.weight, DTensor):
+        raise UnsupportedModelError(
+            f"an output layer ({type(head).__name__}) is not plainly linear with a whole weight, and distillation over "
+            "a vocabulary reads both weights: distil by top_k, token_logprobs(..., candidates=...)"
         )
-        divergence, entropy = linear_divergence(*sides, beta=beta)
-        return divergence.view(hidden.shape[:2]), entropy.view(hidden.shape[:2])
+    return _unmade(head, hidden, tail)
 
-    if isinstance(student.head, FSDPModule):
-        divergence, entropy = _called_with(student.head, fused, student.hidden)
-        return divergence, entropy
-    return fused(student.hidden)
+
+def _unmade(head: nn.Module, hidden: Tensor, tail: Tail) -> LinearLogits:
+    return LinearLogits(*_operands(head, hidden.flatten(0, 1)), tail.scale, tail.softcap)
+
+
+def output_layer_divergence(
+    head: nn.Module, hidden: Tensor, tail: Tail, teacher: LinearLogits, *, beta: float
+) -> tuple[Tensor, Tensor]:
+    """:func:`torch_backend.ops.linear_divergence.linear_divergence` of ``tail(head(hidden))``: [B * S] and [B * S]."""
+
+    if not (isinstance(head, FSDPModule) and _is_linear(head)):
+        return linear_divergence(linear_logits(head, hidden, tail), teacher, beta=beta)
+    divergence, entropy = _called_with(
+        head, lambda hidden: linear_divergence(_unmade(head, hidden, tail), teacher, beta=beta), hidden
+    )
+    return divergence, entropy
 
 
 @torch.no_grad()
