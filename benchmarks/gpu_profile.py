@@ -1,4 +1,4 @@
-"""What a GPU waits for: how long it is busy in a block, its longest gaps, and where the host spends its time."""
+"""Shows what a GPU waits for: how long it is busy in a block, its longest gaps, and where the host spends its time."""
 
 from __future__ import annotations
 

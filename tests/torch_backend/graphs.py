@@ -56,7 +56,6 @@ def stand_in(put: Callable[[Any, str, Any], None] = setattr) -> SimpleNamespace:
         step.graph, step.recording = SimpleNamespace(replay=replay, pool=lambda: None), False
 
     def record_rows(call: Callable[[], None], **_: Any) -> tuple[SimpleNamespace, None]:
-        seen.recorded += 1
         gradients = torch.is_grad_enabled()
 
         def replay() -> None:
@@ -64,6 +63,9 @@ def stand_in(put: Callable[[Any, str, Any], None] = setattr) -> SimpleNamespace:
             with torch.set_grad_enabled(gradients):
                 call()
 
+        seen.recorded += 1
+        if call.__name__ == "_forward":  # makes what its backward is recorded of
+            call()
         return SimpleNamespace(replay=replay), None
 
     put(CapturedStep, "_record", record)

@@ -110,7 +110,7 @@ class CompiledCalls:
         log.warning("packed calls run with layers that are not compiled: %s", error)
 
     def _run_plain(self, reason: str) -> None:
-        self.failed, self.layers = True, f"not compiled: {reason}"
+        self.failed, self.layers, self.recorded = True, f"not compiled: {reason}", None
 
 
 class _Call:

@@ -67,10 +67,10 @@ class StaticRow:
 
     Args:
         form: of the row.
-        kwargs: arguments of a call, whose tensors have a value per token.
+        kwargs: arguments of a call, whose tensors have a value per token; segments: of its row.
     """
 
-    def __init__(self, state: Patched, form: RowForm, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, state: Patched, form: RowForm, kwargs: Mapping[str, Any], segments: PackedMetadata) -> None:
         self.state, self.form, self.kwargs = state, form, dict(kwargs)
         for name, x in _tensors(kwargs):
             shape = list(x.shape)
@@ -81,6 +81,7 @@ class StaticRow:
         self.parents = torch.empty(form.entries, dtype=torch.int32, device=device) if form.depth else None
         self.real = torch.empty(form.tokens, dtype=torch.bool, device=device) if state.experts else None
         self.lengths: tuple[int, ...] | None = None
+        self.take(kwargs, segments)
 
     def take(self, kwargs: Mapping[str, Any], segments: PackedMetadata) -> None:
         """Copy the arguments of a call, and pad them."""
@@ -134,8 +135,8 @@ class RecordedRows:
         self.seen: Counter[Any] = Counter()
         self.memory = GraphMemory()
         self.structure: Any = None
+        self.modules: list[nn.Module] = []
         self.tuners: list[Any] = []
-        self.weights: list[nn.Parameter] = []
         self.kind: Any = tuple  # of the decoder's output
         self.hidden = torch.empty(0)  # of the dtype and width of its hidden states
 
@@ -146,21 +147,21 @@ class RecordedRows:
         if self.refused is not None or not _fits(forward, given):
             return run(forward, kwargs)
         form = self._form(segments)
-        graphs = self._graphs_for(form, self._surroundings(given), run, given)
         forward.handed_over = True
+        graphs = self._graphs_for(form, self._surroundings(given), run, given, segments)
         if graphs is not None:
             graphs.row.take(given, segments)
             return _with_hidden(self.kind, graphs(segments.tokens))
-        row = StaticRow(self.state, form, given)
-        row.take(given, segments)
-        output = row.run(run)
+        output = StaticRow(self.state, form, given, segments).run(run)
         if (hidden := _only_hidden(output)) is None:
             self.refused = "its decoder returns more than the last hidden states"
             return run(forward, kwargs)
         self.kind, self.hidden = type(output), hidden.new_empty(0, hidden.shape[2])
         return _with_hidden(self.kind, hidden[:, : segments.tokens])
 
-    def _graphs_for(self, form: RowForm, around: Any, run: Run, given: dict[str, Any]) -> RowGraphs | None:
+    def _graphs_for(
+        self, form: RowForm, around: Any, run: Run, given: dict[str, Any], segments: PackedMetadata
+    ) -> RowGraphs | None:
         """The graphs of a call; None where it has to run as usual."""
         if torch.is_grad_enabled() and self.memory.busy:
             return None
@@ -175,24 +176,20 @@ class RecordedRows:
         longer = [tokens for tokens in recorded if form.tokens < tokens <= MOST_PADDED * form.tokens]
         if longer and self.seen[form, around] < OFTEN:
             return recorded[min(longer)]
-        return self._record(recorded, form, run, given)
+        return self._record(recorded, run, StaticRow(self.state, form, given, segments))
 
-    def _record(
-        self, recorded: dict[int, RowGraphs], form: RowForm, run: Run, given: dict[str, Any]
-    ) -> RowGraphs | None:
-        trained = [p for p in self.weights if p.requires_grad] if torch.is_grad_enabled() else []
-        self.memory.reserve(form.tokens, self.hidden)
+    def _record(self, recorded: dict[int, RowGraphs], run: Run, row: StaticRow) -> RowGraphs | None:
         try:
-            recorded[form.tokens] = RowGraphs(StaticRow(self.state, form, given), run, trained, self.memory)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
+            self.memory.reserve(row.form.tokens, self.hidden)
+            recorded[row.form.tokens] = RowGraphs(row, run, self.memory)
+        except RuntimeError as error:  # for lack of memory too
             self.refused = f"recording it failed, {error}".splitlines()[0]
             self.graphs.clear()
+            self.memory = GraphMemory()
             # as text: the error holds the frames of the recording, and these hold all activations
             log.warning("packed calls run without CUDA graphs: %s", "".join(format_exception(error)).rstrip())
             return None
-        return recorded[form.tokens]
+        return recorded[row.form.tokens]
 
     def _form(self, segments: PackedMetadata) -> RowForm:
         """The form of a row. Sizes other than its tokens only grow, and then all graphs are recorded again."""
@@ -213,21 +210,21 @@ class RecordedRows:
         return RowForm(rounded, self.entries, longest, self.depth if segments.parents is not None else 0)
 
     def _surroundings(self, given: Mapping[str, Any]) -> Any:
-        """What a graph holds beside the values of its row."""
+        """Returns what a graph depends on beside the values of its row."""
         cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         if self.structure is not self.state.structure:  # renewed by the call's entry where the model has changed
-            self.structure = self.state.structure
-            self.tuners = [m for m in self.model.modules() if hasattr(m, "_disable_adapters")]  # of PEFT
-            self.weights = list(self.model.parameters())
+            self.structure, self.modules = self.state.structure, list(self.model.modules())
+            self.tuners = [m for m in self.modules if hasattr(m, "_disable_adapters")]  # of PEFT
         adapters = tuple((m._disable_adapters, str(m.active_adapters), getattr(m, "merged", None)) for m in self.tuners)
-        weights = tuple((place_of(p), p.requires_grad) for p in self.weights)
+        parameters = (p for m in self.modules for p in m._parameters.values() if p is not None)
+        weights = tuple((place_of(p), p.requires_grad) for p in parameters)
         constants = tuple((name, x) for name, x in given.items() if not isinstance(x, Tensor))
         shapes = tuple((name, x.dtype) for name, x in _tensors(given))
         return torch.is_grad_enabled(), self.model.training, cast, adapters, weights, constants, shapes
 
 
 class GraphMemory:
-    """What the graphs of one model share: memory, a stream, the gradients of its parameters, hidden states.
+    """Holds what the graphs of one model share: memory, a stream, gradients of its parameters, hidden states.
 
     Attributes:
         pools: of graphs with gradients and of those without, which run between a forward and its backward.
@@ -278,7 +275,7 @@ class GraphMemory:
         return states[:, :tokens], gradients[:, :tokens]
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Where graphs add to the gradient of a parameter."""
+        """Returns the tensor in which graphs add to the gradient of a parameter."""
         if parameter not in self.gradients:
             self.gradients[parameter] = torch.zeros_like(parameter)
         return self.gradients[parameter]
@@ -310,28 +307,34 @@ class RowGraphs:
     Args:
         row: whose memory the graphs read.
         run: the layers.
-        trained: parameters to whose gradients the backward adds; empty for calls without gradients.
         memory: of all graphs of the model.
+
+    Attributes:
+        trained: parameters to whose gradients the backward adds; empty for calls without gradients.
 
     Raises:
         RuntimeError: the layers do what no graph can record.
     """
 
-    def __init__(self, row: StaticRow, run: Run, trained: list[nn.Parameter], memory: GraphMemory) -> None:
-        self.row, self.run, self.trained, self.memory = row, run, trained, memory
+    def __init__(self, row: StaticRow, run: Run, memory: GraphMemory) -> None:
+        self.row, self.run, self.memory = row, run, memory
         self.states, self.gradients = memory.states(row.form.tokens)
         self.made: Tensor | None = None
-        found = {p: p.grad for p in trained}
-        memory.put_gradients(trained)
-        pool = memory.pool(gradients=bool(trained))
+        self.trained: list[nn.Parameter] = []
+        options = {"pool": memory.pool(gradients=torch.is_grad_enabled()), "stream": memory.stream}
         try:
-            self.forward, _ = record(self._forward, pool=pool, stream=memory.stream)
-            if trained:
-                self.backward, _ = record(self._backward, pool=pool, stream=memory.stream)
+            self.forward, _ = record(self._forward, **options)
+            if torch.is_grad_enabled():
+                self.trained = _leaves(self.made)
+                found = [parameter.grad for parameter in self.trained]
+                memory.put_gradients(self.trained)
+                try:
+                    self.backward, _ = record(self._backward, **options)
+                finally:
+                    for parameter, gradient in zip(self.trained, found, strict=True):  # a recording changes no value
+                        parameter.grad = gradient
         finally:
             self.made = None  # whose memory the next recording may use
-            for parameter, gradient in found.items():  # a recording changes no value
-                parameter.grad = gradient
 
     def _forward(self) -> None:
         with _autocast_without_cache():
@@ -376,7 +379,7 @@ class _Replay(torch.autograd.Function):
 
 def why_no_graphs(model: nn.Module) -> str | None:
     """Explains why packed calls of a model whose layers are compiled run without CUDA graphs; None if they do not."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized():
         return "its gradients are averaged over ranks in hooks"
     if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
         return "hooks of its parameters read gradients"
@@ -419,6 +422,17 @@ def _with_hidden(kind: Any, hidden: Tensor) -> Any:
 
 def _write(kept: Tensor, values: list[int]) -> None:
     kept.copy_(torch.tensor(values, dtype=kept.dtype), non_blocking=True)
+
+
+def _leaves(made: Tensor | None) -> list[nn.Parameter]:
+    """Returns the parameters that a tensor was made of, as its backward reaches them."""
+    nodes: list[Any] = [] if made is None else [made.grad_fn]
+    seen: dict[Any, None] = dict.fromkeys(nodes)
+    while nodes:
+        more = [node for node, _ in nodes.pop().next_functions if node is not None and node not in seen]
+        seen |= dict.fromkeys(more)
+        nodes += more
+    return [node.variable for node in seen if hasattr(node, "variable")]
 
 
 def _power_of_two(size: int) -> int:

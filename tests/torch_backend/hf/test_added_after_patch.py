@@ -20,6 +20,7 @@ from packing_core.errors import ContaminationError, LayoutError, UnsupportedMode
 from tests.torch_backend.hf.test_document_heads import classifier
 from tests.torch_backend.models import assert_same, collate, documents, packed, patched, tiny
 from torch_backend import PackedCollator
+from torch_backend.hf.anatomy.structure import STATE
 from torch_backend.hf.edits.late_hooks import WatchedHook
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps.train_step import make_train_step
@@ -235,4 +236,18 @@ def test_a_hook_that_takes_the_boundaries_from_a_batch_is_seen() -> None:
         lambda _, args, kwargs: (args, {"input_ids": kwargs["input_ids"]}), with_kwargs=True
     )
     with pytest.raises(LayoutError, match="^input_ids came packed from a collator"):
+        model(**collate(documents()))
+
+
+def test_trainers_may_let_embeddings_require_gradients_and_take_it_back_in_every_step() -> None:
+    """As TRL's do around their reference, without the model being looked through again."""
+    model = patched()
+    model(**collate(documents()))
+    structure = model.__dict__[STATE].structure
+    for change in (model.enable_input_require_grads, model.disable_input_require_grads):
+        change()
+        model(**collate(documents()))
+        assert model.__dict__[STATE].structure is structure
+    hook_on_mlp(model)
+    with pytest.raises(UnsupportedModelError, match="a hook on"):
         model(**collate(documents()))

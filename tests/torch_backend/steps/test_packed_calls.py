@@ -61,7 +61,7 @@ def test_updates_through_compiled_layers_are_those_of_plain_ones(
     assert len(layers_of(trainer)) == models
     # Two micro-batches in each of two steps, the first one of all as usual; two layers and the norm.
     packed = models * 3 * (2 + 1)
-    assert compiled.calls >= packed if checkpointing else compiled.calls == packed
+    assert compiled.calls >= packed  # layers that recompute and recordings call them again
 
 
 def test_other_calls_run_the_layers_as_they_are(compiled: SimpleNamespace, possible: None, tmp_path: Any) -> None:

@@ -154,6 +154,29 @@ def test_weights_that_are_frozen_later_get_no_gradient(compiled: SimpleNamespace
         assert_same_gradients(recorded, plain)
 
 
+def test_what_no_layer_reads_has_no_gradient(compiled: SimpleNamespace) -> None:
+    """An optimizer would decay it where its gradient is 0."""
+    recorded, plain, _ = twins()
+    for model in (recorded, plain):
+        model.model.spare = nn.Parameter(torch.ones(3))
+    for _ in range(3):
+        for model in (recorded, plain):
+            loss_of(model, padded((20, 9))).backward()
+        assert_same_gradients(recorded, plain)
+    assert compiled.replayed and recorded.model.spare.grad is None
+
+
+def test_weights_that_are_exchanged_are_read(compiled: SimpleNamespace) -> None:
+    recorded, plain, _ = twins()
+    for step in range(5):
+        for model in (recorded, plain):
+            model.zero_grad()
+            weight = model.model.norm.weight
+            model.model.norm.weight = nn.Parameter(weight.detach() * 1.5) if step == 3 else weight
+            loss_of(model, padded((20, 9))).backward()
+        assert_same_gradients(recorded, plain)
+
+
 def test_hooks_that_read_gradients_forbid_graphs(compiled: SimpleNamespace) -> None:
     recorded, _, calls = twins()
     next(recorded.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)

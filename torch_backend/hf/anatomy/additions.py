@@ -87,7 +87,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[Part, str, nn.Module]]:
                 yield (key, at, _name_of(function)), f"{key} of {place}", module
         for hook in _hooks(module):
             # Those of transformers collect outputs, or let embeddings require gradients; trainers set them at any time.
-            if not _places(hook) and not _module_of(hook).startswith("transformers."):
+            if not _places(hook) and _counts(hook):
                 yield ("hook", at, _name_of(hook)), f"a hook on {place}", module
         for parameter in module._parameters.values():
             if parameter is not None and type(parameter) is not nn.Parameter and not _places(type(parameter)):
@@ -114,7 +114,8 @@ def kinds_added(model: nn.Module) -> Counter[str]:
 class Structure:
     """The modules of a model with their classes, forwards and hooks, compared by identity.
 
-    A comparison costs 0.4 microseconds a module, a tenth of what :func:`kinds_added` costs. The output layer may be
+    Hooks of transformers do not count: trainers let embeddings require gradients and take it back, in every step. A
+    comparison costs 0.4 microseconds a module, a tenth of what :func:`kinds_added` costs. The output layer may be
     exchanged for another that reads each token alone, as losses do during a call. A copied or unpickled structure is of
     no model, and so is the one that is made without a model.
     """
@@ -139,12 +140,16 @@ class Structure:
         own = [m.__dict__ for m in self.modules[1:]]
         return (
             list(map(type, self.modules)),
-            list(map(len, self.hooks)),
+            [len(hooks) and sum(map(_counts, hooks.values())) for hooks in self.hooks],
             [id(d.get("_old_forward") or d.get("forward")) for d in own],
             [len(m._modules) for m in self.modules],
             [id(of.get(name)) for of, name in self.slots],
             [_reads_each_token_alone(of.get(name)) for of, name in self.outputs],
         )
+
+
+def _counts(hook: Callable[..., Any]) -> bool:
+    return not _module_of(hook).startswith("transformers.")
 
 
 def _reads_each_token_alone(layer: nn.Module | None) -> bool:
