@@ -9,7 +9,7 @@
     python -m benchmarks.gpu_preference --tiny               # every contender on the CPU; its times mean nothing
 
 Pairs are like those of UltraFeedback: a prompt that both answers share (lognormal, mean 200 tokens) and two answers
-(lognormal, mean 700), 2,048 tokens at most. Every contender makes the same number of updates of 32 pairs on the same
+(lognormal, mean 600), 2,048 tokens at most. Every contender makes the same number of updates of 32 pairs on the same
 pairs, with random weights, a reference model beside the policy, gradient checkpointing or not, and micro-batches of
 several sizes. The first updates warm up, the next ones are timed as a whole. Memory is the most that was allocated in
 the whole run. A contender that fails, for lack of memory too, is a line in the table. The last lines compare the
@@ -39,7 +39,7 @@ from torch_backend import enable_packing
 
 SECTION = "preference" if not TOY else "preference, toy"
 PAIRS_PER_UPDATE = 4 if TOY else 32
-LONGEST, PROMPT, ANSWER, SPREAD = (96, 12, 24, 0.6) if TOY else (2_048, 200, 700, 0.6)
+LONGEST, PROMPT, ANSWER, SPREAD = (96, 12, 24, 0.6) if TOY else (2_048, 200, 600, 0.6)
 WARM_UP = 1 if TOY else 8
 
 
