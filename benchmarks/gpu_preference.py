@@ -22,7 +22,7 @@ TRL is needed (``pip install trl``); where it cannot be installed, unpack its wh
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from tempfile import TemporaryDirectory
@@ -147,7 +147,7 @@ def build(
     )  # fmt: skip
     adapters = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
     trainer = Tokenised(
-        model(0), None if lora else model(1), args=arguments, train_dataset=pairs, processing_class=_tokenizer(),
+        model(0), None if lora else model(1), args=arguments, train_dataset=pairs, processing_class=tokenizer(),
         callbacks=[clock], peft_config=adapters,
     )  # fmt: skip
     if not contender.packed:
@@ -160,6 +160,32 @@ def measure(
 ) -> Iterator[Result]:
     """Times a run of one contender, and profiles ``profiled`` updates after those that are timed."""
     from datasets import Dataset
+
+    data = Dataset.from_list(preference_pairs(PAIRS_PER_UPDATE * (WARM_UP + updates + profiled)))
+
+    def make(folder: str, total: int, clock: Any) -> Any:
+        return build(contender, SHAPES[shape], data, folder, total, clock, lora=lora)
+
+    case = f"{shape}, LoRA" if lora else shape
+    yield from trainer_run(SECTION, case, contender, make, (PAIRS_PER_UPDATE, "pairs/s"), updates, profiled)
+
+
+def trainer_run(
+    section: str,
+    case: str,
+    contender: Any,
+    make: Callable[[str, int, Any], Any],
+    of_update: tuple[float, str],
+    updates: int,
+    profiled: int,
+) -> Iterator[Result]:
+    """Times ``updates`` of a trainer after ``WARM_UP``, and profiles ``profiled`` more.
+
+    Args:
+        contender: with a ``name``, and ``packed``.
+        make: a folder, the number of updates and a callback -> the trainer.
+        of_update: what an update has, and the unit of that per second.
+    """
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -182,30 +208,30 @@ def measure(
 
     clock, total = Clock(), WARM_UP + updates + profiled
     profiles: tuple[Any, Any] = DeviceProfile(), HostProfile()
-    pairs, case = preference_pairs(PAIRS_PER_UPDATE * total), f"{shape}, LoRA" if lora else shape
+    amount, unit = of_update
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
     try:
         with TemporaryDirectory() as folder:
-            data = Dataset.from_list(pairs)
-            trainer = build(contender, SHAPES[shape], data, folder, total, clock, lora=lora)
+            trainer = make(folder, total, clock)
             trainer.train()
+            if contender.packed:
+                print(contender.name, trainer.packed_step.parts, flush=True)
             if profiled:
-                parts = trainer.packed_step.parts if contender.packed else ""
-                print(contender.name, parts, *profiles, sep="\n", flush=True)
+                print(contender.name, *profiles, sep="\n", flush=True)
             loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
             trainer.accelerator.free_memory()
             del trainer
     except Exception as failure:
-        yield failed(SECTION, case, contender.name, "pairs/s", failure)
+        yield failed(section, case, contender.name, unit, failure)
         return
-    yield Result(SECTION, case, contender.name, PAIRS_PER_UPDATE * updates / (clock.ended - clock.warm), "pairs/s")
-    yield Result(SECTION, case, contender.name, highest_gib(), "GiB at most")
-    yield Result(SECTION, case, contender.name, float(loss), "mean loss")
-    yield Result(SECTION, case, contender.name, clock.first - clock.began, "s to the first update")
+    yield Result(section, case, contender.name, amount * updates / (clock.ended - clock.warm), unit)
+    yield Result(section, case, contender.name, highest_gib(), "GiB at most")
+    yield Result(section, case, contender.name, float(loss), "mean loss")
+    yield Result(section, case, contender.name, clock.first - clock.began, "s to the first update")
 
 
-def verdict(shape: str, results: Sequence[Result]) -> str:
+def verdict(shape: str, results: Sequence[Result], unit: str = "pairs/s") -> str:
     """The fastest stock setting, and the fastest packed one within its memory."""
     figures: dict[str, dict[str, float]] = {}
     for result in results:
@@ -215,22 +241,22 @@ def verdict(shape: str, results: Sequence[Result]) -> str:
     packed = {name: found for name, found in figures.items() if not name.startswith("stock")}
     if not stock or not packed:
         return f"{shape}: nothing to compare"
-    best = max(stock, key=lambda name: stock[name]["pairs/s"])
+    best = max(stock, key=lambda name: stock[name][unit])
     within = [name for name in packed if packed[name]["GiB at most"] <= stock[best]["GiB at most"]]
-    lines = [f"{shape}: {best}: {_figures(stock[best])}"]
+    lines = [f"{shape}: {best}: {_figures(stock[best], unit)}"]
     for what, names in (("within its memory", within), ("whatever its memory", list(packed))):
         if names:
-            ours = max(names, key=lambda name: packed[name]["pairs/s"])
-            ratio = packed[ours]["pairs/s"] / stock[best]["pairs/s"]
-            lines.append(f"    {ratio:.2f} times as fast {what}: {ours}: {_figures(packed[ours])}")
+            ours = max(names, key=lambda name: packed[name][unit])
+            ratio = packed[ours][unit] / stock[best][unit]
+            lines.append(f"    {ratio:.2f} times as fast {what}: {ours}: {_figures(packed[ours], unit)}")
     return "\n".join(lines)
 
 
-def _figures(found: dict[str, float]) -> str:
-    return f"{found['pairs/s']:.2f} pairs/s, {found['GiB at most']:.1f} GiB"
+def _figures(found: dict[str, float], unit: str) -> str:
+    return f"{found[unit]:,.2f} {unit}, {found['GiB at most']:.1f} GiB"
 
 
-def _tokenizer() -> Any:
+def tokenizer() -> Any:
     """Builds the tokenizer that a trainer asks for; the pairs are tokens already."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
