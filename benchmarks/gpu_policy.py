@@ -95,10 +95,8 @@ def build(
         rollout_func=recorded,
         peft_config=None if full else LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
     )  # fmt: skip
-    trainer.use_vllm, trainer._last_loaded_step = (
-        True,
-        -1,
-    )  # so it compares the sampler's log-probabilities with its own
+    # As if vLLM had made them: the trainer compares its log-probabilities with theirs.
+    trainer.use_vllm, trainer._last_loaded_step = True, -1
     trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
     return enable_packing(trainer, verify=False, fast=contender.fast) if contender.packed else trainer
 
