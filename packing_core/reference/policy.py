@@ -20,7 +20,7 @@ def advantages(rewards: npt.ArrayLike, groups: npt.ArrayLike, *, kind: str = "gr
     """``"grpo"`` arXiv:2402.03300 section 4.1.2, ``"dr_grpo"`` arXiv:2503.20783, ``"rloo"`` arXiv:2402.14740 (8).
 
     Args:
-        rewards, groups: [documents]; documents of one group have equal numbers.
+        rewards, groups: [documents]; documents of one group have equal numbers. A reward of NaN is none.
 
     Raises:
         PackingError: an unknown kind.
@@ -28,8 +28,8 @@ def advantages(rewards: npt.ArrayLike, groups: npt.ArrayLike, *, kind: str = "gr
     rewards, groups = np.asarray(rewards, np.float64), np.asarray(groups)
     found = np.zeros(len(rewards))
     for d, group in enumerate(groups):
-        mine = rewards[groups == group]
-        if len(mine) == 1:
+        mine = rewards[(groups == group) & ~np.isnan(rewards)]
+        if len(mine) == 1 or np.isnan(rewards[d]):
             continue
         if kind == "grpo":
             found[d] = (rewards[d] - mine.mean()) / (mine.std(ddof=1) + epsilon)

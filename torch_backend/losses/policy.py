@@ -45,8 +45,9 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, kind: AdvantageKind = "
     - ``"rloo"``: ``r`` minus the mean of the group's other documents (Ahmadian et al. 2024, arXiv:2402.14740, equation
       8).
 
-    A group of one document has an advantage of 0. Groups must be whole: what another rank or micro-batch holds of a
-    group is not seen.
+    A group of one document has an advantage of 0. A reward of NaN is none: as in TRL, its document has an advantage of
+    0, and the others of its group are compared without it. Groups must be whole: what another rank or micro-batch holds
+    of a group is not seen.
 
     Args:
         rewards: [documents].
@@ -59,14 +60,19 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, kind: AdvantageKind = "
     if rewards.ndim != 1 or rewards.shape != groups.shape:
         raise LayoutError(f"rewards and groups are [documents], got {list(rewards.shape)} and {list(groups.shape)}")
     rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
-    same = (groups[:, None] == groups[None, :]).to(rewards.dtype)
+    scored = ~rewards.isnan()
+    same = (groups[:, None] == groups[None, :]) & scored
     count = same.sum(1)
-    above = rewards - same @ rewards / count
+
+    def mean(values: Tensor, divisor: Tensor) -> Tensor:
+        return torch.where(same, values, 0).sum(1) / divisor.clamp(min=1)
+
+    above = torch.where(scored, rewards - mean(rewards, count), 0)
     if kind == "rloo":
         return above * count / (count - 1).clamp(min=1)
     if kind == "dr_grpo":
         return above
-    return above / ((same @ above.square() / (count - 1).clamp(min=1)).sqrt() + EPSILON)
+    return above / (mean(above.square(), count - 1).sqrt() + EPSILON)
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -116,7 +122,8 @@ def policy_loss(
         per: what is divided by. ``"document"``: each document's mean over its tokens counts once; ``"token"``: each
             token counts once (DAPO, arXiv:2503.14476); ``"constant"``: as if each document had ``max_length`` tokens.
         max_length: for ``"constant"``, the same in all micro-batches.
-        where: bool [B, S], the tokens that count; ``batch["labels"] != -100`` if None.
+        where: bool [B, S], the tokens that count; ``batch["labels"] != -100`` if None. What ``old`` and ``reference``
+            have elsewhere is not read.
 
     Returns:
         Two scalars, float32 at least: the sum of losses, and the number of documents, of tokens, or of documents times
@@ -140,7 +147,8 @@ def policy_loss(
     if advantages.shape != shape:
         advantages = spread(advantages, batch)
     advantages = advantages.detach().to(logprobs)
-    log_ratio = logprobs - (logprobs if old is None else old).detach()
+    old, reference = (x if x is None else torch.where(where, x, logprobs).detach() for x in (old, reference))
+    log_ratio = logprobs - (logprobs.detach() if old is None else old)
     if ratio != "token":
         how: Literal["mean", "sum"] = "mean" if ratio == "sequence" else "sum"
         log_ratio = spread(reduce(log_ratio, batch, how, where=where), batch)

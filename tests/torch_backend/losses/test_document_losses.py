@@ -147,6 +147,32 @@ def test_advantages_compare_documents_of_one_group(kind: Any) -> None:
     assert found[order == 4] == 0  # alone in its group
 
 
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("unscored", [[1], [0, 1, 3], [4], [5, 6, 7]])
+def test_rewards_of_nan_are_left_out_of_their_group_alone(kind: Any, unscored: list[int]) -> None:
+    rewards = torch.randn(8, generator=generator, dtype=torch.float64)
+    whole = group_advantages(rewards, GROUPS, kind=kind)
+    rewards[unscored] = torch.nan
+    found = group_advantages(rewards, GROUPS, kind=kind)
+    same(found, policy_reference.advantages(rewards, GROUPS, kind=kind))
+    assert not found[unscored].any()
+    others = ~torch.isin(GROUPS, GROUPS[unscored])
+    same(found[others], whole[others])
+
+
+@pytest.mark.parametrize("name", ["old", "reference"])
+def test_what_samplers_give_for_prompts_is_not_read(name: str) -> None:
+    """Nor does it reach the gradient."""
+    batch, (new, given) = sampled([0, 1, 2]), ([logprobs(n) for n in COMPLETIONS] for _ in range(2))
+    found = []
+    for elsewhere in (0.0, torch.nan, -torch.inf):
+        policy = on_batch(new, batch).nan_to_num(0.0).requires_grad_()
+        options = {name: on_batch(given, batch).nan_to_num(elsewhere), "beta": 0.1 if name == "reference" else 0.0}
+        total, _ = policy_loss(policy, batch, torch.tensor([1.0, -2.0, 3.0]), **options)
+        found.append(torch.cat([total[None], torch.autograd.grad(total, policy)[0].flatten()]))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and found[0].isfinite().all()
+
+
 POLICIES: list[dict[str, Any]] = [
     {},
     {"ratio": "sequence", "clip": (3e-1, 4e-1)},
