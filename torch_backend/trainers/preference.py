@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from packing_core.errors import UnsupportedError
+from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.anatomy.vision import vision_of
 from torch_backend.hf.edits.rotary import find_batch_dependent
@@ -150,7 +150,9 @@ class PolicyPort(ScoredPort):
         return f"{self.name} generates them, so the ranks of a group would have different ones: leave cp_size out"
 
     def change_batches(self, changes: Changes) -> None:
-        """Nothing: the trainer divides by the tokens of a step itself."""
+        """Check recorded rollouts alone: the trainer divides by the tokens of a step itself."""
+        if getattr(self.trainer, "rollout_func", None) is not None:
+            changes.wrap("rollout_func", _checked_rollouts)
 
 
 class PreferenceStep:
@@ -235,6 +237,31 @@ def _step_without_waiting(losses: LossFilter, step: Any, *args: Any, **kwargs: A
 def _compute_kl_logps(compute: Any, model: Any, batch: Any) -> Any:
     """As ``KTOTrainer._compute_kl_logps``, which hands all other keys of a batch to both calls of the model."""
     return compute(model, {**batch, **{name: batch.get("KL_" + name) for name in (LENGTHS, IDS)}})
+
+
+def _checked_rollouts(rollout: Any, prompts: Any, trainer: Any) -> Any:
+    """As TRL's ``rollout_func``.
+
+    Raises:
+        LayoutError: an answer has no token, or not as many log-probabilities, or none where the trainer reads them.
+    """
+    found = rollout(prompts, trainer)
+    answers, logprobs = found.get("completion_ids", ()), found.get("logprobs")
+    reads = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    for number, answer in enumerate(answers):
+        if not len(answer):
+            raise LayoutError(f"answer {number} of rollout_func has no token: give at least the end of text")
+        if logprobs is None and reads:
+            raise LayoutError(
+                "the trainer compares its log-probabilities with those of a sampler, and rollout_func returned none: "
+                "return its logprobs, or pass vllm_importance_sampling_correction=False"
+            )
+        if logprobs is not None and len(logprobs[number]) != len(answer):
+            raise LayoutError(
+                f"answer {number} of rollout_func has {len(answer)} tokens and {len(logprobs[number])} "
+                "log-probabilities: return one for each token"
+            )
+    return found
 
 
 def _renew_reference(changes: Changes) -> None:

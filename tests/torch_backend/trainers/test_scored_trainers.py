@@ -133,20 +133,6 @@ def test_an_update_of_a_policy_is_that_of_each_document_alone(tmp_path, name, fa
     assert_same_training(packed(policy(name, tmp_path, family)), alone(policy(name, tmp_path, family)))
 
 
-GRPO = [
-    {"loss_type": "grpo", "num_iterations": 2, "max_steps": 2},
-    {"loss_type": "dr_grpo", "scale_rewards": False, "epsilon_high": 0.3},
-    {"loss_type": "bnpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.5},
-    {"loss_type": "dapo", "mask_truncated_completions": True},
-    {"loss_type": "cispo", "epsilon_high": 5.0},
-]
-
-
-@pytest.mark.parametrize("options", GRPO, ids=lambda options: options["loss_type"])
-def test_losses_of_grpo_are_those_of_the_documents_alone(tmp_path, options) -> None:
-    assert_same_training(packed(policy("GRPO", tmp_path, **options)), alone(policy("GRPO", tmp_path, **options)))
-
-
 def test_gmpo_is_grpo_with_another_formula(tmp_path) -> None:
     assert_same_training(packed(policy("GMPO", tmp_path, "phi3")), alone(policy("GMPO", tmp_path, "phi3")))
 
