@@ -194,7 +194,7 @@ SERVED += ("GKDTrainer", "GOLDTrainer", "DistillationTrainer")
     [
         ("CPOTrainer", "compares answers with each other"),
         ("PRMTrainer", "gives each example one score"),
-        ("A2POTrainer", "generates completions and scores each of them"),
+        ("A2POTrainer", "generates completions and reads all logits of padded calls"),
         ("SDFTTrainer", "generates completions and runs its teacher on other prompts"),
         ("ServerDistillationTrainer", "gets a few of its teacher's log-probabilities"),
         ("IWOPDTrainer", "weighs sampled tokens by those before them"),

@@ -17,6 +17,7 @@ from tests.torch_backend.preference import (
     tokenizer,
     trained,
 )
+from torch_backend import unpad
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.trainers.enable_packing import enable_packing
 
@@ -141,3 +142,40 @@ def test_grpo_with_a_reference_model_runs_it_packed_too(tmp_path) -> None:
     model_of("phi3").save_pretrained(tmp_path / "model")
     options = {"adapter": False, "model": str(tmp_path / "model")}
     assert_same_training(packed(policy("GRPO", tmp_path, **options)), alone(policy("GRPO", tmp_path, **options)))
+
+
+# Trainers that are refused, because they read logits: their models may run without padding all the same.
+
+
+def reads_logits(name, path, family):
+    """A2PO compared with itself padded; online DPO, whose metrics TRL sums over padding too, with documents alone."""
+    home = importlib.import_module({"A2PO": "trl.experimental.a2po", "OnlineDPO": "trl.experimental.online_dpo"}[name])
+    rng = np.random.default_rng(0)
+    sizes = {"max_new_tokens": 20, "max_length": 64}
+    if name == "A2PO":
+        sizes = {"max_completion_length": 20, "filter_all_incorrect": False}
+    reference, words = {} if name == "A2PO" else {"ref_model": model_of(family, seed=1)}, tokenizer()
+    words.padding_side = "left"
+    return getattr(home, f"{name}Trainer")(
+        model_of(family),
+        reward_funcs=lambda completions, **_: [float(len(text) % 2) for text in completions],
+        args=arguments(getattr(home, f"{name}Config"), path, per_device_train_batch_size=4, **sizes),
+        train_dataset=datasets.Dataset.from_list([{"prompt": text(rng, 2, 20)} for _ in range(8)]),
+        processing_class=words,
+        **reference,
+    )
+
+
+@pytest.mark.parametrize(("name", "right"), [("A2PO", trained), ("OnlineDPO", alone)])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_trainers_that_read_logits_are_exact_with_unpadded_models(tmp_path, name, right, family) -> None:
+    trainer = reads_logits(name, tmp_path, family)
+    for model in (trainer.model, trainer.ref_model):
+        unpad(model, verify=False)
+    rows = []
+    trainer.model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])) if torch.is_grad_enabled() else None,
+        with_kwargs=True,
+    )
+    assert_same_training(trained(trainer), right(reads_logits(name, tmp_path, family)))
+    assert rows == [1, 1]

@@ -7,6 +7,10 @@ from typing import Any
 PAIRS = "compares answers with each other"
 SCORES = "gives each example one score"
 GENERATES = "generates completions and scores each of them"
+LOGITS = (
+    "generates completions and reads all logits of padded calls, which rows would hold twice (crosspack.unpad(model) "
+    "runs the layers of its models without padding)"
+)
 TEACHER = "compares each example with a teacher"
 UNKNOWN = "is a trainer of TRL that computes its loss per example"
 OTHER_PROMPTS = "generates completions and runs its teacher on other prompts than its student"
@@ -17,8 +21,8 @@ ADVANTAGES = "weighs sampled tokens by those before them in each completion, or 
 _LOSSES = {
     **dict.fromkeys(("DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "TPOTrainer"), PAIRS),
     **dict.fromkeys(("RewardTrainer", "PRMTrainer"), SCORES),
-    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "AsyncGRPOTrainer", "A2POTrainer"), GENERATES),
-    **dict.fromkeys(("OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer"), GENERATES),
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer"), GENERATES),
+    **dict.fromkeys(("A2POTrainer", "OnlineDPOTrainer", "NashMDTrainer", "PPOTrainer", "XPOTrainer"), LOGITS),
     **dict.fromkeys(("SDFTTrainer", "SDPOTrainer"), OTHER_PROMPTS),
     **dict.fromkeys(("DistillationTrainer", "GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"), TEACHER),
     "ServerDistillationTrainer": OF_SERVER,
