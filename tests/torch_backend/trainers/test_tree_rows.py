@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,10 +14,12 @@ from torch import nn
 
 from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
 from tests.torch_backend.models import documents, error, tiny
+from tests.torch_backend.preference import arguments, tokenizer, trained
 from torch_backend import explain
 from torch_backend.trainers.enable_packing import enable_packing
 from torch_backend.trainers.tree_rows import TREE_ATTENTION, segments_of
 
+datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
 packing: Any = pytest.importorskip("trl.experimental.async_grpo.packing", reason="TRL 1.16 and newer have tree rows")
 
 
@@ -83,6 +89,48 @@ def test_log_probabilities_and_gradients_are_those_of_each_sample_alone(family, 
         assert error(p.grad, other.grad) <= 1e-5, name
     said = str(explain(trainer))
     assert "attention -> sdpa" in said and "rows share prefixes; their attention is crosspack's" in said
+
+
+def test_an_update_of_the_trainer_itself_is_that_of_each_sample_alone(tmp_path, monkeypatch):
+    """Two micro-batches of four samples, from a queue in place of a server."""
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: 1.0)  # asks a GPU for its name
+    given = samples()[:4] + [ids.flip(0) for ids in samples()[:4]]
+    masks = [torch.arange(len(ids)) >= len(ids) - 2 - i for i, ids in enumerate(given)]
+    old = [torch.full((len(ids),), -4.5) + torch.linspace(-0.5, 0.5, len(ids)) for ids in given]
+    advantages = torch.linspace(-1, 2, 8)
+    queued = [
+        RolloutSample([], [], ids.numpy(), mask.numpy(), logprobs.numpy(), float(advantages[i]), 0, i // 4, {})
+        for i, (ids, mask, logprobs) in enumerate(zip(given, masks, old, strict=True))
+    ]
+    endless = itertools.cycle(queued)
+    buffer = SimpleNamespace(get=lambda timeout: next(endless), qsize=lambda: 8)
+    server = MagicMock(rollout_buffer=buffer, metrics_queue=queue.Queue())
+    tiny("qwen3").save_pretrained(tmp_path)
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
+    options |= {"token_budget": 0, "temperature": 0.8, "dtype": "float32"}
+    trainer = AsyncGRPOTrainer(
+        str(tmp_path),
+        lambda **_: 0.0,
+        args=arguments(AsyncGRPOConfig, tmp_path, **options),
+        train_dataset=datasets.Dataset.from_list([{"prompt": "w4"}] * 2),
+        processing_class=tokenizer(),
+        rollout_worker=server,
+        weight_transfer=server,
+    )
+    found, _ = trained(enable_packing(trainer))
+
+    stock, totals = tiny("qwen3"), []
+    for ids, mask, before, advantage in zip(given, masks, old, advantages, strict=True):
+        logits = stock(input_ids=ids[None], use_cache=False).logits[0] / 0.8
+        ratio = (logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0] - before[1:])[mask[1:]].exp()
+        totals.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum())
+    counts = [sum(int(mask.sum()) for mask in masks[i : i + 4]) for i in (0, 4)]
+    ((sum(totals[:4]) / counts[0] + sum(totals[4:]) / counts[1]) / 2).backward()
+    for name, p in stock.named_parameters():
+        assert error(found[f"gradient of {name} in step 0"], p.grad) <= 1e-5, name
 
 
 def test_a_row_is_read_once_for_all_layers(monkeypatch):
