@@ -102,11 +102,11 @@ def build(
 
 
 def run(chosen: Any) -> Iterator[Result]:
-    updates, all_contenders = WARM_UP + chosen.updates + 2 * chosen.profile, contenders(chosen.row)
+    updates, all_contenders = chosen.warm_up + chosen.updates + 2 * chosen.profile, contenders(chosen.row)
     answers = MICRO_BATCHES * all_contenders[0].micro  # of an update
     lines = chosen.rollouts.read_text().splitlines() if chosen.rollouts else ()
     given = list(islice(cycle(map(json.loads, lines)), answers * updates)) or made_up(answers * updates)
-    timed = given[answers * WARM_UP :][: answers * chosen.updates]
+    timed = given[answers * chosen.warm_up :][: answers * chosen.updates]
     tokens = sum(len(x["prompt_ids"]) + len(x["completion_ids"]) for x in timed) / chosen.updates
     for shape in chosen.shape:
         for contender in all_contenders:
@@ -126,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     options.add_argument("--row", type=int, default=ROW, help="tokens of a micro-batch, about")
     options.add_argument("--updates", type=int, default=1 if TOY else 4, help="timed, after the warm-up")
+    options.add_argument("--warm-up", type=int, default=WARM_UP, help="updates before those")
     options.add_argument("--rollouts", type=Path, help="a file of them; again from its beginning where it ends")
     options.add_argument("--full", action="store_true", help="train all weights, beside a reference model")
     options.add_argument("--profile", action="store_true", help="two more updates, and what the host did in them")

@@ -178,8 +178,9 @@ def trainer_run(
     of_update: tuple[float, str],
     updates: int,
     profiled: int,
+    warm_up: int = WARM_UP,
 ) -> Iterator[Result]:
-    """Times ``updates`` of a trainer after ``WARM_UP``, and profiles ``profiled`` more.
+    """Times ``updates`` of a trainer after ``warm_up``, and profiles ``profiled`` more.
 
     Args:
         contender: with a ``name``, and ``packed``.
@@ -198,7 +199,7 @@ def trainer_run(
             if state.global_step == 1:
                 synchronize()
                 self.first = time.perf_counter()
-            if state.global_step in (WARM_UP, WARM_UP + updates):
+            if state.global_step in (warm_up, warm_up + updates):
                 synchronize()
                 self.warm, self.ended = self.ended, time.perf_counter()
             if profiled and state.global_step in (total - 1, total):
@@ -206,7 +207,7 @@ def trainer_run(
             if profiled and state.global_step in (total - 2, total - 1):
                 profiles[state.global_step == total - 1].__enter__()
 
-    clock, total = Clock(), WARM_UP + updates + profiled
+    clock, total = Clock(), warm_up + updates + profiled
     profiles: tuple[Any, Any] = DeviceProfile(), HostProfile()
     amount, unit = of_update
     if not TOY:
