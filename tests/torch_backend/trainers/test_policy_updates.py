@@ -17,6 +17,7 @@ from tests.torch_backend.graphs import graphs as graphs
 from tests.torch_backend.preference import arguments, assert_same_training, model_of, tokenizer, trained
 from tests.torch_backend.steps.test_packed_calls import possible as possible
 from tests.torch_backend.trainers.test_scored_trainers import LORA
+from torch_backend import audit
 from torch_backend.steps.dynamic_compile import RECORDED
 from torch_backend.trainers.enable_packing import enable_packing
 
@@ -161,6 +162,11 @@ def test_updates_through_recorded_calls_are_those_of_plain_ones(
     assert trainer.packed_step.parts["graph"] == RECORDED
     # Old, reference and policy calls of 2, 2 and 2 micro-batches, 3, 3 and 6 times, the last ones with a backward: 36.
     assert compiled.replayed >= 27
+
+
+def test_an_audit_takes_recorded_rollouts(tmp_path: Any) -> None:
+    report = audit(enable_packing(policy(tmp_path, sampler=True), verify=False))
+    assert report.verdict == "exact" and report.documents == 4, str(report)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

@@ -112,16 +112,19 @@ def policy(name, path, family="qwen3", adapter=True, model=None, words=(2, 20), 
     )
 
 
-def same_completions(model, of_a_prompt=4) -> None:
-    """Let a model complete a prompt in four ways that depend on the prompt alone, and not on rank or batch."""
+def same_completions(model, of_a_prompt=4, cut=False) -> None:
+    """Let a model complete a prompt in four ways that depend on the prompt alone, and not on rank or batch.
+
+    With ``cut``, every third one has no end.
+    """
 
     def generate(input_ids, **_):
         answers = torch.zeros(len(input_ids), 20, dtype=torch.int64)
         for number, prompt in enumerate(input_ids):
             rng = np.random.default_rng([int(prompt.sum()), number % of_a_prompt])
-            words = rng.integers(4, 90, rng.integers(2, 20))
+            words = rng.integers(4, 90, 20 if cut and number % 3 == 0 else rng.integers(2, 20))
             answers[number, : len(words)] = torch.from_numpy(words)
-            answers[number, len(words)] = 2
+            answers[number, len(words) :][:1] = 2
         return torch.cat((input_ids, answers), 1)
 
     causal_lm(model).generate = generate
@@ -132,6 +135,17 @@ def same_completions(model, of_a_prompt=4) -> None:
 )
 def test_an_update_of_a_policy_is_that_of_each_document_alone(tmp_path, name, family) -> None:
     assert_same_training(packed(policy(name, tmp_path, family)), alone(policy(name, tmp_path, family)))
+
+
+@pytest.mark.parametrize("options", [{}, {"mask_truncated_completions": True}, {"normalize_advantages": True}], ids=str)
+def test_rloo_is_the_padded_trainer_over_two_iterations(tmp_path, options) -> None:
+    ends = []
+    for train in (packed, trained):
+        trainer = policy("RLOO", tmp_path, num_iterations=2, max_steps=2, **options)
+        same_completions(trainer.model, cut=True)
+        ends.append(train(trainer))
+    assert_same_training(*ends)
+    assert 0 < ends[0][1][0]["completions/clipped_ratio"] < 1
 
 
 def test_gmpo_is_grpo_with_another_formula(tmp_path) -> None:
