@@ -20,6 +20,7 @@ from torch_backend.hf.edits.experts import why_experts_read
 from torch_backend.hf.foreign_kernels import unknown_part
 from torch_backend.hf.forward import RowChoice
 from torch_backend.hf.patch import Patched, context_of, state_of
+from torch_backend.hf.quantised import why_weights_stay
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps import cuda_graph as captured
 from torch_backend.steps.cuda_graph import layers_of
@@ -127,8 +128,8 @@ def _why_not_here(state: Patched) -> str | None:
     """Explains why neither layers nor graphs are compiled for where the weights of a model are, and what they are."""
     if state.device.type != captured.DEVICE:
         return f"the model computes on {state.device.type}"
-    if getattr(state.root, "is_quantized", False):
-        return "its weights are quantised"
+    if (reason := why_weights_stay(state.root)) is not None:
+        return reason
     if len({parameter.device for parameter in state.root.parameters()}) > 1:
         return "its weights lie on several devices"
     return None

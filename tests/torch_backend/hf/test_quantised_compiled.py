@@ -1,0 +1,144 @@
+"""4-bit weights of bitsandbytes inside compiled layers and CUDA graphs: the numbers of layers that run as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.torch_backend.graphs import counted_compilation
+from tests.torch_backend.models import documents, error, tiny
+from tests.torch_backend.trainers.test_trainer import peft
+from torch_backend import PackedCollator, make_train_step, patch
+from torch_backend.hf.quantised import linear_4bit_layers, traceable_4bit, why_weights_stay
+from torch_backend.steps import cuda_graph, fast_backward
+
+bnb = pytest.importorskip("bitsandbytes", reason="unsupported here: bitsandbytes is no dependency of any extra")
+DTYPES = (torch.float32, torch.bfloat16)
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def quantised(root: Any, **options: Any) -> Any:
+    """The model with its projections in 4 bits, as transformers loads it."""
+    options = {"compute_dtype": torch.float32, "quant_type": "nf4"} | options
+    for parent in list(root.modules()):
+        for name, old in parent.named_children():
+            if name in TARGETS:
+                new = bnb.nn.Linear4bit(old.in_features, old.out_features, old.bias is not None, **options)
+                new.load_state_dict(old.state_dict())
+                setattr(parent, name, new.to(old.weight.device))
+    root.is_quantized, root.is_loaded_in_4bit = True, True
+    root.quantization_method = transformers.utils.quantization_config.QuantizationMethod.BITS_AND_BYTES
+    return root
+
+
+@pytest.mark.parametrize(("kind", "double"), [*product(("nf4", "fp4"), (True, False))])
+@pytest.mark.parametrize(("compute", "stored"), [*product((*DTYPES, None), (*DTYPES, torch.float16))])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_traced_layer_has_the_bits_of_its_own(
+    kind: str, double: bool, compute: torch.dtype | None, stored: torch.dtype, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    layer: Any = bnb.nn.Linear4bit(128, 192, bias, compute, compress_statistics=double, quant_type=kind)
+    layer.weight.data = layer.weight.data.to(stored)
+    layer = layer.to("cpu")
+    given = torch.randn(1, 37, 128, dtype=torch.bfloat16)
+
+    def run(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        x = given.clone().requires_grad_()
+        y = call(x)
+        y.float().square().sum().backward()
+        assert x.grad is not None
+        return y.detach(), x.grad
+
+    right = run(layer)
+    with traceable_4bit([layer]):
+        torch._dynamo.reset()
+        found = run(torch.compile(layer, backend="aot_eager", fullgraph=True))
+    assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(found, right, strict=True))
+    assert type(layer) is bnb.nn.Linear4bit and run(layer)[0].equal(right[0])
+
+
+def adapters(model: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(**{"r": 4, "target_modules": TARGETS, "init_lora_weights": False} | options)
+    return peft.get_peft_model(model, config).train()
+
+
+def two_adapters(model: Any) -> Any:
+    model = adapters(model)
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+VARIANTS: dict[str, Callable[[Any], Any]] = {
+    "LoRA": adapters,
+    "rsLoRA": lambda model: adapters(model, use_rslora=True),
+    "DoRA": lambda model: adapters(model, use_dora=True),
+    "two adapters": two_adapters,
+    "some projections": lambda model: adapters(model, target_modules=["q_proj", "down_proj"]),
+    "modules_to_save": lambda model: adapters(model, modules_to_save=["input_layernorm"]),
+}
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiled_layers_train_adapters_as_plain_ones_do(
+    name: str, device: str, request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        request.getfixturevalue("interpreted")
+        monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
+        counted_compilation(monkeypatch, fast_backward)
+    trained, losses = [], []
+    for choice in ("auto", False):
+        model = VARIANTS[name](quantised(tiny("qwen3").to(device)))
+        patch(model, implementation="triton", verify=False)
+        weights = [p for p in model.parameters() if p.requires_grad]
+        capture = choice if device == "cuda" else False
+        step = make_train_step(model, torch.optim.SGD(weights, lr=0.1), compile=choice, capture=capture)
+        batch = PackedCollator(model, capacity=64)([{"input_ids": d.tolist()} for d in documents((20, 9, 14))])
+        losses.append([float(step(batch)["loss"]) for _ in range(4)])
+        trained.append(weights)
+        if choice == "auto":
+            assert step.parts["layers"] == "compiled"
+            assert device == "cpu" or step.parts["graph"] == "CUDA graph"
+        assert type(linear_4bit_layers([model])[0]) is bnb.nn.Linear4bit
+    tolerance = 1e-5 if device == "cpu" else 1e-3
+    assert losses[0] == pytest.approx(losses[1], rel=tolerance) and losses[0][0] > losses[0][-1]
+    for one, other in zip(*trained, strict=True):
+        assert error(one.detach(), other.detach()) <= 10 * tolerance
+
+
+def test_weights_that_compiled_layers_cannot_run_are_named() -> None:
+    model = quantised(tiny("llama"))
+    assert why_weights_stay(model) is None
+    layer = model.model.layers[1].mlp
+    own, state = layer.up_proj, layer.up_proj.weight.quant_state
+    layer.up_proj = bnb.nn.Linear8bitLt(own.in_features, own.out_features, has_fp16_weights=False)
+    assert why_weights_stay(model) == "its weights are quantised: Linear8bitLt of bitsandbytes with Int8Params"
+    layer.up_proj = own
+    model.register_buffer("qweight", torch.zeros(3, dtype=torch.int32))
+    assert why_weights_stay(model) == "its weights are quantised: LlamaForCausalLM of transformers"
+    del model.qweight
+    state.state2.blocksize = 128
+    reason = "its weights are quantised: Linear4bit of bitsandbytes, whose magnitudes have blocks of 128 and not 256"
+    assert why_weights_stay(model) == reason
+    state.state2.blocksize, own.forward = 256, own.forward
+    assert (
+        why_weights_stay(model) == "its weights are quantised: Linear4bit of bitsandbytes, whose forward was replaced"
+    )
+    plain = tiny("llama")
+    assert why_weights_stay(plain) is None
+    plain.is_quantized = True
+    assert why_weights_stay(plain) == "its weights are quantised"
