@@ -7,7 +7,7 @@ first epochs warm up (they compile, find the shapes and record), the next ones a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
@@ -252,7 +252,9 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
 
 
-def measure(shape: Shape, name: str, capacity: int, epochs: int, repeat: int) -> Iterator[Result]:
+def measure(
+    shape: Shape, name: str, capacity: int, epochs: int, repeat: int, contenders: Mapping[str, Any] = CONTENDERS
+) -> Iterator[Result]:
     """The figures of one contender; ``repeat``: of the documents, for epochs of more steps."""
     section, case = f"training, {shape.name}", f"rows of {capacity:,}"
     if seconds_left() < 0:
@@ -266,7 +268,7 @@ def measure(shape: Shape, name: str, capacity: int, epochs: int, repeat: int) ->
     if shape.lora:
         model = (shape.adapters or with_adapters)(model)
     try:
-        CONTENDERS[name](run, model)
+        contenders[name](run, model)
     except Exception as failure:
         yield failed(section, case, name, "real tokens/s", failure)
         return
