@@ -51,7 +51,7 @@ def linear_4bit(x: Tensor, weight: Weight4bit, bias: Tensor | None = None) -> Te
 class _Linear4bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
-        ctx.save_for_backward(*weight[:5])
+        ctx.save_for_backward(*(x for x in weight[:5] if x is not None))
         ctx.options = weight[5:]
         ctx.bias_dtype = None if bias is None else bias.dtype
         y: Tensor = _FORWARD(x, *weight[:5], bias, *weight[5:8])
@@ -60,7 +60,9 @@ class _Linear4bit(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx = _BACKWARD(dy, *ctx.saved_tensors, *ctx.options) if ctx.needs_input_grad[0] else None
+        packed, absmax, *double = ctx.saved_tensors
+        weight = packed, absmax, *(double or [None] * 3), *ctx.options
+        dx = _BACKWARD(dy, *weight) if ctx.needs_input_grad[0] else None
         db = dy.flatten(0, -2).sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[1] else None
         return dx, db, *[None] * 9
 

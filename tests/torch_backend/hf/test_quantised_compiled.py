@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
 from tests.torch_backend.graphs import counted_compilation
 from tests.torch_backend.models import documents, error, tiny
 from tests.torch_backend.trainers.test_trainer import peft
 from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.hf.quantised import linear_4bit_layers, traceable_4bit, why_weights_stay
-from torch_backend.steps import cuda_graph, fast_backward
+from torch_backend.steps import cuda_graph, dynamic_compile, fast_backward
+from torch_backend.steps.dynamic_compile import COMPILED, CompiledCalls, run_plain_layers
+from torch_backend.steps.memory import Level, marked
 
 bnb = pytest.importorskip("bitsandbytes", reason="unsupported here: bitsandbytes is no dependency of any extra")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -62,6 +65,41 @@ def test_a_traced_layer_has_the_bits_of_its_own(
         found = run(torch.compile(layer, backend="aot_eager", fullgraph=True))
     assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(found, right, strict=True))
     assert type(layer) is bnb.nn.Linear4bit and run(layer)[0].equal(right[0])
+
+
+class GatedMLP(nn.Module):
+    """Columns: 64, inside 192, which the selective level finds wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((64, 192), (64, 192), (192, 64))
+        self.layers = nn.ModuleList(bnb.nn.Linear4bit(*each, compute_dtype=torch.float32) for each in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = self.layers
+        y: Tensor = down(nn.functional.silu(gate(x)) * up(x))
+        return y
+
+
+@pytest.mark.parametrize(("level", "again"), [("none", 0), ("selective", 2), ("full", 2)])
+def test_a_compiled_layer_keeps_no_values_of_its_weights(level: Level, again: int, monkeypatch: Any) -> None:
+    product, calls, kept = torch.ops.bitsandbytes.gemm_4bit, list[int](), list[Tensor]()
+    own = product.default
+    monkeypatch.setattr(product, "default", lambda *given, **named: calls.append(1) or own(*given, **named))
+    torch.manual_seed(0)
+    model = GatedMLP().to("cpu")
+    x = torch.randn(1, 37, 64, requires_grad=True)
+    (right,) = torch.autograd.grad(model(x).square().sum(), x)
+    calls.clear()
+    with traceable_4bit(linear_4bit_layers([model])):
+        torch._dynamo.reset()
+        call = torch.compile(model, backend=marked(aot_eager_decomp_partition, level), fullgraph=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            y = call(x)
+        assert len(calls) == 3
+        torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], right)
+    assert len(calls) == 3 + again
+    assert kept and all(x.dtype == torch.uint8 or x.numel() <= 37 * 192 for x in kept)
 
 
 def adapters(model: Any, **options: Any) -> Any:
@@ -142,3 +180,31 @@ def test_weights_that_compiled_layers_cannot_run_are_named() -> None:
     assert why_weights_stay(plain) is None
     plain.is_quantized = True
     assert why_weights_stay(plain) == "its weights are quantised"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
+def test_rows_of_any_length_run_through_one_graph(device: str, request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With adapters and without them, as a trainer with a reference runs the layers."""
+    counter = None
+    if device == "cpu":
+        request.getfixturevalue("interpreted")
+        monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
+        counter = counted_compilation(monkeypatch, dynamic_compile, "eager")
+    model = patch(adapters(quantised(tiny("qwen2").to(device))), implementation="triton", verify=False)
+    calls, found = CompiledCalls(model), []
+    for number, lengths in enumerate([(5, 9), (7, 3), (7, 3), (2, 10, 6), (7, 3)] * 2):
+        batch = PackedCollator(model)([{"input_ids": d.tolist()} for d in documents(lengths)])
+        batch = {name: x.to(device) if torch.is_tensor(x) else x for name, x in batch.items() if name != "labels"}
+        if number == 5:
+            run_plain_layers(model)
+        with torch.no_grad(), model.disable_adapter():
+            reference = model(**batch).logits
+        model.zero_grad()
+        logits = model(**batch).logits
+        (logits * reference).sum().backward()
+        found.append([reference, logits.detach(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)])
+        if number == 4:
+            assert calls.layers == COMPILED
+    for fast, plain in zip(found[:5], found[5:], strict=True):
+        assert all(error(x, y) <= (1e-4 if device == "cpu" else 1e-3) for x, y in zip(fast, plain, strict=True))
+    assert counter is None or counter.frame_count <= 8
