@@ -75,7 +75,7 @@ def run(layers: int, epochs: int) -> Iterator[Result]:
 
 
 def verdict(results: Sequence[Result]) -> str:
-    """What packing gives with checkpointing and without, and what 4 bits cost."""
+    """Compares the rates with checkpointing and without: to stock packed rows, and to bfloat16 weights."""
     rates = {(r.section.rpartition(" ")[2], r.contender): r.value for r in results if r.unit == RATE and r.value}
     lines = []
     for again in (AGAIN, ""):
