@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -37,6 +38,13 @@ def why_weights_stay(root: Any) -> str | None:
 def linear_4bit_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Finds the linear layers of bitsandbytes in some modules whose weights have 4 bits."""
     return [layer for module in modules for layer in module.modules() if _is_linear_4bit(type(layer))]  # type: ignore[arg-type] # a class is hashable
+
+
+def bytes_beside_4_bits(root: nn.Module, dtype: torch.dtype) -> int:
+    """Returns the bytes that 4-bit weights take beside their parameters: of blocks, and one weight's values."""
+    weights = [_weight_of(layer) for layer in linear_4bit_layers([root]) if _why_not_4bit(layer) is None]
+    blocks = sum(x.nbytes for weight in weights for x in weight[1:5] if x is not None)
+    return blocks + max((prod(weight.shape) for weight in weights), default=0) * dtype.itemsize
 
 
 @contextmanager

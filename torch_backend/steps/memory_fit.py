@@ -23,6 +23,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer, uses_interface
 from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.patch import context_of
+from torch_backend.hf.quantised import bytes_beside_4_bits
 from torch_backend.steps.boundaries import why_not_shared
 from torch_backend.steps.eligibility import why_not_compiled
 from torch_backend.steps.memory import Level, draws_random_numbers, level_of, set_level
@@ -60,9 +61,10 @@ class StepMemory:
             raise UnsupportedModelError("what layers keep around their exchanges between ranks is not known beforehand")
         parameters = list(model.parameters())
         trained = [p for p in parameters if p.requires_grad]
-        weights = sum(map(_bytes, (*parameters, *model.buffers())))
         dtype = self.autocast or root.dtype
-        copies = sum(_numel(p) for p in parameters if p.dtype != dtype) * dtype.itemsize if self.autocast else 0
+        weights = sum(map(_bytes, (*parameters, *model.buffers()))) + bytes_beside_4_bits(root, dtype)
+        cast = [p for p in parameters if p.is_floating_point() and p.dtype != dtype] if self.autocast else []
+        copies = sum(map(_numel, cast)) * dtype.itemsize
         layers = max(1, int(getattr(root.config.get_text_config(), "num_hidden_layers", 1)))
         gradients = sum(map(_bytes, trained))
         output = root.get_output_embeddings()

@@ -20,6 +20,7 @@ from torch_backend.hf.quantised import linear_4bit_layers, traceable_4bit, why_w
 from torch_backend.steps import cuda_graph, dynamic_compile, fast_backward
 from torch_backend.steps.dynamic_compile import COMPILED, CompiledCalls, run_plain_layers
 from torch_backend.steps.memory import Level, marked
+from torch_backend.steps.memory_fit import StepMemory
 
 bnb = pytest.importorskip("bitsandbytes", reason="unsupported here: bitsandbytes is no dependency of any extra")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -208,3 +209,13 @@ def test_rows_of_any_length_run_through_one_graph(device: str, request: Any, mon
     for fast, plain in zip(found[:5], found[5:], strict=True):
         assert all(error(x, y) <= (1e-4 if device == "cpu" else 1e-3) for x, y in zip(fast, plain, strict=True))
     assert counter is None or counter.frame_count <= 8
+
+
+def test_the_formula_of_memory_counts_4_bits() -> None:
+    """Half a byte a value, four bytes a block of 64, and the values of one weight; autocast copies no packed ones."""
+    dense, model = adapters(tiny("qwen2")), adapters(quantised(tiny("qwen2"), compress_statistics=False))
+    sizes = [layer.in_features * layer.out_features for layer in linear_4bit_layers([model])]
+    saved = StepMemory(dense).formula().fixed - StepMemory(model).formula().fixed
+    assert saved == sum(sizes) * (4 - 1 / 2 - 4 / 64) - 4 * max(sizes)
+    cast = StepMemory(model, autocast=torch.bfloat16).formula().fixed - StepMemory(model).formula().fixed
+    assert cast == 2 * sum(p.numel() for p in model.parameters() if p.is_floating_point()) - 2 * max(sizes)
