@@ -37,7 +37,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packing_core.training.decoder_sizes import LEVELS_OF_TILES, DecoderSizes, LayerSizes, Part
+from packing_core.planning.config_reader import ConfigReader
+from packing_core.training.decoder_sizes import LEVELS_OF_TILES, DecoderSizes, FeedForward, LayerSizes, Part
 
 GIB = 2**30
 LEVELS = ("none", "selective", "attention", "full", "offload")  # the fastest first
@@ -196,7 +197,7 @@ class MemoryModel:
         if gradients is None:
             gradients = (itemsize if rank is None else 4) * count
         if fixed is None:
-            fixed = itemsize * sizes.parameters + (1 + states) * gradients
+            fixed = itemsize * sizes.parameters + (1 + states) * gradients - _saved_by_4_bits(config, sizes, itemsize)
         if adapted is None:
             adapted = 7 * rank if rank else 0
         adapts_mlp = bool(rank) if adapts_mlp is None else adapts_mlp
@@ -235,6 +236,22 @@ class MemoryModel:
             tile=max(_tile(sizes.width, kind, itemsize, trained=not adapted) for kind in sizes.kinds),
             behind_experts=2 * itemsize * sizes.width if any(kind.feed.routed for kind in sizes.kinds) else 0,
         )
+
+
+def _saved_by_4_bits(config: Any, sizes: DecoderSizes, itemsize: int) -> int:
+    """Returns the bytes by which weights of linear layers that bitsandbytes loads in 4 bits are less than others.
+
+    A block of 64 values has a magnitude of 4 bytes, or of a byte and 4 for each 256 blocks. Stacked experts stay as
+    they are. While a layer computes, it holds the values of one weight.
+    """
+    stored = ConfigReader(ConfigReader(config).find("quantization_config") or {})
+    if not stored.find("load_in_4bit"):
+        return 0
+    feeds = [FeedForward() if kind.feed.routed else kind.feed for kind in sizes.kinds]
+    values = sum(k.layers * (k.mixer.parameters + feed.parameters) for k, feed in zip(sizes.kinds, feeds, strict=True))
+    block = 1 + 4 / 256 if stored.find("bnb_4bit_use_double_quant") else 4
+    one = max(*(feed.parameters // (3 if feed.gated else 2) for feed in feeds), sizes.width**2)
+    return int(values * (itemsize - 1 / 2 - block / 64)) - itemsize * one
 
 
 def _tile(width: int, kind: LayerSizes, itemsize: int, *, trained: bool) -> int:

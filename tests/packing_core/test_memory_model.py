@@ -99,6 +99,15 @@ def test_within_five_percent_of_a_measured_document_of_experts(tokens: int, meas
     assert memory.bytes("offload", tokens) / GIB == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.parametrize(("double", "bits"), [(False, 4.5), (True, 4 + 8.125 / 64)])
+def test_weights_in_4_bits_take_half_a_byte_and_their_blocks(double: bool, bits: float) -> None:
+    """Projections alone; the values of one weight wait beside them."""
+    stored = {"quantization_config": {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}}
+    dense, packed = (MemoryModel.from_config(LLAMA | more, rank=16) for more in ({}, stored))
+    values = 32 * (2 * 4_096 * (4_096 + 1_024) + 3 * 4_096 * 14_336)
+    assert dense.fixed - packed.fixed == pytest.approx(values * (2 - bits / 8) - 2 * 4_096 * 14_336, rel=1e-6)
+
+
 def test_adapters_of_attention_alone_add_no_inner_columns() -> None:
     everywhere = MemoryModel.from_config(LLAMA, rank=16)
     attention = MemoryModel.from_config(LLAMA, rank=16, adapts_mlp=False)
