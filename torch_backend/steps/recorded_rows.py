@@ -116,9 +116,9 @@ class StaticRow:
 class RecordedRows:
     """Runs packed calls of one patched decoder as CUDA graphs, a pair for every :class:`RowForm`.
 
-    The first call runs as usual. Later ones run the graphs of their form, or those of longer rows until a form has come
-    :data:`OFTEN`. Graphs of one model share their memory, so while the backward of a call is to come, the next one with
-    gradients runs as usual.
+    The first call of a form runs as usual, the second one is recorded. Where graphs of longer rows can serve a form,
+    they do until it has come :data:`OFTEN`. Graphs of one model share their memory, so while the backward of a call is
+    to come, the next one with gradients runs as usual.
 
     Args:
         model: what is called, with all its wrappers.
@@ -131,7 +131,7 @@ class RecordedRows:
         self.model, self.state = model, state
         self.refused = why_no_graphs(model)
         self.entries = self.longest = self.depth = 0
-        self.graphs: dict[Any, dict[int, RowGraphs]] = {}  # by the tokens of a row, for each of all else
+        self.graphs: dict[Any, dict[int, RowGraphs | None]] = {}  # by the tokens of a row, for each of all else
         self.seen: Counter[Any] = Counter()
         self.memory = GraphMemory()
         self.structure: Any = None
@@ -165,20 +165,19 @@ class RecordedRows:
         """The graphs of a call; None where it has to run as usual."""
         if torch.is_grad_enabled() and self.memory.busy:
             return None
-        key = replace(form, tokens=0), around
-        if key not in self.graphs:  # what runs in a graph has run before
-            self.graphs[key] = {}
-            return None
-        recorded = self.graphs[key]
-        if form.tokens in recorded:
-            return recorded[form.tokens]
+        recorded = self.graphs.setdefault((replace(form, tokens=0), around), {})
+        if (graphs := recorded.get(form.tokens)) is not None:
+            return graphs
         self.seen[form, around] += 1
-        longer = [tokens for tokens in recorded if form.tokens < tokens <= MOST_PADDED * form.tokens]
-        if longer and self.seen[form, around] < OFTEN:
+        longer = [tokens for tokens, graphs in recorded.items() if graphs and tokens > form.tokens]
+        if longer and min(longer) <= MOST_PADDED * form.tokens and self.seen[form, around] < OFTEN:
             return recorded[min(longer)]
+        if form.tokens not in recorded:  # kernels are compiled and chosen in a call like it, forward and backward
+            recorded[form.tokens] = None
+            return None
         return self._record(recorded, run, StaticRow(self.state, form, given, segments))
 
-    def _record(self, recorded: dict[int, RowGraphs], run: Run, row: StaticRow) -> RowGraphs | None:
+    def _record(self, recorded: dict[int, RowGraphs | None], run: Run, row: StaticRow) -> RowGraphs | None:
         try:
             self.memory.reserve(row.form.tokens, self.hidden)
             recorded[row.form.tokens] = RowGraphs(row, run, self.memory)

@@ -161,7 +161,7 @@ def test_updates_through_recorded_calls_are_those_of_plain_ones(
     assert_same_training(packed(trainer), plain)
     assert trainer.packed_step.parts["graph"] == RECORDED
     # Old, reference and policy calls of 2, 2 and 2 micro-batches, 3, 3 and 6 times, the last ones with a backward: 36.
-    assert compiled.replayed >= 27
+    assert compiled.replayed >= 26
 
 
 def test_an_audit_takes_recorded_rollouts(tmp_path: Any) -> None:
