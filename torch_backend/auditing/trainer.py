@@ -33,6 +33,7 @@ from torch_backend.collate.image_tensors import Images
 from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm, in_mode
 from torch_backend.hf.inputs.boundaries import is_packed
+from torch_backend.hf.inputs.sentence_trainers import sentence_trainer
 from torch_backend.hf.inputs.trl_trainers import distils, kind_of
 from torch_backend.hf.patch import context_of
 from torch_backend.hf.router import no_router_loss
@@ -126,6 +127,10 @@ def audit_trainer(trainer: Any) -> TrainerReport:
     """
     refuse_cut_documents(trainer.args)
     refuse_several_devices(trainer)
+    if sentence_trainer(trainer) is not None:
+        raise UnsupportedError(
+            f"audit(trainer) does not judge the loss of {type(trainer).__name__}: use audit(trainer.model)"
+        )
     if kind_of(trainer) is None and (labels_documents(trainer.model) or trains_first_token(trainer.model)):
         raise UnsupportedError(
             f"{type(trainer).__name__} trains a classifier or a masked language model, and audit(trainer) judges "

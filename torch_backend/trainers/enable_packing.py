@@ -12,10 +12,12 @@ from typing import Any, Literal, TypeVar
 from packing_core.errors import PackingError
 from packing_core.hints import hinted
 from packing_core.planning.plan import Order, Overflow
+from torch_backend.hf.inputs.sentence_trainers import sentence_trainer
 from torch_backend.hf.inputs.trl_trainers import has_tree_rows, kind_of
 from torch_backend.steps.memory import Memory
 from torch_backend.trainers.changes import changing, take_back
 from torch_backend.trainers.distillation import DistillationPort
+from torch_backend.trainers.embeddings import EmbeddingPort
 from torch_backend.trainers.port import PackingRequest, TrainerPort
 from torch_backend.trainers.preference import KtoPort, PolicyPort, RewardPort, ScoredPort
 from torch_backend.trainers.rows_port import RowsPort
@@ -38,6 +40,8 @@ _SCORED: dict[str | None, type[TrainerPort]] = {
 
 def port_of(trainer: Any) -> type[TrainerPort]:
     """Returns the kind of port for a trainer; the only place that asks whose trainer it is."""
+    if sentence_trainer(trainer) is not None:
+        return EmbeddingPort
     return TreePort if has_tree_rows(trainer) else _SCORED.get(kind_of(trainer), RowsPort)
 
 
@@ -82,7 +86,8 @@ def enable_packing(
     TRL's DPO, KTO, reward, GRPO and RLOO trainers keep their batches, and their forwards run without padding
     (:mod:`torch_backend.trainers.preference`), as do its GKD, GOLD and distillation trainers with their teacher
     (:mod:`torch_backend.trainers.distillation`). Its AsyncGRPOTrainer, whose rows share prefixes by themselves, keeps
-    everything but its attention (:mod:`torch_backend.trainers.tree_rows`).
+    everything but its attention (:mod:`torch_backend.trainers.tree_rows`). Sentence-transformers' trainers run the
+    columns of each batch as one row (:mod:`torch_backend.trainers.embeddings`).
 
     Args:
         trainer: a ``transformers.Trainer`` or a subclass of it, with its model, also one under PEFT, and with training

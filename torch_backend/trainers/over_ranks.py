@@ -8,7 +8,7 @@ attention masks by ``is_causal``, so the documents of a row would see each other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -37,12 +37,13 @@ WEIGHTS_REFUSED = (
 )
 
 
-def context_mesh(trainer: Any, why_whole: Callable[[], str | None]) -> Any:
+def context_mesh(trainer: Any, why_whole: Callable[[], str | None], models: Sequence[Any] | None = None) -> Any:
     """Returns the ranks over which a trainer cuts its rows, as a mesh of one dimension; None without any.
 
     Args:
         trainer: a ``transformers.Trainer``.
         why_whole: explains why its loss needs whole documents; None if it does not.
+        models: that are patched; None for those that every trainer may have.
 
     Raises:
         UnsupportedError: the trainer's loss or arguments do not compute over ranks.
@@ -52,7 +53,7 @@ def context_mesh(trainer: Any, why_whole: Callable[[], str | None]) -> Any:
     refuse_split_rows(parallelism, kinds=("sequence",))
     size = trainer.get_cp_size() if hasattr(trainer, "get_cp_size") else getattr(parallelism, "cp_size", 1)
     if size == 1:
-        for model in models_of(trainer):
+        for model in models_of(trainer) if models is None else models:
             refuse_context_of(model, WITHOUT_RANKS)
         return None
     if (reason := why_whole() or _why_not_arguments(trainer)) is not None:

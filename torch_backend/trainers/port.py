@@ -111,9 +111,14 @@ class TrainerPort:
         raise NotImplementedError
 
     @staticmethod
-    def uninstall(trainer: Any) -> None:
+    def models(trainer: Any) -> list[Any]:
+        """Returns the models of a trainer of the port's kind that it patches."""
+        return models_of(trainer)
+
+    @classmethod
+    def uninstall(cls, trainer: Any) -> None:
         """Unpatch the models of a trainer whose changes were taken back."""
-        for model in models_of(trainer):
+        for model in cls.models(trainer):
             run_plain_layers(model)
             release_level(model)
             unpatch(model)

@@ -103,9 +103,9 @@ class ScoredPort(TrainerPort):
         self.patch(models, changes, self.mesh)
         for model in models:
             unpad_calls(model, share_prefix=self.share_prefix)
-        refused = _why_not_layers(self.trainer) if self.request.fast else "fast=False"
+        refused = why_not_layers(self.trainer) if self.request.fast else "fast=False"
         changes.set("packed_step", PreferenceStep(models, refused, self.other_model, self.loss))
-        changes.wrap("training_step", partial(_step_without_waiting, without_waiting(changes)))
+        changes.wrap("training_step", partial(step_without_waiting, without_waiting(changes)))
         self.change_batches(changes)
 
     def change_batches(self, changes: Changes) -> None:
@@ -177,7 +177,7 @@ class PreferenceStep:
         return parts if prefixes is None else parts | {"shared prefixes": str(prefixes)}
 
 
-def _why_not_layers(trainer: Any) -> str | None:
+def why_not_layers(trainer: Any) -> str | None:
     """Explains why the layers of a trainer's models are not compiled."""
     args = trainer.args
     if args.torch_compile:
@@ -229,7 +229,7 @@ class _MeanOverStep:
         return len(batch["input_ids"]) // self.rows_of_example
 
 
-def _step_without_waiting(losses: LossFilter, step: Any, *args: Any, **kwargs: Any) -> Any:
+def step_without_waiting(losses: LossFilter, step: Any, *args: Any, **kwargs: Any) -> Any:
     """As ``Trainer.training_step``."""
     return losses(step(*args, **kwargs))
 

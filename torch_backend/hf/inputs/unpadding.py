@@ -239,8 +239,7 @@ class Unpadding:
         mask, ids = kwargs["attention_mask"], kwargs["input_ids"]
         if mask.shape != ids.shape:
             raise LayoutError(f"attention_mask must be {list(ids.shape)} as input_ids, got {list(mask.shape)}")
-        state.guard.check("attention_mask of a padded call", lambda: _interrupted(mask), _hole, wait=root.training)
-        padded = Padded.of(mask, lengths or lengths_of(mask))
+        padded = self.places(mask, lengths or lengths_of(mask))
         for name in _NOT_OF_THE_MODEL:
             kwargs.pop(name, None)
         if (positions := self.positions.of_rows(kwargs)) is not None:
@@ -253,6 +252,12 @@ class Unpadding:
         kwargs = {**kwargs, **row, BatchKey.LENGTHS: padded.lengths}
         shared = None if self.prefixes is None else self.prefixes.of(kwargs, ids_on_host)
         return expected, kwargs if shared is None else {**kwargs, SHARED_ROW: shared}
+
+    def places(self, mask: Tensor, lengths: tuple[int, ...]) -> Padded:
+        """:meth:`Padded.of`, and the check that documents are consecutive tokens."""
+        guard = state_of(self.root).guard  # type: ignore[union-attr]
+        guard.check("attention_mask of a padded call", lambda: _interrupted(mask), _hole, wait=self.root.training)
+        return Padded.of(mask, lengths)
 
     def _asks(self, state: Patched, kwargs: Mapping[str, Any], by_trainer: bool) -> bool:
         """Returns whether a call of the model is to run packed."""

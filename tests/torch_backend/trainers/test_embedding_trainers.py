@@ -1,0 +1,407 @@
+"""enable_packing with sentence-transformers' trainers: losses and gradients are those of its padded columns."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
+
+import torch_backend
+from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
+from tests.torch_backend.hf.test_encoders import encoder
+from tests.torch_backend.models import error, gradients
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.patch import state_of
+from torch_backend.trainers.enable_packing import disable_packing, enable_packing
+
+st = pytest.importorskip("sentence_transformers", reason="the trainers are those of sentence-transformers")
+datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
+peft = pytest.importorskip("peft", reason="adapters are PEFT's")
+
+from sentence_transformers.base.modules import Router, Transformer  # noqa: E402
+from sentence_transformers.cross_encoder import losses as pair_losses  # noqa: E402
+from sentence_transformers.sentence_transformer import evaluation, losses, modules  # noqa: E402
+from sentence_transformers.sparse_encoder import losses as sparse_losses  # noqa: E402
+from sentence_transformers.sparse_encoder.modules import SpladePooling  # noqa: E402
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = [f"w{i}" for i in range(55)]
+FAMILIES = ("bert", "roberta", "xlm-roberta", "modernbert", "qwen3")
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+TOLERANCE = 1e-9  # in float64
+
+
+def tokenizer(*, marks: bool = True, side: str = "right") -> Any:
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(SPECIAL + WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    if marks:
+        backend.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, padding_side=side, model_max_length=48, **names
+    )
+
+
+def folder(path: Any, family: str = "bert", auto: Any = transformers.AutoModel, **options: Any) -> str:
+    decoder = family == "qwen3"
+    changes = {"pad_token_id": 0} | ({} if decoder or family == "modernbert" else NO_DROPOUT)
+    if auto is transformers.AutoModelForSequenceClassification:
+        changes |= {"num_labels": 1}
+    torch.manual_seed(0)
+    where = str(path / family)
+    encoder(family, auto, **changes).save_pretrained(where)
+    tokenizer(marks=not decoder, **{"side": "left"} if decoder else {}, **options).save_pretrained(where)
+    return where
+
+
+def embedder(path: Any, family: str = "bert", pooling: Any = None, *, side: str | None = None) -> Any:
+    transformer = Transformer(folder(path, family))
+    if side is not None:
+        transformer.tokenizer.padding_side = side
+    pooling = pooling or ("lasttoken" if family == "qwen3" else "mean")
+    width = transformer.get_embedding_dimension()
+    pool = modules.Pooling(width, pooling, include_prompt=side is None)
+    return st.SentenceTransformer(modules=[transformer, pool, modules.Normalize()]).double()
+
+
+def text(rng: Any, low: int = 1, high: int = 30) -> str:
+    return " ".join(rng.choice(WORDS, rng.integers(low, high)))
+
+
+def rows(*columns: str, count: int = 10, label: Any = None) -> Any:
+    rng = np.random.default_rng(0)
+    found: list[Any] = [{name: text(rng, high=4 + 8 * i) for i, name in enumerate(columns)} for _ in range(count)]
+    for each in found if label is not None else ():
+        each["label"] = label(rng)
+    return datasets.Dataset.from_list(found)
+
+
+TRIPLETS = partial(rows, "anchor", "positive", "negative")
+PAIRS = partial(rows, "first", "second", label=lambda rng: float(rng.random()))
+MARGINS = partial(TRIPLETS, label=lambda rng: float(rng.random()))
+
+
+def arguments(kind: Any, path: Any, **options: Any) -> Any:
+    given = {"per_device_train_batch_size": 4, "max_steps": 3, "learning_rate": 1e-3, "report_to": [], "seed": 3}
+    return kind(str(path / "run"), save_strategy="no", logging_steps=1, disable_tqdm=True, **{**given, **options})
+
+
+def embedding_trainer(path: Any, model: Any, loss: Any, data: Any, **options: Any) -> Any:
+    own = {name: options.pop(name) for name in ("eval_dataset", "evaluator") if name in options}
+    args = arguments(st.SentenceTransformerTrainingArguments, path, **options)
+    loss = {name: each(model) for name, each in loss.items()} if isinstance(loss, dict) else loss(model)
+    return st.SentenceTransformerTrainer(model, args, data, loss=loss, **own)
+
+
+class Step:
+    """Loss and gradients of a trainer's first batch, and the model's calls in it."""
+
+    def __init__(self, trainer: Any) -> None:
+        calls: list[Any] = []
+        encoders = [module.model for module in trainer.model.modules() if isinstance(module, Transformer)]
+        handles = [
+            each.get_input_embeddings().register_forward_hook(lambda _, args, __: calls.append(args[0].shape))
+            for each in encoders
+        ]
+        trainer.model.train()
+        torch.manual_seed(0)
+        batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+        loss = trainer.compute_loss(trainer.model, batch)
+        self.gradients, self.loss, self.calls = gradients(trainer.model, loss), loss.detach(), calls
+        for handle in handles:
+            handle.remove()
+
+
+def packed(trainer: Any, **options: Any) -> Any:
+    return enable_packing(trainer, verify=False, **options)
+
+
+def assert_same_step(ours: Any, theirs: Any, calls: int | None = 1, tolerance: float = TOLERANCE) -> None:
+    got, want = Step(packed(ours)), Step(theirs)
+    assert error(got.loss, want.loss) <= tolerance
+    scale = max(float(g.abs().max()) for g in want.gradients.values())
+    assert got.gradients.keys() == want.gradients.keys() and scale > 0
+    for name, gradient in want.gradients.items():
+        assert float((got.gradients[name] - gradient).abs().max()) <= tolerance * scale, name
+    assert all(shape[0] == 1 for shape in got.calls)  # rows without padding
+    assert calls is None or len(got.calls) == calls < len(want.calls)
+
+
+LOSSES = {
+    "multiple negatives": (losses.MultipleNegativesRankingLoss, TRIPLETS, 1),
+    "cached": (partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=2), TRIPLETS, None),
+    "gist": (lambda model: losses.GISTEmbedLoss(model, model), TRIPLETS, None),
+    "cosent": (losses.CoSENTLoss, PAIRS, 1),
+    "cosine": (losses.CosineSimilarityLoss, PAIRS, 1),
+    "matryoshka": (
+        lambda model: losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]),
+        TRIPLETS,
+        1,
+    ),
+    "triplet": (losses.TripletLoss, TRIPLETS, 1),
+    "margins": (losses.MarginMSELoss, MARGINS, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_call_the_model_once_for_all_columns(tmp_path: Any, name: str) -> None:
+    loss, data, calls = LOSSES[name]
+    ours, theirs = (embedding_trainer(tmp_path, embedder(tmp_path), loss, data()) for _ in range(2))
+    assert_same_step(ours, theirs, calls)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_is_that_of_padded_columns(tmp_path: Any, family: str) -> None:
+    def trainer() -> Any:
+        loss = losses.MultipleNegativesRankingLoss
+        options = {"eval_dataset": TRIPLETS(count=6), "gradient_accumulation_steps": 2}
+        return embedding_trainer(tmp_path, embedder(tmp_path, family), loss, TRIPLETS(count=30), **options)
+
+    ours, theirs = packed(trainer()), trainer()
+    for each in (ours, theirs):
+        each.train()
+    got, want = ([log["loss"] for log in t.state.log_history if "loss" in log] for t in (ours, theirs))
+    assert len(got) == 3 and got == pytest.approx(want, rel=1e-6)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-7)
+    assert "3 of the last batch ran as 1 packed row" in str(torch_backend.explain(ours))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pooling", ["cls", "mean", "max", "lasttoken", "weightedmean", ("cls", "mean")])
+def test_pooling_reads_what_it_read_and_no_prompt(tmp_path: Any, pooling: Any, side: str) -> None:
+    prompts = {"anchor": "w1 w2 w3 ", "positive": "w4 "}
+    ours, theirs = (
+        embedding_trainer(
+            tmp_path,
+            embedder(tmp_path, "modernbert", pooling, side=side),
+            losses.TripletLoss,
+            TRIPLETS(),
+            prompts=prompts,
+        )
+        for _ in range(2)
+    )
+    # Rotary angles are float32 in either, and those of left padding are of other positions.
+    assert_same_step(ours, theirs, tolerance=1e-6 if side == "left" else TOLERANCE)
+
+
+def reranker(path: Any, loss: Any, data: Any, family: str = "xlm-roberta") -> Any:
+    where = folder(path, family, transformers.AutoModelForSequenceClassification)
+    model = st.CrossEncoder(where, num_labels=1).double()
+    return st.CrossEncoderTrainer(model, arguments(st.CrossEncoderTrainingArguments, path), data, loss=loss(model))
+
+
+def lists(count: int = 6) -> Any:
+    rng = np.random.default_rng(1)
+    of = [{"query": text(rng), "docs": [text(rng) for _ in range(n)], "labels": [1] + [0] * (n - 1)} for n in (3, 5, 2)]
+    return datasets.Dataset.from_list(of * (count // 3))
+
+
+PAIR_LOSSES = {
+    "binary": (pair_losses.BinaryCrossEntropyLoss, partial(PAIRS, label=lambda rng: float(rng.integers(2)))),
+    "list net": (pair_losses.ListNetLoss, lists),
+    "lambda": (pair_losses.LambdaLoss, lists),
+    "negatives": (partial(pair_losses.MultipleNegativesRankingLoss, num_negatives=2), partial(rows, "query", "answer")),
+}
+
+
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+def test_rerankers_score_pairs_and_lists(tmp_path: Any, name: str) -> None:
+    loss, data = PAIR_LOSSES[name]
+    for family in ("xlm-roberta", "modernbert") if name == "lambda" else ("bert",):
+        ours, theirs = (reranker(tmp_path, loss, data(), family) for _ in range(2))
+        assert_same_step(ours, theirs, None)
+        pairs = [("w1 w2", "w3"), ("w4", "w5 w6 w7 w8 w9")]
+        assert np.allclose(ours.model.predict(pairs), theirs.model.predict(pairs), rtol=1e-7)
+
+
+def splade(path: Any) -> Any:
+    transformer = Transformer(folder(path, "bert", transformers.AutoModelForMaskedLM), transformer_task="fill-mask")
+    return st.SparseEncoder(modules=[transformer, SpladePooling("max")]).double()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_sparse_encoders_and_their_regulariser(tmp_path: Any, cached: bool) -> None:
+    def trainer() -> Any:
+        model = splade(tmp_path)
+        kind, more = (
+            (sparse_losses.CachedSpladeLoss, {"mini_batch_size": 3}) if cached else (sparse_losses.SpladeLoss, {})
+        )
+        inner = sparse_losses.SparseMultipleNegativesRankingLoss(model)
+        loss = kind(model, inner, document_regularizer_weight=0.03, query_regularizer_weight=0.05, **more)
+        args = arguments(st.SparseEncoderTrainingArguments, tmp_path)
+        return st.SparseEncoderTrainer(model, args, TRIPLETS(), loss=loss)
+
+    ours, theirs = trainer(), trainer()
+    assert_same_step(ours, theirs, None if cached else 1)
+    texts = ["w1 w2 w3", "w4"]
+    assert torch.allclose(ours.model.encode(texts).to_dense(), theirs.model.encode(texts).to_dense())
+
+
+def test_two_encoders_behind_a_router(tmp_path: Any) -> None:
+    def trainer() -> Any:
+        ways = {
+            name: [*embedder(tmp_path / name, family).children()][:2]
+            for name, family in (("query", "bert"), ("document", "modernbert"))
+        }
+        width = min(way[0].get_embedding_dimension() for way in ways.values())
+        for way in ways.values():
+            way.append(modules.Dense(way[0].get_embedding_dimension(), width, init_weight=torch.eye(width)))
+        model = st.SentenceTransformer(modules=[Router.for_query_document(ways["query"], ways["document"])]).double()
+        mapping = {"anchor": "query", "positive": "document", "negative": "document"}
+        return embedding_trainer(tmp_path, model, losses.TripletLoss, TRIPLETS(), router_mapping=mapping)
+
+    ours, theirs = trainer(), trainer()
+    for each in (ours, theirs):
+        torch.manual_seed(1)
+        for p in each.model.parameters():
+            nn.init.normal_(p, std=0.05)
+    assert_same_step(ours, theirs, None)
+    encoders = [module.model for module in ours.model.modules() if isinstance(module, Transformer)]
+    assert [state_of(each) is not None for each in encoders] == [True, True]
+    disable_packing(ours)
+    assert [state_of(each) for each in encoders] == [None, None]
+
+
+def test_adapters_on_the_encoder(tmp_path: Any) -> None:
+    def trainer() -> Any:
+        model = embedder(tmp_path)
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=["query", "value"], init_lora_weights=False))
+        return embedding_trainer(tmp_path, model.double(), losses.MultipleNegativesRankingLoss, TRIPLETS())
+
+    torch.manual_seed(5)
+    ours = trainer()
+    torch.manual_seed(5)
+    theirs = trainer()
+    theirs.model.load_state_dict(ours.model.state_dict())
+    assert_same_step(ours, theirs)
+    assert all("lora" in name for name in Step(ours).gradients)
+
+
+def test_several_datasets_with_losses_and_samplers_of_their_own(tmp_path: Any) -> None:
+    def trainer() -> Any:
+        data = datasets.DatasetDict(triplets=TRIPLETS(count=12), pairs=PAIRS(count=12))
+        kinds = {"triplets": losses.MultipleNegativesRankingLoss, "pairs": losses.CoSENTLoss}
+        options = {"batch_sampler": "no_duplicates", "multi_dataset_batch_sampler": "round_robin", "max_steps": 4}
+        return embedding_trainer(tmp_path, embedder(tmp_path), kinds, data, eval_dataset=data, **options)
+
+    ours, theirs = packed(trainer()), trainer()
+    for each in (ours, theirs):
+        each.train()
+    got, want = ([log["loss"] for log in t.state.log_history if "loss" in log] for t in (ours, theirs))
+    assert len(got) == 4 and got == pytest.approx(want, rel=1e-6)
+    found, truth = ours.evaluate(), theirs.evaluate()
+    for name in ("eval_triplets_loss", "eval_pairs_loss"):
+        assert found[name] == pytest.approx(truth[name], rel=1e-7), name
+
+
+def test_evaluators_and_encode_run_packed(tmp_path: Any) -> None:
+    texts = [text(np.random.default_rng(i), high=20) for i in range(8)]
+
+    def trainer() -> Any:
+        judge = evaluation.EmbeddingSimilarityEvaluator(texts[:4], texts[4:], [0.1, 0.9, 0.4, 0.6])
+        return embedding_trainer(tmp_path, embedder(tmp_path), losses.TripletLoss, TRIPLETS(), evaluator=judge)
+
+    ours, theirs = packed(trainer()), trainer()
+    found, truth = ours.evaluate(), theirs.evaluate()
+    assert found["eval_spearman_cosine"] == pytest.approx(truth["eval_spearman_cosine"])
+    assert found["eval_pearson_cosine"] == pytest.approx(truth["eval_pearson_cosine"])
+    assert np.allclose(ours.model.encode(["", "w1", "w2 w3"]), theirs.model.encode(["", "w1", "w2 w3"]), atol=1e-9)
+    assert state_of(causal_lm(ours.model)).choices  # it did run packed
+    ours.model.save_pretrained(str(tmp_path / "saved"))
+    again = st.SentenceTransformer(str(tmp_path / "saved")).double()
+    assert np.allclose(again.encode(texts), theirs.model.encode(texts), atol=1e-6)
+
+
+@pytest.mark.parametrize("texts", [("", "w1"), ("w1", "w2"), ("w1 w2 w3", "w4 w5 w6")], ids=["empty", "one", "equal"])
+def test_empty_texts_texts_of_one_token_and_equal_lengths(tmp_path: Any, texts: tuple[str, str]) -> None:
+    data = datasets.Dataset.from_list([{"anchor": texts[0], "positive": f"{texts[1]} w{i}"} for i in range(4)])
+    loss = losses.MultipleNegativesRankingLoss
+    assert_same_step(*(embedding_trainer(tmp_path, embedder(tmp_path), loss, data) for _ in range(2)))
+    decoder = packed(embedding_trainer(tmp_path, embedder(tmp_path, "qwen3"), loss, data))
+    if "" not in texts:
+        assert math.isfinite(float(Step(decoder).loss))
+    else:
+        with pytest.raises(LayoutError, match="row 0 of the batch has no token: leave empty documents out"):
+            Step(decoder)
+
+
+def test_a_stream_of_texts(tmp_path: Any) -> None:
+    loss = losses.MultipleNegativesRankingLoss
+    data = [TRIPLETS().to_iterable_dataset() for _ in range(2)]
+    ours, theirs = (embedding_trainer(tmp_path, embedder(tmp_path), loss, each) for each in data)
+    assert_same_step(ours, theirs)
+
+
+def test_what_cannot_be_packed_is_refused_by_name_and_changes_nothing(tmp_path: Any) -> None:
+    static = st.SentenceTransformer(modules=[modules.StaticEmbedding(tokenizer().backend_tokenizer, embedding_dim=8)])
+    trainer = embedding_trainer(tmp_path, static, losses.MultipleNegativesRankingLoss, TRIPLETS())
+    with pytest.raises(UnsupportedModelError, match="runs no transformers model, so nothing in it is padded"):
+        enable_packing(trainer)
+    model = embedder(tmp_path)
+    trainer = embedding_trainer(tmp_path, model, losses.TripletLoss, TRIPLETS())
+    with pytest.raises(PackingError, match="texts of each batch into one row of their length, so capacity=64 has no"):
+        enable_packing(trainer, 64)
+    with pytest.raises(UnsupportedError, match="shares no prefixes"):
+        enable_packing(trainer, share_prefix=True)
+    args = arguments(st.SentenceTransformerTrainingArguments, tmp_path)
+    made = st.SentenceTransformerTrainer(model_init=lambda: embedder(tmp_path), args=args, train_dataset=TRIPLETS())
+    with pytest.raises(UnsupportedError, match="makes another model by model_init"):
+        enable_packing(made)
+    assert state_of(model[0].model) is None and "forward" not in vars(model[0])
+    late = st.MultiVectorEncoderTrainer
+    with pytest.raises(UnsupportedError, match="scores tokens that attention may leave out"):
+        enable_packing(late.__new__(late))
+
+
+def test_audit_names_the_way_out_and_disabling_gives_the_trainer_back(tmp_path: Any) -> None:
+    trainer = embedding_trainer(tmp_path, embedder(tmp_path).float(), losses.TripletLoss, TRIPLETS())
+    before = dict(vars(trainer)), dict(vars(trainer.model[0])), vars(trainer.accelerator.dataloader_config).copy()
+    enable_packing(trainer)
+    with pytest.raises(UnsupportedError, match=r"use audit\(trainer.model\)"):
+        torch_backend.audit(trainer)
+    assert torch_backend.audit(trainer.model).verdict == "exact"
+    disable_packing(trainer)
+    assert (vars(trainer), vars(trainer.model[0]), vars(trainer.accelerator.dataloader_config)) == before
+    assert state_of(trainer.model[0].model) is None
+
+
+def test_a_column_that_a_loss_calls_without_gradients_runs_by_itself(tmp_path: Any) -> None:
+    class Frozen(nn.Module):
+        """The positives are targets."""
+
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, features: Any, labels: Any) -> Any:
+            anchors = self.model(features[0])["sentence_embedding"]
+            with torch.no_grad():
+                targets = self.model(features[1])["sentence_embedding"]
+            again = self.model(dict(features[0]))["sentence_embedding"]
+            return (anchors - targets).square().sum() + (again * targets).sum()
+
+    assert_same_step(*(embedding_trainer(tmp_path, embedder(tmp_path), Frozen, PAIRS()) for _ in range(2)), calls=None)
+
+
+def test_holes_in_a_column_are_refused(tmp_path: Any, caplog: Any) -> None:
+    trainer = packed(embedding_trainer(tmp_path, embedder(tmp_path), losses.TripletLoss, TRIPLETS()))
+    collate = trainer.data_collator.collator
+
+    def with_hole(features: Any) -> Any:
+        batch = collate(features)
+        batch["anchor_attention_mask"][:, 1] = 0
+        return batch
+
+    trainer.data_collator.collator = with_hole
+    with caplog.at_level(logging.ERROR), pytest.raises(LayoutError, match="leaves out tokens inside row"):
+        Step(trainer)

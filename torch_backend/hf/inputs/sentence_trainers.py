@@ -1,0 +1,16 @@
+"""The trainers of sentence-transformers, and what of their losses is packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COLUMNS = "SentenceTransformerTrainer", "SparseEncoderTrainer"  # whose losses call the model on each column of a batch
+PAIRS = "CrossEncoderTrainer"  # whose losses make the pairs that they call the model on
+
+
+def sentence_trainer(trainer: Any) -> str | None:
+    """Returns the name of the trainer of sentence-transformers that this one is or derives from; None if it is another's."""
+    for base in type(trainer).__mro__:
+        if base.__module__.split(".")[0] == "sentence_transformers":
+            return base.__name__
+    return None
