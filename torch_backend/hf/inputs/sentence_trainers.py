@@ -9,7 +9,7 @@ PAIRS = "CrossEncoderTrainer"  # whose losses make the pairs that they call the 
 
 
 def sentence_trainer(trainer: Any) -> str | None:
-    """Returns the name of the trainer of sentence-transformers that this one is or derives from; None if it is another's."""
+    """Returns which trainer of sentence-transformers this one is or derives from; None if it is another's."""
     for base in type(trainer).__mro__:
         if base.__module__.split(".")[0] == "sentence_transformers":
             return base.__name__
