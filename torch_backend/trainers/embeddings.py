@@ -82,7 +82,7 @@ class EmbeddingPort(TrainerPort):
         self.patch(self.of_modules, changes, None)
         for model in self.of_modules:
             unpad_calls(model, always=True)
-        refused = why_not_layers(trainer) if self.request.fast else "fast=False"
+        refused = (why_not_layers(trainer) or _why_not_repeated(trainer)) if self.request.fast else "fast=False"
         rows = ColumnRows() if sentence_trainer(trainer) in COLUMNS else None
         changes.set("packed_step", EmbeddingStep(self.of_modules, refused, rows))
         changes.wrap("training_step", partial(step_without_waiting, without_waiting(changes)))
@@ -209,6 +209,18 @@ def _transformers_in(model: Any) -> list[Any]:
     from sentence_transformers.base.modules import Transformer
 
     return [module for module in model.modules() if isinstance(module, Transformer)]
+
+
+def _why_not_repeated(trainer: Any) -> str | None:
+    """Explains why compiled layers would not repeat the dropout of calls without gradients in those with them."""
+    losses = trainer.loss.values() if isinstance(trainer.loss, dict) else [trainer.loss]
+    kinds = {base.__name__ for loss in losses for module in loss.modules() for base in type(module).__mro__}
+    drops = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in trainer.model.modules())
+    for module in _transformers_in(trainer.model):
+        drops |= any("dropout" in name and bool(p) for name, p in causal_lm(module.model).config.to_dict().items())
+    if drops and any(name.startswith("Cached") for name in kinds):
+        return "a cached loss repeats the dropout of calls without gradients, and compiled layers may draw another"
+    return None
 
 
 def _constants(column: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]] | None:

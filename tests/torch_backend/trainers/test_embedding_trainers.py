@@ -410,6 +410,17 @@ def test_memory_and_the_plain_step(tmp_path: Any, options: Any) -> None:
     assert_same_step(packed(ours, **options), theirs)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"])
+def test_layers_are_not_compiled_where_a_cached_loss_repeats_dropout(tmp_path: Any, kind: str, dropout: float) -> None:
+    model = embedder(tmp_path)
+    model[0].model.config.hidden_dropout_prob = dropout
+    losses_of_data = {"some": getattr(losses, kind)}
+    trainer = packed(embedding_trainer(tmp_path, model, losses_of_data, datasets.DatasetDict(some=TRIPLETS())))
+    repeats = kind.startswith("Cached") and dropout > 0
+    assert ("a cached loss repeats the dropout" in str(torch_backend.explain(trainer))) == repeats
+
+
 def test_holes_in_a_column_are_refused(tmp_path: Any, caplog: Any) -> None:
     trainer = packed(embedding_trainer(tmp_path, embedder(tmp_path), losses.TripletLoss, TRIPLETS()))
     collate = trainer.data_collator.collator
