@@ -59,6 +59,10 @@ class EmbeddingPort(TrainerPort):
                 f"the {type(trainer.model).__name__} of {self.name} runs no transformers model, so nothing in it is "
                 "padded: leave it unpacked"
             )
+        if any(type(module).__name__ == "CNN" for module in trainer.model.modules()):
+            raise UnsupportedModelError(
+                f"{self.name} trains convolutions over tokens, which read padding too: leave it unpacked"
+            )
         self.of_modules = list({id(module.model): module.model for module in self.modules}.values())
         why_whole = "embeddings and scores are those of whole ones: leave cp_size out"
         context_mesh(trainer, lambda: why_whole, self.of_modules)

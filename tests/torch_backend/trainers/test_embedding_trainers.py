@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from functools import partial
 from typing import Any
 
@@ -115,6 +116,7 @@ class Step:
         ]
         trainer.model.train()
         torch.manual_seed(0)
+        random.seed(0)  # of the layers that AdaptiveLayerLoss draws
         batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
         loss = trainer.compute_loss(trainer.model, batch)
         self.gradients, self.loss, self.calls = gradients(trainer.model, loss), loss.detach(), calls
@@ -148,6 +150,11 @@ LOSSES = {
         TRIPLETS,
         1,
     ),
+    "layers": (
+        lambda model: losses.AdaptiveLayerLoss(model, losses.MultipleNegativesRankingLoss(model)),
+        TRIPLETS,
+        1,
+    ),
     "triplet": (losses.TripletLoss, TRIPLETS, 1),
     "margins": (losses.MarginMSELoss, MARGINS, 1),
 }
@@ -157,6 +164,8 @@ LOSSES = {
 def test_losses_call_the_model_once_for_all_columns(tmp_path: Any, name: str) -> None:
     loss, data, calls = LOSSES[name]
     ours, theirs = (embedding_trainer(tmp_path, embedder(tmp_path), loss, data()) for _ in range(2))
+    for each in (ours, theirs) if name == "layers" else ():
+        each.model[0].model.config.output_hidden_states = True
     assert_same_step(ours, theirs, calls)
 
 
@@ -348,6 +357,10 @@ def test_what_cannot_be_packed_is_refused_by_name_and_changes_nothing(tmp_path: 
     with pytest.raises(UnsupportedModelError, match="runs no transformers model, so nothing in it is padded"):
         enable_packing(trainer)
     model = embedder(tmp_path)
+    width = model[0].get_embedding_dimension()
+    convolved = st.SentenceTransformer(modules=[model[0], modules.CNN(width, width, [3]), modules.Pooling(width)])
+    with pytest.raises(UnsupportedModelError, match="convolutions over tokens, which read padding too"):
+        enable_packing(embedding_trainer(tmp_path, convolved, losses.TripletLoss, TRIPLETS()))
     trainer = embedding_trainer(tmp_path, model, losses.TripletLoss, TRIPLETS())
     with pytest.raises(PackingError, match="texts of each batch into one row of their length, so capacity=64 has no"):
         enable_packing(trainer, 64)
