@@ -127,18 +127,18 @@ class ColumnRows:
     wait for its own call. A call that is not like that one (without gradients, with other options) runs by itself.
 
     Attributes:
-        calls: of the model in the last batch, and rows that they were run as.
+        columns: of the last row.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[int, tuple[dict[str, Any], tuple[int, ...]]] = {}
         self.made: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self.columns = self.rows = 0
+        self.columns = 0
 
     def __str__(self) -> str:
         if not self.columns:
             return "no batch was trained yet whose loss calls the model on whole columns"
-        return f"{self.columns} of the last batch ran as {self.rows} packed row{'' if self.rows == 1 else 's'}"
+        return f"{self.columns} of the last batch ran as one packed row"
 
     def collect_features(self, stock: Any, inputs: dict[str, Any]) -> Any:
         """As ``collect_features`` of the trainer; the columns, whose lengths are known, wait for their calls."""
@@ -197,7 +197,7 @@ class ColumnRows:
         parts = zip(keys, placed, pairwise(ends), pairwise(documents), strict=True)
         for key, padded, part, among in parts:
             self.made[key] = mode, {name: _part(x, padded, part, among) for name, x in output.items()}
-        self.columns, self.rows = len(keys), 1
+        self.columns = len(keys)
 
 
 class _ColumnLengths(LengthsCollator):

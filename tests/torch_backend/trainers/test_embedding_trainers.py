@@ -17,10 +17,14 @@ from torch import nn
 
 import torch_backend
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
+from tests.torch_backend.graphs import compiled as compiled
+from tests.torch_backend.graphs import graphs as graphs
 from tests.torch_backend.hf.test_encoders import encoder
 from tests.torch_backend.models import error, gradients
+from tests.torch_backend.steps.test_packed_calls import possible as possible
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.patch import state_of
+from torch_backend.steps.dynamic_compile import COMPILED, RECORDED
 from torch_backend.trainers.enable_packing import disable_packing, enable_packing
 
 st = pytest.importorskip("sentence_transformers", reason="the trainers are those of sentence-transformers")
@@ -182,7 +186,7 @@ def test_training_is_that_of_padded_columns(tmp_path: Any, family: str) -> None:
     got, want = ([log["loss"] for log in t.state.log_history if "loss" in log] for t in (ours, theirs))
     assert len(got) == 3 and got == pytest.approx(want, rel=1e-6)
     assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-7)
-    assert "3 of the last batch ran as 1 packed row" in str(torch_backend.explain(ours))
+    assert "3 of the last batch ran as one packed row" in str(torch_backend.explain(ours))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -432,6 +436,24 @@ def test_layers_are_not_compiled_where_a_cached_loss_repeats_dropout(tmp_path: A
     trainer = packed(embedding_trainer(tmp_path, model, losses_of_data, datasets.DatasetDict(some=TRIPLETS())))
     repeats = kind.startswith("Cached") and dropout > 0
     assert ("a cached loss repeats the dropout" in str(torch_backend.explain(trainer))) == repeats
+
+
+@pytest.mark.parametrize("loss", ["multiple negatives", "cached", "gist"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+def test_compiled_layers_and_graphs_train_as_plain_ones(
+    compiled: Any, possible: None, tmp_path: Any, family: str, loss: str
+) -> None:
+    def trainer() -> Any:
+        return embedding_trainer(tmp_path, embedder(tmp_path, family), LOSSES[loss][0], TRIPLETS(count=40), max_steps=8)
+
+    ours, theirs = packed(trainer()), packed(trainer(), fast=False)
+    for each in (ours, theirs):
+        each.train()
+    got, want = ([log["loss"] for log in t.state.log_history if "loss" in log] for t in (ours, theirs))
+    assert len(got) == 8 and got == pytest.approx(want, rel=1e-6)
+    parts = ours.packed_step.parts
+    assert parts["layers"] == COMPILED and compiled.calls > 0
+    assert (parts["graph"] == RECORDED) == (compiled.replayed > 0) == (family != "bert")  # which pools too
 
 
 def test_holes_in_a_column_are_refused(tmp_path: Any, caplog: Any) -> None:
