@@ -31,6 +31,7 @@ st = pytest.importorskip("sentence_transformers", reason="the trainers are those
 datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
 peft = pytest.importorskip("peft", reason="adapters are PEFT's")
 
+from sentence_transformers.base.losses import column_merging_disabled  # noqa: E402
 from sentence_transformers.base.modules import Router, Transformer  # noqa: E402
 from sentence_transformers.cross_encoder import losses as pair_losses  # noqa: E402
 from sentence_transformers.sentence_transformer import evaluation, losses, modules  # noqa: E402
@@ -454,6 +455,26 @@ def test_compiled_layers_and_graphs_train_as_plain_ones(
     parts = ours.packed_step.parts
     assert parts["layers"] == COMPILED and compiled.calls > 0
     assert (parts["graph"] == RECORDED) == (compiled.replayed > 0) == (family != "bert")  # which pools too
+
+
+def test_cached_losses_repeat_dropout_on_rows(tmp_path: Any) -> None:
+    def trainer(loss: Any) -> Any:
+        model = embedder(tmp_path)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+        return embedding_trainer(tmp_path, model, loss, TRIPLETS())
+
+    cached = packed(trainer(partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=4)))
+    plain = trainer(losses.MultipleNegativesRankingLoss)
+    torch_backend.unpad(plain.model, verify=False)
+    with column_merging_disabled():  # the same rows, one for each column
+        want = Step(plain)
+    got = Step(cached)
+    assert error(got.loss, want.loss) <= TOLERANCE
+    scale = max(float(g.abs().max()) for g in want.gradients.values())
+    for name, gradient in want.gradients.items():
+        assert float((got.gradients[name] - gradient).abs().max()) <= TOLERANCE * scale, name
 
 
 def test_holes_in_a_column_are_refused(tmp_path: Any, caplog: Any) -> None:
