@@ -47,8 +47,10 @@ class Clock(transformers.TrainerCallback):
 
 
 def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    """Returns seconds of the clock on a GPU, and those of the process on a CPU, which others may load."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
     return time.perf_counter()
 
 
