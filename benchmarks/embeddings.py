@@ -19,19 +19,16 @@ import torch
 import transformers
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 import crosspack
 from benchmarks.gpu_workload import GSM8K
 
 WARM_UP = 3
-BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-MINILM = BERT | {"hidden_size": 384, "intermediate_size": 1_536, "num_hidden_layers": 6}
-TINY = BERT | {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
-SHAPES = {"minilm": ("bert", MINILM), "modernbert": ("modernbert", {}), "tiny": ("bert", TINY)}
+MINILM = {"hidden_size": 384, "intermediate_size": 1_536, "num_hidden_layers": 6}
+MINILM |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SHAPES = {"minilm": ("bert", MINILM), "modernbert": ("modernbert", {}), "tiny": ("bert", MINILM | {"hidden_size": 48})}
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
 
 
@@ -59,10 +56,8 @@ def save(folder: str, shape: str, texts: list[str]) -> None:
     backend, special = Tokenizer(models.BPE(unk_token="[UNK]")), list(SPECIAL.values())
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=30_000, special_tokens=special))
-    around = [("[CLS]", 2), ("[SEP]", 3)]
-    backend.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=512, **SPECIAL)
-    fast.save_pretrained(folder)
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL).save_pretrained(folder)
     torch.manual_seed(0)
     family, sizes = SHAPES[shape]
     ids = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
@@ -72,15 +67,12 @@ def save(folder: str, shape: str, texts: list[str]) -> None:
 
 def train(folder: str, pairs: Dataset, chosen: argparse.Namespace, packed: bool) -> tuple[list[float], float, float]:
     """Returns the losses of the steps, the seconds of one, and the most GiB allocated."""
-    transformer, clock, on_gpu = Transformer(folder), Clock(), torch.cuda.is_available()
-    pooling = Pooling(transformer.get_embedding_dimension(), "mean")
-    model = SentenceTransformer(modules=[transformer, pooling, Normalize()])
+    model, clock, on_gpu = SentenceTransformer(folder), Clock(), torch.cuda.is_available()  # it takes means
+    loss = MultipleNegativesRankingLoss(model)
     options = {"max_steps": chosen.steps + WARM_UP, "learning_rate": 1e-4, "bf16": chosen.bf16, "logging_steps": 1}
-    options |= {"per_device_train_batch_size": chosen.batch, "report_to": [], "save_strategy": "no"}
-    args = SentenceTransformerTrainingArguments(folder, disable_tqdm=True, **options)
-    trainer = SentenceTransformerTrainer(
-        model, args, pairs, loss=MultipleNegativesRankingLoss(model), callbacks=[clock]
-    )
+    options |= {"per_device_train_batch_size": chosen.batch, "save_strategy": "no", "disable_tqdm": True}
+    args = SentenceTransformerTrainingArguments(folder, report_to=[], **options)
+    trainer = SentenceTransformerTrainer(model, args, pairs, loss=loss, callbacks=[clock])
     trainer.remove_callback(transformers.PrinterCallback)
     if packed:
         crosspack.enable_packing(trainer)
@@ -97,21 +89,21 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="minilm")
     for name, default in (("batch", 32), ("steps", 12), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--tiny", action="store_true")
+    for name in ("bf16", "tiny"):
+        parser.add_argument(f"--{name}", action="store_true")
     chosen = parser.parse_args()
     if chosen.tiny:
         chosen.shape, chosen.batch, chosen.steps, chosen.rounds = "tiny", 4, 3, 1
     with chosen.data.open() as lines:
-        pairs = [{"anchor": each["prompt"], "positive": each["completion"]} for each in map(json.loads, lines)]
+        texts = [(record["prompt"], record["completion"]) for record in map(json.loads, lines)]
+    pairs = Dataset.from_list([dict(zip(("anchor", "positive"), pair, strict=True)) for pair in texts])
     with TemporaryDirectory() as folder:
-        save(folder, chosen.shape, [text for pair in pairs for text in pair.values()])
-        data = Dataset.from_list(pairs)
-        rounds = [[train(folder, data, chosen, packed) for packed in (False, True)] for _ in range(chosen.rounds)]
+        save(folder, chosen.shape, [text for pair in texts for text in pair])
+        rounds = [[train(folder, pairs, chosen, packed) for packed in (False, True)] for _ in range(chosen.rounds)]
     best = [min(runs, key=lambda run: run[1]) for runs in zip(*rounds, strict=True)]
-    for name, (losses, seconds, memory) in zip(("padded", "packed"), best, strict=True):
-        print(f"{name}: {chosen.batch / seconds:.1f} pairs/s, {memory:.2f} GiB, the last loss {losses[-1]:.6f}")
-    (losses, padded, _), (others, packed, _) = best
+    (losses, padded, *_), (others, packed, *_) = best
+    for name, (_, seconds, memory) in zip(("padded", "packed"), best, strict=True):
+        print(f"{name}: {chosen.batch / seconds:.1f} pairs/s, {memory:.2f} GiB")
     apart = max(abs(a - b) / abs(a) for a, b in zip(losses, others, strict=True))
     print(f"{padded / packed:.2f} times as fast; the losses of {len(losses)} steps differ by at most {apart:.1e}")
 
