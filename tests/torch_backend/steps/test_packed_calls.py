@@ -108,7 +108,7 @@ def test_layers_are_compiled_unless_a_setting_forbids_it() -> None:
     def reason(**changes: Any) -> str | None:
         trainer = SimpleNamespace(is_deepspeed_enabled=False, is_fsdp_enabled=False, torch_compile=False, **changes)
         trainer.args = trainer
-        return preference._why_not_layers(trainer)
+        return preference.why_not_layers(trainer)
 
     assert reason() is reason(activation_offloading=False) is None
     assert reason(activation_offloading=True) == "activations are offloaded"
