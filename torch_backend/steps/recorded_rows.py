@@ -323,8 +323,8 @@ class RowGraphs:
         options = {"pool": memory.pool(gradients=torch.is_grad_enabled()), "stream": memory.stream}
         try:
             self.forward, _ = record(self._forward, **options)
-            if torch.is_grad_enabled():
-                self.trained = _leaves(self.made)
+            if self.made is not None and self.made.grad_fn is not None:
+                self.trained = _leaves(self.made.grad_fn)
                 found = [parameter.grad for parameter in self.trained]
                 memory.put_gradients(self.trained)
                 try:
@@ -423,15 +423,14 @@ def _write(kept: Tensor, values: list[int]) -> None:
     kept.copy_(torch.tensor(values, dtype=kept.dtype), non_blocking=True)
 
 
-def _leaves(made: Tensor | None) -> list[nn.Parameter]:
-    """Returns the parameters that a tensor was made of, as its backward reaches them."""
-    nodes: list[Any] = [] if made is None else [made.grad_fn]
-    seen: dict[Any, None] = dict.fromkeys(nodes)
+def _leaves(node: Any) -> list[nn.Parameter]:
+    """Returns the parameters that a backward reaches from a node of its graph."""
+    nodes, seen = [node], {node: None}
     while nodes:
-        more = [node for node, _ in nodes.pop().next_functions if node is not None and node not in seen]
+        more = [each for each, _ in nodes.pop().next_functions if each is not None and each not in seen]
         seen |= dict.fromkeys(more)
         nodes += more
-    return [node.variable for node in seen if hasattr(node, "variable")]
+    return [each.variable for each in seen if hasattr(each, "variable")]
 
 
 def _power_of_two(size: int) -> int:

@@ -178,6 +178,17 @@ def test_weights_that_are_exchanged_are_read(compiled: SimpleNamespace) -> None:
         assert_same_gradients(recorded, plain)
 
 
+def test_a_head_over_frozen_layers_is_trained(compiled: SimpleNamespace) -> None:
+    recorded, plain, _ = twins()
+    for model in (recorded, plain):
+        model.model.requires_grad_(False)
+    for _ in range(3):
+        for model in (recorded, plain):
+            loss_of(model, padded((20, 9))).backward()
+        assert_same_gradients(recorded, plain)
+    assert compiled.replayed
+
+
 def test_hooks_that_read_gradients_forbid_graphs(compiled: SimpleNamespace) -> None:
     recorded, _, calls = twins()
     next(recorded.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
