@@ -45,7 +45,7 @@ class FixedShapes:
     def __init__(self, tokens: int | None = None, longest: int = 1, segments: int = 0) -> None:
         self.tokens = tokens or 0
         self.segments = segments
-        self.longest = _power_of_two(longest)
+        self.longest = power_of_two(longest)
         self.rows = self.row_length = self.entries = 0
         self.forests, self.depth = False, 1
         self.largest: Callable[..., tuple[int, ...]] = lambda *sizes: sizes
@@ -57,7 +57,7 @@ class FixedShapes:
         wide = max(length, self.tokens) if rows == 1 else length
         if wide != self.row_length:
             self.rows, self.row_length = 0, wide
-        longest = _power_of_two(max(*lengths, int(batch.get(BatchKey.LONGEST) or 1)))
+        longest = power_of_two(max(*lengths, int(batch.get(BatchKey.LONGEST) or 1)))
         self.rows, self.longest = self.largest(max(self.rows, rows), max(self.longest, longest))
         longest = min(self.longest, wide)
         pieces = padding_lengths(rows * length, self.rows * wide, wide, longest)
@@ -78,7 +78,7 @@ class FixedShapes:
             fixed[BatchKey.DOCUMENTS] = tuple((number,) for number in range(len(lengths)))
         if self.forests:
             parents = (*(batch.get(BatchKey.PARENTS) or (-1,) * len(lengths)), *[-1] * len(pieces))
-            (self.depth,) = self.largest(max(self.depth, _power_of_two(max(1, depth_of(parents)))))
+            (self.depth,) = self.largest(max(self.depth, power_of_two(max(1, depth_of(parents)))))
             index = torch.full((self.entries,), -1, dtype=torch.int32)
             index[: len(parents)] = torch.tensor(parents, dtype=torch.int32)
             fixed[BatchKey.PARENT_INDEX] = index.to(boundaries.device, non_blocking=True)
@@ -123,7 +123,8 @@ class FixedShapes:
         return F.pad(x, (0, self.row_length - length, 0, self.rows - rows), value=fill)
 
 
-def _power_of_two(length: int) -> int:
+def power_of_two(length: int) -> int:
+    """Returns the lowest power of two that is not below a length of at least 1."""
     return 1 << (length - 1).bit_length()
 
 

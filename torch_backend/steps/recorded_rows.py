@@ -34,6 +34,7 @@ from torch_backend.pieces import padding_lengths
 from torch_backend.segments import PackedMetadata
 from torch_backend.steps.cuda_graph import record
 from torch_backend.steps.eligibility import why_not_recomputed
+from torch_backend.steps.fixed_shapes import power_of_two
 from torch_backend.steps.graph_collectives import place_of
 
 log = logging.getLogger("crosspack")
@@ -143,16 +144,18 @@ class RecordedRows:
     def __call__(self, run: Run, forward: PackedForward, kwargs: dict[str, Any]) -> Any:
         """The output of ``run(forward, kwargs)``."""
         segments = forward.segments
-        given = {name: x for name, x in kwargs.items() if name != "attention_mask"}
-        if self.refused is not None or not _fits(forward, given):
+        arguments = {name: x for name, x in kwargs.items() if name != "attention_mask"}
+        if self.refused is not None or not _fits(forward, arguments):
             return run(forward, kwargs)
-        form = self._form(segments)
+        form, around = self._form(segments), self._surroundings(arguments)
+        if self.refused is not None:
+            return run(forward, kwargs)
         forward.handed_over = True
-        graphs = self._graphs_for(form, self._surroundings(given), run, given, segments)
+        graphs = self._graphs_for(form, around, run, arguments, segments)
         if graphs is not None:
-            graphs.row.take(given, segments)
+            graphs.row.take(arguments, segments)
             return _with_hidden(self.kind, graphs(segments.tokens))
-        output = StaticRow(self.state, form, given, segments).run(run)
+        output = StaticRow(self.state, form, arguments, segments).run(run)
         if (hidden := _only_hidden(output)) is None:
             self.refused = "its decoder returns more than the last hidden states"
             return run(forward, kwargs)
@@ -160,7 +163,7 @@ class RecordedRows:
         return _with_hidden(self.kind, hidden[:, : segments.tokens])
 
     def _graphs_for(
-        self, form: RowForm, around: Any, run: Run, given: dict[str, Any], segments: PackedMetadata
+        self, form: RowForm, around: Any, run: Run, arguments: dict[str, Any], segments: PackedMetadata
     ) -> RowGraphs | None:
         """The graphs of a call; None where it has to run as usual."""
         if torch.is_grad_enabled() and self.memory.busy:
@@ -175,7 +178,7 @@ class RecordedRows:
         if form.tokens not in recorded:  # kernels are compiled and chosen in a call like it, forward and backward
             recorded[form.tokens] = None
             return None
-        return self._record(recorded, run, StaticRow(self.state, form, given, segments))
+        return self._record(recorded, run, StaticRow(self.state, form, arguments, segments))
 
     def _record(self, recorded: dict[int, RowGraphs | None], run: Run, row: StaticRow) -> RowGraphs | None:
         try:
@@ -196,29 +199,31 @@ class RecordedRows:
         tokens, before = segments.tokens, (self.entries, self.longest, self.depth)
         step = max(64, (1 << (tokens.bit_length() - 1)) // PARTS)
         rounded = -(-tokens // step) * step
-        self.longest = max(self.longest, _power_of_two(segments.max_seqlen))
+        self.longest = max(self.longest, power_of_two(segments.max_seqlen))
         longest = min(self.longest, rounded)
         most = int(MOST_PADDED * tokens) - tokens + step  # padding, in pieces of the longest
         entries = len(segments.lengths) + -(-most // longest)
         self.entries = max(self.entries, -(-entries // 16) * 16)
         if segments.parents is not None:
-            self.depth = max(self.depth, _power_of_two(depth_of(segments.parents)))
+            self.depth = max(self.depth, power_of_two(max(1, depth_of(segments.parents))))
         if before != (self.entries, self.longest, self.depth):
             self.graphs.clear()
             self.memory.pools.clear()  # which end with their last graph
         return RowForm(rounded, self.entries, longest, self.depth if segments.parents is not None else 0)
 
-    def _surroundings(self, given: Mapping[str, Any]) -> Any:
+    def _surroundings(self, arguments: Mapping[str, Any]) -> Any:
         """Returns what a graph depends on beside the values of its row."""
         cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         if self.structure is not self.state.structure:  # renewed by the call's entry where the model has changed
             self.structure, self.modules = self.state.structure, list(self.model.modules())
             self.tuners = [m for m in self.modules if hasattr(m, "_disable_adapters")]  # of PEFT
         adapters = tuple((m._disable_adapters, str(m.active_adapters), getattr(m, "merged", None)) for m in self.tuners)
-        parameters = (p for m in self.modules for p in m._parameters.values() if p is not None)
+        parameters = [p for m in self.modules for p in m._parameters.values() if p is not None]
+        if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+            self.refused = "hooks of its parameters read gradients"
         weights = tuple((place_of(p), p.requires_grad) for p in parameters)
-        constants = tuple((name, x) for name, x in given.items() if not isinstance(x, Tensor))
-        shapes = tuple((name, x.dtype) for name, x in _tensors(given))
+        constants = tuple((name, x) for name, x in arguments.items() if not isinstance(x, Tensor))
+        shapes = tuple((name, x.dtype) for name, x in _tensors(arguments))
         return torch.is_grad_enabled(), self.model.training, cast, adapters, weights, constants, shapes
 
 
@@ -264,13 +269,13 @@ class GraphMemory:
         Args:
             hidden: [0, D] like them.
         """
-        room = _power_of_two(tokens)
+        room = power_of_two(tokens)
         if room not in self.hidden:
             self.hidden[room] = hidden.new_zeros(2, room, hidden.shape[1])
 
     def states(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Memory for hidden states and for their gradients, the same for rows of up to the next power of two."""
-        states, gradients = self.hidden[_power_of_two(tokens)].split(1)
+        states, gradients = self.hidden[power_of_two(tokens)].split(1)
         return states[:, :tokens], gradients[:, :tokens]
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
@@ -283,11 +288,11 @@ class GraphMemory:
         """Let the gradients of parameters, whatever they are, lie where graphs add to them."""
         empty = []
         for parameter in parameters:
-            kept, found = self.gradient(parameter), parameter.grad
-            if found is None:
+            kept, gradient = self.gradient(parameter), parameter.grad
+            if gradient is None:
                 empty.append(kept)
-            elif found is not kept:
-                kept.copy_(found)
+            elif gradient is not kept:
+                kept.copy_(gradient)
             parameter.grad = kept
         if empty:
             torch._foreach_zero_(empty)
@@ -318,32 +323,32 @@ class RowGraphs:
     def __init__(self, row: StaticRow, run: Run, memory: GraphMemory) -> None:
         self.row, self.run, self.memory = row, run, memory
         self.states, self.gradients = memory.states(row.form.tokens)
-        self.made: Tensor | None = None
+        self.output: Tensor | None = None
         self.trained: list[nn.Parameter] = []
         options = {"pool": memory.pool(gradients=torch.is_grad_enabled()), "stream": memory.stream}
         try:
             self.forward, _ = record(self._forward, **options)
-            if self.made is not None and self.made.grad_fn is not None:
-                self.trained = _leaves(self.made.grad_fn)
-                found = [parameter.grad for parameter in self.trained]
+            if self.output is not None and self.output.grad_fn is not None:
+                self.trained = _leaves(self.output.grad_fn)
+                before = [parameter.grad for parameter in self.trained]
                 memory.put_gradients(self.trained)
                 try:
                     self.backward, _ = record(self._backward, **options)
                 finally:
-                    for parameter, gradient in zip(self.trained, found, strict=True):  # a recording changes no value
+                    for parameter, gradient in zip(self.trained, before, strict=True):  # a recording changes no value
                         parameter.grad = gradient
         finally:
-            self.made = None  # whose memory the next recording may use
+            self.output = None  # whose memory the next recording may use
 
     def _forward(self) -> None:
         with _autocast_without_cache():
             output = self.row.run(self.run)
-        self.made = output[0] if isinstance(output, tuple) else output.last_hidden_state
-        self.states.copy_(self.made.detach())
+        self.output = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        self.states.copy_(self.output.detach())
 
     def _backward(self) -> None:
-        assert self.made is not None
-        torch.autograd.backward(self.made, self.gradients)
+        assert self.output is not None
+        torch.autograd.backward(self.output, self.gradients)
 
     def __call__(self, tokens: int) -> Tensor:
         if self.trained:
@@ -380,23 +385,21 @@ def why_no_graphs(model: nn.Module) -> str | None:
     """Explains why packed calls of a model whose layers are compiled run without CUDA graphs; None if they do not."""
     if dist.is_initialized():
         return "its gradients are averaged over ranks in hooks"
-    if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
-        return "hooks of its parameters read gradients"
     return why_not_recomputed(model, compiled=True) or why_experts_read(model)
 
 
-def _fits(forward: PackedForward, given: Mapping[str, Any]) -> bool:
+def _fits(forward: PackedForward, arguments: Mapping[str, Any]) -> bool:
     """Returns whether a call has nothing but values of tokens and constants."""
     segments = forward.segments
     if segments.lengths is None or segments.spans is not None or segments.keys is not None or forward.over_ranks:
         return False
     if forward.wants_blank_image or forward.image_sizes or forward.encoded is not None:
         return False
-    for _, x in _tensors(given):
+    for _, x in _tensors(arguments):
         per_token = x.shape[:2] == (1, segments.tokens) or (x.ndim == 3 and x.shape[1:] == (1, segments.tokens))
         if not per_token or x.requires_grad:
             return False
-    return all(isinstance(x, Tensor | bool | int | float | str | None) for x in given.values())
+    return all(isinstance(x, Tensor | bool | int | float | str | None) for x in arguments.values())
 
 
 def _axis(x: Tensor) -> int:
@@ -431,11 +434,6 @@ def _leaves(node: Any) -> list[nn.Parameter]:
         seen |= dict.fromkeys(more)
         nodes += more
     return [each.variable for each in seen if hasattr(each, "variable")]
-
-
-def _power_of_two(size: int) -> int:
-    """Returns the lowest power of two that is not below a size."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 @contextmanager

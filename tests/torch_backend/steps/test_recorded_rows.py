@@ -190,9 +190,17 @@ def test_a_head_over_frozen_layers_is_trained(compiled: SimpleNamespace) -> None
 
 
 def test_hooks_that_read_gradients_forbid_graphs(compiled: SimpleNamespace) -> None:
-    recorded, _, calls = twins()
-    next(recorded.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
-    loss_of(recorded, padded((20, 9)))
+    """Also those that come after calls were recorded."""
+    recorded, plain, calls = twins()
+    seen: list[nn.Parameter] = []
+    for step in range(5):
+        if step == 3:
+            assert calls.graph == RECORDED and compiled.replayed
+            next(recorded.parameters()).register_post_accumulate_grad_hook(seen.append)
+        for model in (recorded, plain):
+            loss_of(model, padded((20, 9))).backward()
+        assert_same_gradients(recorded, plain)
+    assert len(seen) == 2
     assert calls.graph == "no CUDA graph: hooks of its parameters read gradients"
 
 
