@@ -1,6 +1,6 @@
 """Everything about speed on one GPU in one call of under ten minutes: the training step, rotary embedding, attention.
 
-    python -m benchmarks.gpu                                # all of it but options, the most important first
+    python -m benchmarks.gpu                                # all sections but options, moe and distillation
     python -m benchmarks.gpu --only step rope               # some sections
     python -m benchmarks.gpu --output results               # where gpu.json goes
     python -m benchmarks.gpu --budget 240                   # seconds after which nothing new is begun
@@ -39,8 +39,9 @@ SECTIONS = {
     "hybrid": "benchmarks.gpu_step:run_hybrid",
     "options": "benchmarks.gpu_options:run",
     "moe": "benchmarks.gpu_moe:run",
+    "distillation": "benchmarks.gpu_distillation:run",
 }
-BY_NAME_ONLY = {"options", "moe"}  # take minutes by themselves
+BY_NAME_ONLY = {"options", "moe", "distillation"}  # take minutes by themselves
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
