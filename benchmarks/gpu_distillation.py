@@ -63,8 +63,8 @@ def loss_alone(name: str) -> Iterator[Result]:
     wrt = [x.requires_grad_() for x in student[:2]]
 
     def step() -> tuple[Tensor, ...]:
-        found, _ = linear_divergence(student, teacher, beta=BETAS[name])
-        return found.detach(), *torch.autograd.grad(found, wrt, cotangent)
+        divergence, _ = linear_divergence(student, teacher, beta=BETAS[name])
+        return divergence.detach(), *torch.autograd.grad(divergence, wrt, cotangent)
 
     def error() -> float:
         hidden, weight = (x.detach().float().requires_grad_() for x in wrt)

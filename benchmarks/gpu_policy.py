@@ -55,10 +55,11 @@ def made_up(count: int) -> list[dict[str, Any]]:
         return [*generator.integers(4, 190 if TOY else 100_000, length).tolist(), 2]
 
     pairs = ((prompt, tokens(ANSWER)) for _ in range(count // GROUP) for prompt in [tokens(PROMPT)] * GROUP)
-    found = [{"prompt_ids": prompt, "completion_ids": answer} for prompt, answer in pairs]
+    rollouts = [{"prompt_ids": prompt, "completion_ids": answer} for prompt, answer in pairs]
     chance = -float(np.log(199 if TOY else 151_936))
     return [
-        {**ids, "logprobs": [chance] * len(ids["completion_ids"]), "reward": float(generator.normal())} for ids in found
+        {**ids, "logprobs": [chance] * len(ids["completion_ids"]), "reward": float(generator.normal())}
+        for ids in rollouts
     ]
 
 
@@ -105,15 +106,15 @@ def run(chosen: Any) -> Iterator[Result]:
     updates, all_contenders = chosen.warm_up + chosen.updates + 2 * chosen.profile, contenders(chosen.row)
     answers = MICRO_BATCHES * all_contenders[0].micro  # of an update
     lines = chosen.rollouts.read_text().splitlines() if chosen.rollouts else ()
-    given = list(islice(cycle(map(json.loads, lines)), answers * updates)) or made_up(answers * updates)
-    timed = given[answers * chosen.warm_up :][: answers * chosen.updates]
+    rollouts = list(islice(cycle(map(json.loads, lines)), answers * updates)) or made_up(answers * updates)
+    timed = rollouts[answers * chosen.warm_up :][: answers * chosen.updates]
     tokens = sum(len(x["prompt_ids"]) + len(x["completion_ids"]) for x in timed) / chosen.updates
     for shape in chosen.shape:
         for contender in all_contenders:
             if not wanted(contender.name) or seconds_left() < 0:
                 continue
 
-            def make(*rest: Any, who: Contender = contender, shape: str = shape, data: Any = given) -> Any:
+            def make(*rest: Any, who: Contender = contender, shape: str = shape, data: Any = rollouts) -> Any:
                 return build(who, SHAPES[shape], data, chosen.full, *rest)
 
             case = f"{shape}, {'all weights' if chosen.full else 'LoRA'}, rows of {chosen.row:,}"

@@ -253,8 +253,8 @@ def verdict(shape: str, results: Sequence[Result], unit: str = "pairs/s") -> str
     return "\n".join(lines)
 
 
-def _figures(found: dict[str, float], unit: str) -> str:
-    return f"{found[unit]:,.2f} {unit}, {found['GiB at most']:.1f} GiB"
+def _figures(figures: dict[str, float], unit: str) -> str:
+    return f"{figures[unit]:,.2f} {unit}, {figures['GiB at most']:.1f} GiB"
 
 
 def tokenizer() -> Any:

@@ -41,9 +41,11 @@ def sequence_balance_vjp(
 ) -> npt.NDArray[np.float64]:
     """Gradient ``[T, E]`` of ``sum(sequence_balance * dy)`` by the scores; which experts are chosen is constant."""
     (dy_,) = operands(dtype, dy)
-    found = _documents(scores, lengths, chosen, dtype)
+    statistics = _documents(scores, lengths, chosen, dtype)
     return plain(
-        np.concatenate([g * (f - s @ f[:, None]) / sums / len(s) for g, (sums, s, f) in zip(dy_, found, strict=True)])
+        np.concatenate(
+            [g * (f - s @ f[:, None]) / sums / len(s) for g, (sums, s, f) in zip(dy_, statistics, strict=True)]
+        )
     )
 
 

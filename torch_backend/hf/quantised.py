@@ -28,8 +28,8 @@ def why_weights_stay(root: Any) -> str | None:
     layers = linear_4bit_layers([root])
     reason = next((f"{_named(layer)}, {why}" for layer in layers if (why := _why_not_4bit(layer)) is not None), None)
     if reason is None and getattr(root, "is_quantized", False):
-        known = set(layers)
-        reason = next((why for m in root.modules() if m not in known and (why := _quantised(m)) is not None), None)
+        of_4_bits = set(layers)
+        reason = next((why for m in root.modules() if m not in of_4_bits and (why := _quantised(m)) is not None), None)
         if reason is None and not layers:
             return "its weights are quantised"
     return None if reason is None else f"its weights are quantised: {reason}"

@@ -128,8 +128,8 @@ def with_document_loss(root: Any, forward: PackedForward, batch: Mapping[str, An
     logits = [x.flatten(0, -2).float() for x in forward.router_logits or () if x is not None]
     routers: Any = _router_classes(root)
     codes = set().union(*(names(router.forward) for router in routers))
-    known = FUNCTION in called(original_class(root).forward) or (BIAS in codes and "softmax" not in codes)
-    if not (known and logits and isinstance(output, MutableMapping) and chosen and factor is not None):
+    scored = FUNCTION in called(original_class(root).forward) or (BIAS in codes and "softmax" not in codes)
+    if not (scored and logits and isinstance(output, MutableMapping) and chosen and factor is not None):
         raise UnsupportedModelError(
             f"{type(root).__name__} has no router_logits of a known kind, num_experts_per_tok or {COEFFICIENT}, so its "
             f'router has no loss per document: set config.{COEFFICIENT}, or leave config.{KIND} = "document" out'

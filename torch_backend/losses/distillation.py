@@ -66,23 +66,23 @@ def divergence_and_entropy(
         raise PackingError(f"temperature must be above 0, got {temperature}")
     if batch.get("shift_labels") is not None:
         raise LayoutError("causal_lm_divergence takes labels as they stand with the tokens: leave shift_labels out")
-    given = {name: x for name, x in batch.items() if name != LOSS_WEIGHTS}
+    inputs = {name: x for name, x in batch.items() if name != LOSS_WEIGHTS}
     device = next(teacher.parameters()).device
-    moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
+    moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
     def of_teacher(root: Any, head: nn.Module, tail: Tail | None) -> _Teacher:
         return _Teacher(root, head, tail, temperature)
 
     def of_student(root: Any, head: nn.Module, tail: Tail | None) -> _Student:
-        made = _Student(root, head, tail, temperature, expected.logits, beta, batch.get(LOSS_WEIGHTS))
-        check_divergence(made.entries, expected.entries, beta)
-        return made
+        shortcut = _Student(root, head, tail, temperature, expected.logits, beta, batch.get(LOSS_WEIGHTS))
+        check_divergence(shortcut.entries, expected.entries, beta)
+        return shortcut
 
     call = partial(call_with_shortcut, caller="causal_lm_divergence")
     with torch.no_grad():
         _, expected = call(teacher, cut_over_ranks(teacher, moved), of_teacher)
-    output, found = call(student, cut_over_ranks(student, given), of_student)
-    return loss_in(output) * found.count, found.weight, found.entropy
+    output, measured = call(student, cut_over_ranks(student, inputs), of_student)
+    return loss_in(output) * measured.count, measured.weight, measured.entropy
 
 
 class _Teacher(Shortcut):

@@ -33,7 +33,7 @@ from torch_backend.trainers.preference import PreferenceStep, step_without_waiti
 
 MINIMUM = "6.2"  # of sentence-transformers
 _OF_COLUMNS = ("prompt_length",)  # what pooling alone reads, of each column by itself
-_MADE = ("token_embeddings", "all_layer_embeddings", "sentence_embedding")  # by an earlier call on the same column
+_OUTPUTS = ("token_embeddings", "all_layer_embeddings", "sentence_embedding")  # by an earlier call on the same column
 
 
 class EmbeddingPort(TrainerPort):
@@ -132,7 +132,7 @@ class ColumnRows:
 
     def __init__(self) -> None:
         self.waiting: dict[int, tuple[dict[str, Any], tuple[int, ...]]] = {}
-        self.made: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self.outputs: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.columns = 0
 
     def __str__(self) -> str:
@@ -147,9 +147,9 @@ class ColumnRows:
         prefixes = {id(value): name.removesuffix("input_ids") for name, value in inputs.items()}
         for column in features:
             key = id(column.get("input_ids"))
-            known = lengths.get(prefixes.get(key, ""))
-            if known is not None and column["attention_mask"].shape == column["input_ids"].shape:
-                self.waiting[key] = column, known
+            of_column = lengths.get(prefixes.get(key, ""))
+            if of_column is not None and column["attention_mask"].shape == column["input_ids"].shape:
+                self.waiting[key] = column, of_column
         return features, labels
 
     def compute_loss(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,17 +160,17 @@ class ColumnRows:
             with column_merging_disabled():
                 return stock(*args, **kwargs)
         finally:
-            self.waiting, self.made = {}, {}
+            self.waiting, self.outputs = {}, {}
 
     def forward(self, stock: Any, module: Any, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """As ``Transformer.forward`` of sentence-transformers."""
         key, mode = id(features.get("input_ids")), (module, module.training, torch.is_grad_enabled())
         if key in self.waiting and not kwargs:
             self._run(stock, module, key, mode)
-        made_in, made = self.made.pop(key, (None, {}))
-        if made_in != mode or kwargs:
-            made = stock({name: x for name, x in features.items() if name not in _MADE}, **kwargs)
-        features.update(made)
+        ran_in, output = self.outputs.pop(key, (None, {}))
+        if ran_in != mode or kwargs:
+            output = stock({name: x for name, x in features.items() if name not in _OUTPUTS}, **kwargs)
+        features.update(output)
         return features
 
     def _run(self, stock: Any, module: Any, first: int, mode: Any) -> None:
@@ -190,13 +190,13 @@ class ColumnRows:
             for name in tokens
         }
         row |= dict(like[0]) | {BatchKey.LENGTHS: tuple(n for padded in placed for n in padded.lengths)}
-        given = set(row)
-        output = {name: x for name, x in stock(row).items() if name not in given}
+        inputs = set(row)
+        output = {name: x for name, x in stock(row).items() if name not in inputs}
         ends = [0, *accumulate(len(padded.places) for padded in placed)]
         documents = [0, *accumulate(len(padded.lengths) for padded in placed)]
         parts = zip(keys, placed, pairwise(ends), pairwise(documents), strict=True)
         for key, padded, part, among in parts:
-            self.made[key] = mode, {name: _part(x, padded, part, among) for name, x in output.items()}
+            self.outputs[key] = mode, {name: _part(x, padded, part, among) for name, x in output.items()}
         self.columns = len(keys)
 
 

@@ -163,4 +163,4 @@ class CountedDocuments:
     def __call__(self, features: Any) -> Any:
         batch = self.collator(features)
         lengths = [next((x[name] for name in LENGTHS if name in x), 0) for x in features if isinstance(x, Mapping)]
-        return {**batch, EXAMPLES: tuple(np.size(given) for given in lengths)}
+        return {**batch, EXAMPLES: tuple(np.size(each) for each in lengths)}

@@ -245,8 +245,8 @@ def _checked_rollouts(rollout: Any, prompts: Any, trainer: Any) -> Any:
     Raises:
         LayoutError: an answer has no token, or not as many log-probabilities, or none where the trainer reads them.
     """
-    found = rollout(prompts, trainer)
-    answers, logprobs = found.get("completion_ids", ()), found.get("logprobs")
+    rollouts = rollout(prompts, trainer)
+    answers, logprobs = rollouts.get("completion_ids", ()), rollouts.get("logprobs")
     reads = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     for number, answer in enumerate(answers):
         if not len(answer):
@@ -261,7 +261,7 @@ def _checked_rollouts(rollout: Any, prompts: Any, trainer: Any) -> Any:
                 f"answer {number} of rollout_func has {len(answer)} tokens and {len(logprobs[number])} "
                 "log-probabilities: return one for each token"
             )
-    return found
+    return rollouts
 
 
 def _renew_reference(changes: Changes) -> None:

@@ -79,8 +79,8 @@ def linear_divergence(
             "on the same batch, cut over the same ranks"
         )
     teacher = teacher._replace(hidden=teacher.hidden.detach(), weight=teacher.weight.detach())
-    found: tuple[Tensor, Tensor] = _LinearDivergence.apply(*student[:3], student, teacher, beta, chunk_bytes)
-    return found
+    result: tuple[Tensor, Tensor] = _LinearDivergence.apply(*student[:3], student, teacher, beta, chunk_bytes)
+    return result
 
 
 def check_divergence(student: int, teacher: int, beta: float) -> None:
