@@ -5,7 +5,7 @@ Each function returns a reason that users read after "not compiled:" or "no CUDA
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -29,6 +29,7 @@ from torch_backend.steps.graph_collectives import why_not_recorded
 from torch_backend.steps.memory import Level, draws_random_numbers, in_checkpoint_wrappers, level_of
 
 Batch = Mapping[str, Any]
+HOOKS_READ = "hooks of its parameters read gradients"
 
 
 def fast_loss_refused(model: nn.Module, batch: Batch) -> str | None:
@@ -63,6 +64,8 @@ def why_not_captured(model: nn.Module, batch: Batch, *, insists: bool = False) -
         return reason
     if (state := state_of(causal_lm(model))) is not None and state.rows.needs_lengths:
         return "its head reads documents, of which each batch has another number"
+    if reads_gradients(model.parameters()):
+        return HOOKS_READ
     if has_parents(batch) and not insists:
         return "rows with shared prefixes run at any length: pass capture=True where they have one capacity"
     if holds_images(batch):
@@ -73,6 +76,11 @@ def why_not_captured(model: nn.Module, batch: Batch, *, insists: bool = False) -
     if reason is None and has_parents(batch) and state is not None:
         reason = state.why_no_compiled_forest(())
     return reason or why_experts_read(model)
+
+
+def reads_gradients(parameters: Iterable[nn.Parameter]) -> bool:
+    """Returns whether parameters have hooks on their gradients, whose Python code a CUDA graph would not run again."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
 
 
 def why_not_recomputed(model: nn.Module, *, compiled: bool) -> str | None:

@@ -185,8 +185,6 @@ def why_not_recorded(model: nn.Module) -> str | None:
         return "gradients are reduced over ranks during the backward"
     if reduces_by_hook(model):
         return "a communication hook of DDP reduces the gradients"
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()):
-        return "parameters have hooks, and DDP reduces their gradients during the backward"
     if model.static_graph or model.mixed_precision is not None:
         return "DDP has a static graph, or a precision of its own"
     return None

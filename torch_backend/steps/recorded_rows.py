@@ -33,7 +33,7 @@ from torch_backend.hf.patch import Patched
 from torch_backend.pieces import padding_lengths
 from torch_backend.segments import PackedMetadata
 from torch_backend.steps.cuda_graph import record
-from torch_backend.steps.eligibility import why_not_recomputed
+from torch_backend.steps.eligibility import HOOKS_READ, reads_gradients, why_not_recomputed
 from torch_backend.steps.fixed_shapes import power_of_two
 from torch_backend.steps.graph_collectives import place_of
 
@@ -219,8 +219,8 @@ class RecordedRows:
             self.tuners = [m for m in self.modules if hasattr(m, "_disable_adapters")]  # of PEFT
         adapters = tuple((m._disable_adapters, str(m.active_adapters), getattr(m, "merged", None)) for m in self.tuners)
         parameters = [p for m in self.modules for p in m._parameters.values() if p is not None]
-        if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
-            self.refused = "hooks of its parameters read gradients"
+        if reads_gradients(parameters):
+            self.refused = HOOKS_READ
         weights = tuple((place_of(p), p.requires_grad) for p in parameters)
         constants = tuple((name, x) for name, x in arguments.items() if not isinstance(x, Tensor))
         shapes = tuple((name, x.dtype) for name, x in _tensors(arguments))

@@ -30,6 +30,18 @@ def test_graphs_train_as_plain_steps_do_for_any_number_of_microbatches(graphs: S
     assert graphs.replayed == 10
 
 
+def test_hooks_that_read_gradients_forbid_a_graph(graphs: SimpleNamespace) -> None:
+    """A replay would not call them."""
+    model = patched()
+    graphs.model, seen = model, []
+    next(model.parameters()).register_post_accumulate_grad_hook(seen.append)
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(4):
+        step(batches([slice(0, 3)], capacity=64))
+    assert step.parts["graph"] == "no CUDA graph: hooks of its parameters read gradients"
+    assert (len(seen), graphs.recorded) == (4, 0)
+
+
 def test_a_batch_of_another_form_runs_as_usual_and_the_graph_stays(graphs: SimpleNamespace) -> None:
     model, right = patched(), patched()
     graphs.model = model
