@@ -1,9 +1,11 @@
 """sentence-transformers' trainer, padded and packed by ``crosspack.enable_packing``: same losses, how much faster.
 
     python -m benchmarks.embeddings           # on the GPU if there is one; --tiny: to see that everything runs
+    python -m benchmarks.embeddings --shape modernbert --means 30 300 --batch 512 --bf16
 
-Pairs are questions and answers of GSM8K, which MultipleNegativesRankingLoss compares within a batch. Weights are
-random, without dropout, so that losses can be compared. Of the rounds of each, in turn, the fastest counts.
+Pairs are questions and answers of GSM8K, or with ``--means`` random words whose numbers are lognormal with these means;
+MultipleNegativesRankingLoss compares them within a batch. Weights are random, without dropout, so that losses can be
+compared. Of the rounds of each, in turn, the fastest counts.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from datasets import Dataset
@@ -49,6 +52,13 @@ def now() -> float:
         return time.process_time()
     torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def made_up(count: int, means: list[int]) -> list[tuple[str, ...]]:
+    """Returns as many tuples of texts, one text for each mean number of words."""
+    generator, words = np.random.default_rng(0), [f"w{number}" for number in range(8_000)]
+    lengths = generator.lognormal(np.log(means) - 0.18, 0.6, (count, len(means))).astype(int).clip(2, 510)
+    return [tuple(" ".join(generator.choice(words, length)) for length in row) for row in lengths]
 
 
 def save(folder: str, shape: str, texts: list[str]) -> None:
@@ -89,13 +99,17 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="minilm")
     for name, default in (("batch", 32), ("steps", 12), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--means", type=int, nargs=2, help="words of made-up pairs, in the mean")
     for name in ("bf16", "tiny"):
         parser.add_argument(f"--{name}", action="store_true")
     chosen = parser.parse_args()
     if chosen.tiny:
         chosen.shape, chosen.batch, chosen.steps, chosen.rounds = "tiny", 4, 3, 1
-    with chosen.data.open() as lines:
-        texts = [(record["prompt"], record["completion"]) for record in map(json.loads, lines)]
+    if chosen.means:
+        texts = made_up(chosen.batch * (chosen.steps + WARM_UP), chosen.means)
+    else:
+        records = map(json.loads, chosen.data.read_text().splitlines())
+        texts = [(record["prompt"], record["completion"]) for record in records]
     pairs = Dataset.from_list([dict(zip(("anchor", "positive"), pair, strict=True)) for pair in texts])
     with TemporaryDirectory() as folder:
         save(folder, chosen.shape, [text for pair in texts for text in pair])

@@ -118,7 +118,8 @@ def run(chosen: Any) -> Iterator[Result]:
                 return build(who, SHAPES[shape], data, chosen.full, *rest)
 
             case = f"{shape}, {'all weights' if chosen.full else 'LoRA'}, rows of {chosen.row:,}"
-            yield from trainer_run(SECTION, case, contender, make, (tokens, TOKENS), chosen.updates, 2 * chosen.profile)
+            counts = chosen.updates, 2 * chosen.profile, chosen.warm_up
+            yield from trainer_run(SECTION, case, contender, make, (tokens, TOKENS), *counts)
             free()
 
 

@@ -111,7 +111,8 @@ class StaticRow:
             segments.continue_segments(self.parents, form.depth)
         forward = PackedForward(segments, (1, form.tokens), state.implementation, sizes=state.anatomy.sizes)
         forward.real = self.real
-        return run_inside(state, forward, run, forward, dict(self.kwargs))
+        with _autocast_without_cache():
+            return run_inside(state, forward, run, forward, dict(self.kwargs))
 
 
 class RecordedRows:
@@ -341,8 +342,7 @@ class RowGraphs:
             self.output = None  # whose memory the next recording may use
 
     def _forward(self) -> None:
-        with _autocast_without_cache():
-            output = self.row.run(self.run)
+        output = self.row.run(self.run)
         self.output = output[0] if isinstance(output, tuple) else output.last_hidden_state
         self.states.copy_(self.output.detach())
 
@@ -438,7 +438,10 @@ def _leaves(node: Any) -> list[nn.Parameter]:
 
 @contextmanager
 def _autocast_without_cache() -> Iterator[None]:
-    """Autocast as it is, without the casts of weights that were made outside of a recording."""
+    """Autocast as it is, without the casts of weights that were made outside of a recording.
+
+    Calls that are not recorded run in it too: compiled code is guarded on it, and none is compiled in a recording.
+    """
     if not torch.is_autocast_enabled("cuda"):
         yield
         return
