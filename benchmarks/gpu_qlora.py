@@ -1,7 +1,7 @@
 """QLoRA by TRL's SFTTrainer: stock packed rows, enable_packing, and the same step over bfloat16 weights.
 
     python -m benchmarks.gpu_qlora                     # the Qwen3-14B shape cut to 8 layers, rows of 8,192
-    python -m benchmarks.gpu_qlora --layers 40 --match "enable_packing, checkpointing"
+    python -m benchmarks.gpu_qlora --layers 40 --gib 24 --match auto   # what fits a card of 24 GiB
     python -m benchmarks.gpu_qlora --tiny              # every contender on the CPU; its times mean nothing
 
 Random weights in NF4 with double quantisation that compute in bfloat16, adapters of rank 16 on all linear layers, with
@@ -25,10 +25,11 @@ from benchmarks.gpu_workload import DTYPE, Shape, qwen2, with_adapters
 
 ROW, RATE = 256 if TOY else 8_192, "real tokens/s"
 STOCK, PACKED = "SFTTrainer(packing=True), stock SDPA", "SFTTrainer(packing=True), enable_packing"
-AGAIN = ", checkpointing"
+AGAIN, AUTO = ", checkpointing", '(memory="auto")'
 CONTENDERS = {
     PACKED + AGAIN: partial(sft, checkpointing=True),
     PACKED: sft,
+    PACKED + AUTO: partial(sft, memory="auto"),
     STOCK + AGAIN: partial(sft, packed=False, checkpointing=True),
     STOCK: partial(sft, packed=False),
 }
@@ -46,8 +47,12 @@ def qwen3_14b(layers: int, few: bool) -> Any:
     )  # fmt: skip
 
 
-def in_4_bits(model: Any) -> Any:
-    """Adapters over the model, the linear layers of its decoder quantised one by one."""
+def in_4_bits(gib: float | None, model: Any) -> Any:
+    """Adapters over the model, the linear layers of its decoder quantised one by one.
+
+    Args:
+        gib: what the process may allocate from then on; None for all that there is.
+    """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for parent in list(model.get_decoder().modules()):
@@ -59,19 +64,29 @@ def in_4_bits(model: Any) -> Any:
                 new.weight, new.bias = packed.to(old.weight.device), old.bias
                 setattr(parent, name, new)
     model.is_loaded_in_4bit = True
+    free()
+    if gib is not None and not TOY:
+        _allow(gib)
     return with_adapters(model)
 
 
-def run(layers: int, epochs: int) -> Iterator[Result]:
+def _allow(gib: float | None) -> None:
+    there = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else min(1.0, gib * 2**30 / there))
+
+
+def run(layers: int, epochs: int, gib: float | None) -> Iterator[Result]:
     make = partial(qwen3_14b, layers)
-    name = "toy" if TOY else f"Qwen3-14B, {layers} layers"
-    for weights, adapters in (("NF4", in_4_bits), ("bfloat16", with_adapters)):
+    name = "toy" if TOY else f"Qwen3-14B, {layers} layers" + (f" in {gib:g} GiB" if gib else "")
+    for weights, adapters in (("NF4", partial(in_4_bits, gib)), ("bfloat16", with_adapters)):
         shape = Shape(f"{name}, LoRA, {weights}", make, (ROW,), lora=True, adapters=adapters)
         for contender in CONTENDERS:
             if wanted(contender) and (weights == "NF4" or contender.startswith(PACKED)):
                 yield from measure(shape, contender, ROW, epochs, 1, contenders=CONTENDERS)
                 torch._dynamo.reset()
                 free()
+                if not TOY:
+                    _allow(None)
 
 
 def verdict(results: Sequence[Result]) -> str:
@@ -93,8 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     options.add_argument("--layers", type=int, default=8)
     options.add_argument("--epochs", type=int, default=1, help="timed, after the warm-up")
+    options.add_argument("--gib", type=float, help="memory that training over 4-bit weights may take")
     chosen = parsed(options, arguments)
-    results = collected(survived("QLoRA", run(chosen.layers, chosen.epochs)), chosen.output, "gpu_qlora")
+    results = collected(survived("QLoRA", run(chosen.layers, chosen.epochs, chosen.gib)), chosen.output, "gpu_qlora")
     print(verdict(results), flush=True)
     return results
 

@@ -289,8 +289,9 @@ def device_bytes(device: torch.device) -> int | None:
     """Returns what this process can allocate on a device in all; None off CUDA."""
     if device.type != "cuda":
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+    return min(free + torch.cuda.memory_reserved(device), int(allowed))
 
 
 def host_bytes() -> int | None:

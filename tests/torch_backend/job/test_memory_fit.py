@@ -287,3 +287,13 @@ def test_auto_is_refused_where_no_level_is_possible_or_the_step_is_not_ours(tmp_
     finally:
         monkey.supports_gradient_checkpointing = before
     set_level(model, "none")
+
+
+@pytest.mark.parametrize(("fraction", "there"), [(1.0, 70), (0.5, 50), (0.3, 30)])
+def test_a_process_counts_on_no_more_than_its_fraction_of_a_device(
+    monkeypatch: pytest.MonkeyPatch, fraction: float, there: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (45, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 25)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
+    assert memory_fit.device_bytes(torch.device("cuda")) == there
