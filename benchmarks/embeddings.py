@@ -89,6 +89,7 @@ def train(folder: str, pairs: Dataset, chosen: argparse.Namespace, packed: bool)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
+    print("packed" if packed else "padded", f"{chosen.batch / clock.seconds:.1f} pairs/s", flush=True)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     return losses, clock.seconds, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
 

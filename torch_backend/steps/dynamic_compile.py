@@ -26,13 +26,15 @@ from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.steps.eligibility import level_inside, why_not_compiled
 from torch_backend.steps.graph_limits import GRAPHS, whole_layers
 from torch_backend.steps.memory import Level, level_layers, recomputing_inside
-from torch_backend.steps.recorded_rows import RecordedRows, Run
+from torch_backend.steps.recorded_rows import RecordedRows
+from torch_backend.steps.static_row import Run
 from torch_backend.steps.tower_blocks import TowerBlock
 
 log = logging.getLogger("crosspack")
 
 COMPILED = "compiled, for rows of any length"
 RECORDED = "CUDA graphs of the layers, one for each length of rows"
+UNNEEDED = "no CUDA graph: the GPU does not wait for the host in rows of this size"
 
 
 class CompiledCalls:
@@ -63,7 +65,9 @@ class CompiledCalls:
     def graph(self) -> str:
         if self.recorded is None:
             return self.layers if self.layers != COMPILED else "decided at the second packed call"
-        return RECORDED if self.recorded.refused is None else f"no CUDA graph: {self.recorded.refused}"
+        if self.recorded.refused is not None:
+            return f"no CUDA graph: {self.recorded.refused}"
+        return UNNEEDED if self.recorded.is_unneeded else RECORDED
 
     def __call__(self, run: Run, forward: PackedForward, kwargs: dict[str, Any]) -> Any:
         """The output of ``run(forward, kwargs)``, the layers of a packed call."""

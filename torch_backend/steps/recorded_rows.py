@@ -11,12 +11,12 @@ launches. The padding is segments of its own behind the documents; its hidden st
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
 from traceback import format_exception
 from typing import Any
 
@@ -27,100 +27,31 @@ from torch.autograd.function import once_differentiable
 
 from packing_core.storage.forest import depth_of
 from torch_backend.hf.edits.experts import why_experts_read
-from torch_backend.hf.entry import run_inside
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.patch import Patched
-from torch_backend.pieces import padding_lengths
 from torch_backend.segments import PackedMetadata
 from torch_backend.steps.cuda_graph import record
 from torch_backend.steps.eligibility import HOOKS_READ, reads_gradients, why_not_recomputed
 from torch_backend.steps.fixed_shapes import power_of_two
 from torch_backend.steps.graph_collectives import place_of
+from torch_backend.steps.static_row import RowForm, Run, StaticRow, tensors_of
 
 log = logging.getLogger("crosspack")
 
-# The layers of a decoder: the segments and the arguments of its own forward -> its output.
-Run = Callable[[PackedForward, dict[str, Any]], Any]
 PARTS = 16  # lengths of rows between a power of two and the next: padding is at most a sixteenth of a row
 OFTEN = 4  # times that a form comes before it has graphs of its own, where longer ones can serve it
 MOST_PADDED = 1.25  # times its tokens may be those of a row whose graphs serve it
+MOST_WAITED = 1.25  # times the host's time of a call may be the device's where the device waits for the host
 CHANGED = "the activations of this call were overwritten by a later one: call backward once, before the next call"
-
-
-@dataclass(frozen=True)
-class RowForm:
-    """The sizes that a graph holds for all of its rows.
-
-    Attributes:
-        tokens, entries: of the row and of its list of segments, padding included.
-        longest: no segment is longer.
-        depth: the most segments that one continues; 0 where none does.
-    """
-
-    tokens: int
-    entries: int
-    longest: int
-    depth: int
-
-
-class StaticRow:
-    """The arguments of a decoder's forward for one padded row, in memory that stays where it is.
-
-    Args:
-        form: of the row.
-        kwargs: arguments of a call, whose tensors have a value per token; segments: of its row.
-    """
-
-    def __init__(self, state: Patched, form: RowForm, kwargs: Mapping[str, Any], segments: PackedMetadata) -> None:
-        self.state, self.form, self.kwargs = state, form, dict(kwargs)
-        for name, x in _tensors(kwargs):
-            shape = list(x.shape)
-            shape[_axis(x)] = form.tokens
-            self.kwargs[name] = x.new_empty(shape)
-        device = state.device
-        self.boundaries = torch.empty(form.entries + 1, dtype=torch.int32, device=device)
-        self.parents = torch.empty(form.entries, dtype=torch.int32, device=device) if form.depth else None
-        self.real = torch.empty(form.tokens, dtype=torch.bool, device=device) if state.experts else None
-        self.lengths: tuple[int, ...] | None = None
-        self.take(kwargs, segments)
-
-    def take(self, kwargs: Mapping[str, Any], segments: PackedMetadata) -> None:
-        """Copy the arguments of a call, and pad them."""
-        form, tokens, lengths = self.form, segments.tokens, segments.lengths
-        assert lengths is not None
-        for name, x in _tensors(kwargs):
-            axis, kept = _axis(x), self.kwargs[name]
-            kept.narrow(axis, 0, tokens).copy_(x)
-            kept.narrow(axis, tokens, form.tokens - tokens).zero_()
-        all_lengths = (*lengths, *padding_lengths(tokens, form.tokens, form.tokens, form.longest))
-        rest = form.entries - len(all_lengths)
-        _write(self.boundaries, [0, *accumulate(all_lengths), *[form.tokens] * rest])
-        if self.parents is not None:
-            above = segments.parents or ()
-            _write(self.parents, [*above, *[-1] * (form.entries - len(above))])
-        if self.real is not None:
-            self.real[:tokens] = True
-            self.real[tokens:] = False
-        self.lengths = all_lengths if self.state.layers_need_lengths else None
-
-    def run(self, run: Run) -> Any:
-        """The decoder's output for the whole row."""
-        form, state = self.form, self.state
-        segments = PackedMetadata(self.boundaries, form.longest, form.tokens, self.lengths)
-        if self.parents is not None:
-            segments.continue_segments(self.parents, form.depth)
-        forward = PackedForward(segments, (1, form.tokens), state.implementation, sizes=state.anatomy.sizes)
-        forward.real = self.real
-        with _autocast_without_cache():
-            return run_inside(state, forward, run, forward, dict(self.kwargs))
 
 
 class RecordedRows:
     """Runs packed calls of one patched decoder as CUDA graphs, a pair for every :class:`RowForm`.
 
-    The first call of a form runs as usual, the second one is recorded. Where graphs of longer rows can serve a form,
-    they do until it has come :data:`OFTEN`. Graphs of one model share their memory, so while the backward of a call is
-    to come, the next one with gradients runs as usual.
+    The first call of a form runs as usual, the second one is recorded, unless the first kept the device busy for longer
+    than the host: a graph would save nothing there, and its padding costs. Where graphs of longer rows can serve a
+    form, they do until it has come :data:`OFTEN`. Graphs of one model share their memory, so while the backward of a
+    call is to come, the next one with gradients runs as usual.
 
     Args:
         model: what is called, with all its wrappers.
@@ -133,7 +64,8 @@ class RecordedRows:
         self.model, self.state = model, state
         self.refused = why_no_graphs(model)
         self.entries = self.longest = self.depth = 0
-        self.graphs: dict[Any, dict[int, RowGraphs | None]] = {}  # by the tokens of a row, for each of all else
+        self.graphs: dict[Any, dict[int, RowGraphs]] = {}  # by the tokens of a row, for each of all else
+        self.timers: dict[Any, CallTimer] = {}  # of calls as usual
         self.seen: Counter[Any] = Counter()
         self.memory = GraphMemory()
         self.structure: Any = None
@@ -142,8 +74,18 @@ class RecordedRows:
         self.kind: Any = tuple  # of the decoder's output
         self.hidden = torch.empty(0)  # of the dtype and width of its hidden states
 
+    @property
+    def is_unneeded(self) -> bool:
+        """Returns whether nothing is recorded because the device does not wait for the host."""
+        timed = [timer for timer in self.timers.values() if timer.has_ended]
+        return not any(self.graphs.values()) and any(not timer.waited for timer in timed)
+
     def __call__(self, run: Run, forward: PackedForward, kwargs: dict[str, Any]) -> Any:
         """The output of ``run(forward, kwargs)``."""
+        with _autocast_without_cache():
+            return self._call(run, forward, kwargs)
+
+    def _call(self, run: Run, forward: PackedForward, kwargs: dict[str, Any]) -> Any:
         segments = forward.segments
         arguments = {name: x for name, x in kwargs.items() if name != "attention_mask"}
         if self.refused is not None or not _fits(forward, arguments):
@@ -156,7 +98,11 @@ class RecordedRows:
         if graphs is not None:
             graphs.row.take(arguments, segments)
             return _with_hidden(self.kind, graphs(segments.tokens))
-        output = StaticRow(self.state, form, arguments, segments).run(run)
+        timer = self.timers.get((form, around))
+        if timer is not None and timer.has_ended and not timer.waited:
+            return run(forward, kwargs)
+        with CallTimer() as self.timers[form, around]:
+            output = StaticRow(self.state, form, arguments, segments).run(run)
         if (hidden := _only_hidden(output)) is None:
             self.refused = "its decoder returns more than the last hidden states"
             return run(forward, kwargs)
@@ -173,15 +119,15 @@ class RecordedRows:
         if (graphs := recorded.get(form.tokens)) is not None:
             return graphs
         self.seen[form, around] += 1
-        longer = [tokens for tokens, graphs in recorded.items() if graphs and tokens > form.tokens]
+        longer = [tokens for tokens in recorded if tokens > form.tokens]
         if longer and min(longer) <= MOST_PADDED * form.tokens and self.seen[form, around] < OFTEN:
             return recorded[min(longer)]
-        if form.tokens not in recorded:  # kernels are compiled and chosen in a call like it, forward and backward
-            recorded[form.tokens] = None
+        timer = self.timers.get((form, around))  # kernels are compiled and chosen in a call like it, and its backward
+        if timer is None or not timer.has_ended or not timer.waited:
             return None
         return self._record(recorded, run, StaticRow(self.state, form, arguments, segments))
 
-    def _record(self, recorded: dict[int, RowGraphs | None], run: Run, row: StaticRow) -> RowGraphs | None:
+    def _record(self, recorded: dict[int, RowGraphs], run: Run, row: StaticRow) -> RowGraphs | None:
         try:
             self.memory.reserve(row.form.tokens, self.hidden)
             recorded[row.form.tokens] = RowGraphs(row, run, self.memory)
@@ -224,7 +170,7 @@ class RecordedRows:
             self.refused = HOOKS_READ
         weights = tuple((place_of(p), p.requires_grad) for p in parameters)
         constants = tuple((name, x) for name, x in arguments.items() if not isinstance(x, Tensor))
-        shapes = tuple((name, x.dtype) for name, x in _tensors(arguments))
+        shapes = tuple((name, x.dtype) for name, x in tensors_of(arguments))
         return torch.is_grad_enabled(), self.model.training, cast, adapters, weights, constants, shapes
 
 
@@ -297,6 +243,36 @@ class GraphMemory:
             parameter.grad = kept
         if empty:
             torch._foreach_zero_(empty)
+
+
+class CallTimer:
+    """Times what a ``with`` block queues: the host's seconds and, without waiting for it, the device's."""
+
+    def __enter__(self) -> CallTimer:
+        on_gpu = torch.cuda.is_available()
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
+        for event in self.events[:1]:
+            event.record()
+        self.began, self.seconds = time.perf_counter(), 0.0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self.began
+        for event in self.events[1:]:
+            event.record()
+
+    @property
+    def has_ended(self) -> bool:
+        """Returns whether the device has done all of it."""
+        return all(event.query() for event in self.events)
+
+    @property
+    def waited(self) -> bool:
+        """Returns whether the device waited for the host, which a graph would spare it."""
+        if not self.events:
+            return True
+        begin, end = self.events
+        return begin.elapsed_time(end) / 1_000 < MOST_WAITED * self.seconds
 
 
 class PendingCall:
@@ -395,20 +371,11 @@ def _fits(forward: PackedForward, arguments: Mapping[str, Any]) -> bool:
         return False
     if forward.wants_blank_image or forward.image_sizes or forward.encoded is not None:
         return False
-    for _, x in _tensors(arguments):
+    for _, x in tensors_of(arguments):
         per_token = x.shape[:2] == (1, segments.tokens) or (x.ndim == 3 and x.shape[1:] == (1, segments.tokens))
         if not per_token or x.requires_grad:
             return False
     return all(isinstance(x, Tensor | bool | int | float | str | None) for x in arguments.values())
-
-
-def _axis(x: Tensor) -> int:
-    """Returns the axis of the tokens in [1, T, ...] or, of positions on several axes, [3, 1, T]."""
-    return 1 if x.shape[0] == 1 else 2
-
-
-def _tensors(kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, x) for name, x in kwargs.items() if isinstance(x, Tensor))
 
 
 def _only_hidden(output: Any) -> Tensor | None:
@@ -420,10 +387,6 @@ def _only_hidden(output: Any) -> Tensor | None:
 def _with_hidden(kind: Any, hidden: Tensor) -> Any:
     """Returns a decoder's output of a kind."""
     return (hidden,) if kind is tuple else kind(last_hidden_state=hidden)
-
-
-def _write(kept: Tensor, values: list[int]) -> None:
-    kept.copy_(torch.tensor(values, dtype=kept.dtype), non_blocking=True)
 
 
 def _leaves(node: Any) -> list[nn.Parameter]:

@@ -23,7 +23,7 @@ from torch_backend import patch
 from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.steps import recorded_rows
 from torch_backend.steps.cuda_graph import record
-from torch_backend.steps.dynamic_compile import RECORDED, CompiledCalls
+from torch_backend.steps.dynamic_compile import RECORDED, UNNEEDED, CompiledCalls
 
 pytestmark = pytest.mark.usefixtures("possible")
 NO_RANDOM_STATE = "no CUDA graph: dropout or noise in layers that recompute reads the random state"
@@ -219,6 +219,23 @@ def test_what_cannot_be_recorded_runs_as_usual_and_says_why(
             loss_of(model, padded((20, 9))).backward()
     assert_same_gradients(recorded, plain)
     assert calls.graph == "no CUDA graph: recording it failed, operation not permitted when stream is capturing"
+
+
+def test_rows_that_keep_the_device_busier_than_the_host_are_not_recorded(
+    compiled: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, plain, calls = twins()
+    monkeypatch.setattr(recorded_rows.CallTimer, "waited", False)
+    for number, lengths in enumerate([(20, 9), (18, 11), (20, 9), (19, 10)]):
+        for model in (recorded, plain):
+            loss_of(model, padded(lengths, seed=number)).backward()
+        assert_same_gradients(recorded, plain)
+    assert calls.recorded is not None and not any(calls.recorded.graphs.values())
+    assert calls.graph == UNNEEDED
+    monkeypatch.setattr(recorded_rows.CallTimer, "waited", True)
+    for _ in range(2):
+        loss_of(recorded, padded((20, 9))).backward()
+    assert calls.graph == RECORDED
 
 
 @pytest.mark.gpu
