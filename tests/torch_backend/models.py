@@ -36,11 +36,16 @@ PLAIN_SGD: dict[str, Any] = {
     "disable_tqdm": True,
 }
 
+# Models that run by another route than the others of their family: here, the decoder by batches of documents.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {"falcon_alibi": ("falcon", {"alibi": True})}
+
 _config = cache(family_config)
 
 
 def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
     """A fresh tiny model of the family, in train mode."""
+    family, option = VARIANTS.get(family, (family, {}))
+    changes = option | changes
     return tiny_model(tiny_config(_config(family), head_dim=16, changes=changes), seed=seed).train()
 
 

@@ -17,7 +17,7 @@ from torch_backend.auditing.compare import gradients_error, relative_error
 from torch_backend.hf.anatomy.structure import causal_lm
 
 GRADIENT = "gradient of "
-ROUTES = ("qwen3", "gpt_oss", "qwen3_5_text", "phi3", "bloom")
+ROUTES = ("qwen3", "gpt_oss", "qwen3_5_text", "phi3", "falcon_alibi")
 WORDS = 96
 
 

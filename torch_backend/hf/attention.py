@@ -151,6 +151,7 @@ def _packed(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -196,12 +197,13 @@ def _packed(
             window=sliding_window,
             softcap=softcap or None,
             sinks=sinks,
+            alibi_slopes=alibi_slopes,
             dropout=dropout,
             scale=scaling,
         )
         name, request = choose(request, packed, mask.implementation)
         mask.record(module, AttentionChoice(name, request, crossing))
-        return run(name, request, q, k, v, packed, sinks=sinks)
+        return run(name, request, q, k, v, packed, sinks=sinks, alibi_slopes=alibi_slopes)
 
     if mask.over_ranks:
         _refuse_across_ranks(module, causal=causal, dropout=dropout)
@@ -263,7 +265,7 @@ def _where(module: nn.Module) -> str:
 
 def _chunk(module: nn.Module) -> int | None:
     """The chunk inside which an attention layer of Llama 4 sees; its layers carry no argument for it, only a mask."""
-    config: Any = module.config
+    config: Any = getattr(module, "config", None)
     if getattr(config, "attention_chunk_size", None) is None or _kind(module) != "chunked_attention":
         return None
     return int(config.attention_chunk_size)
@@ -271,7 +273,7 @@ def _chunk(module: nn.Module) -> int | None:
 
 def kind_of(module: Any) -> str | None:
     """Returns the kind of an attention layer as its config lists it; None if it does not."""
-    kinds, layer = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
+    kinds, layer = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
     return kinds[layer] if kinds and layer is not None else None
 
 

@@ -164,8 +164,20 @@ class PackedForward(BlockMask):
     def ndim(self) -> int:
         return 4
 
-    def to(self, device: Any, **_: Any) -> PackedForward:
+    def unsqueeze(self, dim: int) -> PackedForward:
+        """Itself, as in the arithmetic below: a mask of ones and zeros, of which OpenAI-GPT makes one to add."""
+        return self
+
+    def __rsub__(self, other: float) -> PackedForward:
+        return self
+
+    def __mul__(self, other: float) -> PackedForward:
+        return self
+
+    def to(self, device: Any = None, **_: Any) -> PackedForward:
         """The same forward on another device, for models that are spread over several; one copy per device."""
+        if device is None or isinstance(device, torch.dtype):
+            return self
         device = torch.empty(0, device=device).device  # with its index
         if device not in self._copies:
             copy = PackedForward(

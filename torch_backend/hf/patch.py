@@ -27,6 +27,7 @@ from torch_backend.hf.anatomy.structure import STATE, causal_lm, has_compiled_la
 from torch_backend.hf.attention import PACKED, register, softcap_of
 from torch_backend.hf.batch_reader import BatchReader
 from torch_backend.hf.blank_images import tie_blank_image, wants_blank_image
+from torch_backend.hf.edits import own_attention
 from torch_backend.hf.edits.experts import restore_experts
 from torch_backend.hf.edits.kinds import (
     AttentionKind,
@@ -197,9 +198,11 @@ class Patched(BatchReader):
 
     def _edits(self) -> Iterator[Edit]:
         if self.anatomy.route == "attention":
-            served = (self.decoder, *self.anatomy.attention.values())
+            own = [layer for layer in self.anatomy.attention.values() if own_attention.computes_attention(layer)]
+            served = () if own else (self.decoder, *self.anatomy.attention.values())
             yield from map(AttentionName, {id(m.config): m.config for m in served}.values())
             yield from map(AttentionKind, self.anatomy.attention.values())
+            yield from own_attention.edits(self.decoder, own)
             yield ContinuousBatching(self.root, self.suspend)
         if self.anatomy.route != "documents":
             around = {id(layer) for layer, _ in self.experts}
@@ -212,7 +215,7 @@ class Patched(BatchReader):
             start = partial(override_frequencies, current=self.current)
             yield LayerOverride(rotary, start, restore_frequencies)
         for name, layer in self.anatomy.attention.items():
-            if name not in self.anatomy.mixers:
+            if name not in self.anatomy.mixers and own_attention.keeps_its_forward(layer):
                 yield Rotation(name, layer, self.own_rotation)
         for module, start in override_entries(self):
             yield LayerOverride(module, start, restore_entry)

@@ -225,8 +225,7 @@ def test_the_work_saved_is_that_of_the_tokens_and_pairs_that_are_not_computed(le
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("bloom", {}, "it runs on batches of documents"),
-        ("mpt", {}, "it runs on batches of documents"),
+        ("falcon", {"alibi": True}, "it runs on batches of documents"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},

@@ -81,7 +81,7 @@ def family_of(name: str) -> Any:
 
 CASES: dict[str, Callable[[], Case]] = {
     "language model": lambda: text_case(tiny("qwen3")),
-    "language model, decoder run per document": lambda: text_case(tiny("bloom")),
+    "language model, decoder run per document": lambda: text_case(tiny("falcon_alibi")),
     "language model, rotary frequencies per document": lambda: text_case(model_of("phi3")),
     "vision-language model, text alone": lambda: text_case(vision_model("qwen2_vl")),
     "vision-language model, images on three axes": lambda: image_case("qwen2_vl"),

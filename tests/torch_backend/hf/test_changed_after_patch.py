@@ -31,7 +31,7 @@ def dynamic(model: Any) -> nn.Module:
     return type(model.model.rotary_emb)(config)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "bloom"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "falcon_alibi"])
 def test_a_padding_token_that_is_set_later_is_the_one_that_heads_read(family: str) -> None:
     """As RewardTrainer does; documents that end with it are scored by the token before it."""
     docs = documents()

@@ -23,7 +23,7 @@ from torch_backend.hf.attention import PREFIX
 from torch_backend.hf.edits.mixers import find_mixers
 from torch_backend.hf.patch import state_of
 
-ROUTES = ["qwen3", "qwen3_next", "mamba", "bloom"]
+ROUTES = ["qwen3", "qwen3_next", "mamba", "bloom", "falcon_alibi"]
 
 
 def patched(family: str) -> Any:
@@ -43,7 +43,7 @@ def hooked_layers(model: nn.Module) -> list[nn.Module]:
     ("family", "order"),
     [
         *(("qwen3_next", order) for order in ("pahu", "phau", "hpau", "hpua", "phua")),
-        *((family, order) for family in ("qwen3", "mamba", "bloom") for order in ("phau", "hpua")),
+        *((family, order) for family in ("qwen3", "mamba", "falcon_alibi") for order in ("phau", "hpua")),
     ],
 )
 def test_patches_and_hooks_come_off_in_any_order(family: str, order: str) -> None:
@@ -259,7 +259,7 @@ def test_layers_are_known_by_the_names_of_their_base_classes() -> None:
     assert_same(packed(torch_backend.patch(model, verify=False), docs), truth, 2e-5)
 
 
-@pytest.mark.parametrize("family", ["bloom", "mamba", "recurrent_gemma"])
+@pytest.mark.parametrize("family", ["falcon_alibi", "mamba", "recurrent_gemma"])
 def test_what_is_called_per_document_may_not_be_sharded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patched(family)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

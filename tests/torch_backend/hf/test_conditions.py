@@ -36,7 +36,7 @@ LONGROPE = {
     },
 }
 CHANGES: dict[str, dict[str, Any]] = {"phi3": LONGROPE}
-ROUTES = ["qwen3", "gpt_oss", "qwen3_next", "phi3", "bloom"]
+ROUTES = ["qwen3", "gpt_oss", "qwen3_next", "phi3", "gptj", "bloom", "falcon_alibi"]
 
 
 def model_of(family: str, seed: int = 0) -> Any:
@@ -68,7 +68,7 @@ def test_layouts_in_both_modes(family: str, layout: str, train: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "reentrant"), [*((family, False) for family in ROUTES), ("qwen3", True), ("bloom", True)]
+    ("family", "reentrant"), [*((family, False) for family in ROUTES), ("qwen3", True), ("falcon_alibi", True)]
 )
 def test_checkpointing_with_two_forwards_and_backward_on_another_thread(family: str, reentrant: bool) -> None:
     model, first, second = model_of(family), documents(), documents((30, 3, 11), seed=5)
@@ -102,7 +102,7 @@ def test_autocast(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "when"), [*((family, "before") for family in ROUTES), ("qwen3", "after"), ("bloom", "after")]
+    ("family", "when"), [*((family, "before") for family in ROUTES), ("qwen3", "after"), ("falcon_alibi", "after")]
 )
 def test_lora(family: str, when: str) -> None:
     from peft import LoraConfig, get_peft_model
@@ -276,7 +276,7 @@ def without_values(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 # gpt_oss and qwen3_next have routers, which read which experts were hit, unpacked as well.
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "mamba2", "bloom"])
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "mamba2", "bloom", "falcon_alibi"])
 def test_nothing_is_read_back_from_the_device(family: str) -> None:
     """Without values whatever reads one raises, be it through .item(), .tolist() or .numpy()."""
     mode = FakeTensorMode()
@@ -315,5 +315,5 @@ def test_explain_speaks_of_every_route() -> None:
     assert "layers.0.self_attn: attention -> sdpa  4 heads" in texts["qwen3"]
     assert "linear_attn: row -> its own forward on the row  convolution by plain torch on" in texts["qwen3_next"]
     assert "rotary frequencies depend on the longest position and are chosen per document" in texts["phi3"]
-    assert "route documents: its attention is its own and not transformers' interface" in texts["bloom"]
+    assert "route documents: its attention is its own and not transformers' interface" in texts["falcon_alibi"]
     assert "sinks" in texts["gpt_oss"]

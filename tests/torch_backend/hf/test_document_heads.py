@@ -21,7 +21,7 @@ from torch_backend.packed_tokens import plain
 from torch_backend.segments import PackedMetadata
 
 # Attention; sinks and windows; linear attention; frequencies per document; the decoder per document.
-ROUTES = ("qwen3", "gpt_oss", "qwen3_5_text", "phi3", "bloom")
+ROUTES = ("qwen3", "gpt_oss", "qwen3_5_text", "phi3", "falcon_alibi")
 KINDS = {"single_label_classification": 3, "regression": 1, "multi_label_classification": 3}
 PAD = 0
 

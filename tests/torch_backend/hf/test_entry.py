@@ -49,7 +49,7 @@ class CallsForward(nn.Module):
 # ---- forward called in place of the model
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom", "mamba2"])
+@pytest.mark.parametrize("family", ["llama", "falcon_alibi", "mamba2"])
 def test_a_wrapper_may_call_forward(family: str) -> None:
     docs = documents()
     truth = alone(tiny(family), docs)
@@ -77,7 +77,7 @@ def test_a_wrapper_that_leaves_out_the_boundaries_raises() -> None:
     assert found.loss.isfinite()
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "bert", "falcon_alibi"])
 def test_a_wrapper_may_call_forward_of_a_classifier(family: str) -> None:
     docs = [{"input_ids": d, "labels": i % 3} for i, d in enumerate(documents())]
     model = torch_backend.patch(classifier(family).eval(), verify=False)
@@ -377,7 +377,7 @@ def in_two_threads(run: Callable[[int], list[Tensor]]) -> None:
             done.result()
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "falcon_alibi", "qwen3_next"])
 def test_two_threads_share_a_patched_model(switching: None, family: str) -> None:
     model = patched(family)
     weights = [p for p in model.parameters() if p.requires_grad]

@@ -29,7 +29,8 @@ NOT_BUILT = re.findall(r"^\| (\S+) \|", DECODERS.partition("| not built tiny")[2
 
 # One of each kind of layer and route runs the rows of docs/models.md, in which documents begin where chunks of kernels
 # do and are longer than several; the others run those by which `patch` proves a model.
-IN_LONG_ROWS = {"bamba", "bloom", "deepseek_v3", "gemma2", "gpt_oss", "lfm2", "llama", "qwen3_next", "recurrent_gemma"}
+IN_LONG_ROWS = {"bamba", "bloom", "deepseek_v3", "gemma2", "gpt_neo", "gpt_oss", "inkling_text", "lfm2", "llama"}
+IN_LONG_ROWS |= {"qwen3_next", "recurrent_gemma"}
 
 
 @pytest.mark.parametrize("family", all_families())

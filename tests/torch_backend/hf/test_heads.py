@@ -20,7 +20,7 @@ from torch_backend.ops.attention import sdpa
 from torch_backend.segments import PackedMetadata
 
 # A family of every route: attention, sinks and windows, a mixer on the row, one per document, the decoder per document.
-ROUTES = ("qwen3", "gpt_oss", "qwen3_next", "mamba", "bloom")
+ROUTES = ("qwen3", "gpt_oss", "qwen3_next", "mamba", "falcon_alibi")
 
 
 def with_head(family: str, auto: Any, **changes: Any) -> Any:
@@ -67,7 +67,7 @@ def test_the_audit_of_a_headless_model_compares_hidden_states(monkeypatch: pytes
     assert report.verdict == "contaminated" and report.logits > 0.1 and report.leak > 0.1
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gpt2", "bloom"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gpt2", "falcon_alibi"])
 def test_a_token_classifier_trains_every_token_of_every_document(family: str) -> None:
     model, docs = with_head(family, transformers.AutoModelForTokenClassification), documents()
     classes = [document % model.config.num_labels for document in docs]

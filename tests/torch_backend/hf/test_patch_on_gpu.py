@@ -20,7 +20,7 @@ from torch_backend.packed_tokens import plain
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
 # attention; mixers on the row with attention beside them; mixers alone; the whole decoder per document
-ROUTES = ["qwen3", "qwen3_5_text", "mamba2", "bloom"]
+ROUTES = ["qwen3", "qwen3_5_text", "mamba2", "bloom", "falcon_alibi"]
 READ_NOTHING = ["qwen3", "qwen3_5_text", "mamba2", "lfm2"]
 
 

@@ -16,7 +16,7 @@ from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import state_of
 
 FLOAT32 = ("inkling2_text", "xglm")  # whose own code computes in it, whatever the weights are
-QUICK = ("gemma4_text", "opt", "bloom")  # sizes that differ by layer; positions of its own; refused
+QUICK = ("gemma4_text", "opt", "bloom")  # sizes that differ by layer; positions of its own; ALiBi
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 CASES: dict[str, Case] = {
     "DDP, qwen3": Case("qwen3", ddp()),
-    "DDP, bloom": Case("bloom", ddp()),
+    "DDP, falcon_alibi": Case("falcon_alibi", ddp()),
     "DDP, uneven microbatches, on four": Case("qwen2", ddp(), uneven=True, ranks=4),
     "DDP, static graph": Case("qwen2", ddp(static_graph=True), graph="DDP has a static graph, or a precision of its"),
     "DDP, communication hook": Case("gpt_oss", hooked, graph="a communication hook of DDP reduces the gradients"),

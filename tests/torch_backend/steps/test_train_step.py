@@ -24,7 +24,7 @@ from torch_backend.hf.anatomy.structure import in_mode
 from torch_backend.losses.causal_lm import causal_lm_loss
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_5_text", "bloom"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_5_text", "falcon_alibi"])
 def test_a_step_is_the_step_of_its_documents_however_they_are_cut(family: str) -> None:
     right = alone(tiny(family), documents(LENGTHS))
     start, found = tiny(family), {}

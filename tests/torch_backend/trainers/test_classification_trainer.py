@@ -91,7 +91,7 @@ HEADS = {
     "tokens": transformers.AutoModelForTokenClassification,
 }
 # Each head of a classifier, and each way through a decoder; test_document_heads has the products.
-CASES = [("documents", "qwen3"), ("documents", "qwen3_5_text"), ("documents", "bloom")]
+CASES = [("documents", "qwen3"), ("documents", "qwen3_5_text"), ("documents", "falcon_alibi")]
 CASES += [("tokens", "gpt_oss"), ("tokens", "phi3")]
 
 

@@ -9,7 +9,7 @@ import transformers
 
 import torch_backend
 from tests.torch_backend.hf.test_conditions import CHANGES
-from tests.torch_backend.models import _config
+from tests.torch_backend.models import tiny
 from tests.torch_backend.preference import (
     ROUTES,
     arguments,
@@ -19,7 +19,7 @@ from tests.torch_backend.preference import (
     tokenizer,
     trained,
 )
-from torch_backend.auditing.tiny import tiny_config, tiny_model
+from torch_backend.auditing.tiny import tiny_model
 from torch_backend.trainers.enable_packing import enable_packing
 
 datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
@@ -31,7 +31,7 @@ def reward(path, family="qwen3", *, margins=False, count=4, adapter=None, **opti
     rng = np.random.default_rng(0)
     rows = [{"chosen": f"{text(rng, 4, 45)} w2", "rejected": f"{text(rng, 4, 45)} w2"} for _ in range(count)]
     rows = [{**row, **({"margin": 0.5 * i} if margins else {})} for i, row in enumerate(rows)]
-    config = tiny_config(_config(family), head_dim=16, changes={"pad_token_id": 0, **CHANGES.get(family, {})})
+    config = tiny(family, pad_token_id=0, **CHANGES.get(family, {})).config
     config.num_labels = 1
     return trl.RewardTrainer(
         tiny_model(config, transformers.AutoModelForSequenceClassification.from_config),

@@ -130,7 +130,7 @@ def test_long_prompts_are_shared_by_default_and_short_ones_are_not(tmp_path) -> 
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("bloom", {}, "it runs on batches"),
+        ("falcon_alibi", {}, "it runs on batches"),
         ("qwen3", {"lora_dropout": 0.1}, "dropout .* is on, and documents that share a prefix"),
     ],
 )

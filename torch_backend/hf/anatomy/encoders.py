@@ -19,7 +19,8 @@ from torch_backend.hf.inputs.arguments import forward_names
 from torch_backend.segments import PackedMetadata, to_device
 
 # what modeling files call a table of learned positions
-_TABLES = {"position_embeddings", "position_embedding", "embed_positions", "wpe"}
+_TABLES = {"position_embeddings", "position_embedding", "embed_positions", "positions_embed", "wpe"}
+_TABLE_OF_ANGLES = "max_positions"  # the attribute of layers of GPT-J and CodeGen that says how many rows theirs has
 _NUMBERED = "create_position_ids_from_input_ids"  # what modeling files call RoBERTa's rule
 
 Numbering = Callable[[Tensor | None, PackedMetadata], Tensor]
@@ -82,6 +83,8 @@ def position_table(model: nn.Module) -> range | None:
             numbered = numbering(model)
             first = numbered.padding + 1 if isinstance(numbered, PaddingOffset) else 0
             return range(first, table.num_embeddings - getattr(table, "offset", 0))
+        if isinstance(rows := getattr(table, _TABLE_OF_ANGLES, None), int):
+            return range(rows)
     return None
 
 

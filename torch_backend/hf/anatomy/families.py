@@ -235,6 +235,7 @@ STATE_ARGUMENTS = (
 
 ROTATION = "apply_rotary_pos_emb"
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+ALIBI = ("bloom", "mpt")  # families whose attention adds it
 # What an attention layer may pass along without meaning anything for the packed result.
 WITHOUT_EFFECT = (
     *("position_embeddings", "layer_idx", "use_cache", "packed"),

@@ -28,6 +28,7 @@ from torch_backend.hf.anatomy.structure import decoder_of, own_modules
 from torch_backend.hf.attention import uses_interface
 from torch_backend.hf.edits.mixers import find_mixers, why_not_on_the_row
 from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.edits.own_attention import computes_attention, passes_segments
 from torch_backend.hf.edits.rotary import find_batch_dependent, has_position_axes
 from torch_backend.ops.document_batches import FINE, OWN
 
@@ -87,7 +88,8 @@ def anatomy_of(root: Any) -> Anatomy:
     """
     decoder = decoder_of(root)
     own = dict(own_modules(decoder))
-    attention = {name: m for name, m in own.items() if uses_interface(original_class(m))}
+    computes = computes_attention if passes_segments(decoder) else (lambda layer: False)
+    attention = {name: m for name, m in own.items() if uses_interface(original_class(m)) or computes(m)}
     mixers = {name: m for name, m in find_mixers(decoder).items() if name in own}
     rotaries = find_batch_dependent(decoder)
     configs = root.config, decoder.config

@@ -22,7 +22,7 @@ from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.context_parallel.whole import own_tokens
-from torch_backend.hf.anatomy.families import both_ways_of
+from torch_backend.hf.anatomy.families import ALIBI, both_ways_of
 from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.model import Anatomy
 from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
@@ -54,6 +54,8 @@ def _why_not(anatomy: Anatomy) -> str | None:
         return f"its decoder runs as a whole on batches of documents ({anatomy.why})"
     if getattr(config, "attention_chunk_size", None):
         return "its attention sees chunks of a document, which are not communicated"
+    if config.model_type in ALIBI:
+        return "its attention adds ALiBi, which is not computed over ranks"
     if anatomy.numbering is not None:
         return "its decoder numbers the tokens of its input itself"
     if any(getattr(module, "layerdrop", 0) for module in anatomy.decoder.modules()):

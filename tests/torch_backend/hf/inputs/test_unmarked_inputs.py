@@ -242,7 +242,7 @@ def test_a_keyword_that_nothing_in_the_model_reads_is_refused(name: str, call: s
         CALLS[call](patched(), batch)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mamba2", "bloom", "gpt2", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3", "mamba2", "falcon_alibi", "gpt2", "lfm2"])
 def test_the_set_of_keywords_is_closed_in_every_kind_of_family(family: str) -> None:
     ids = torch.stack(documents((6, 6)))
     with pytest.raises((LayoutError, TypeError), match="attn_kwargs"):

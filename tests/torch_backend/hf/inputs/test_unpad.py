@@ -139,7 +139,7 @@ ASKED: dict[str, dict[str, Any]] = {
 MODELS: dict[str, Any] = {
     "qwen3": lambda: tiny("qwen3").eval(),
     "qwen3_moe": lambda: tiny("qwen3_moe", output_router_logits=True).eval(),
-    "bloom": lambda: tiny("bloom").eval(),
+    "falcon_alibi": lambda: tiny("falcon_alibi").eval(),
     "bert": lambda: encoder("bert", transformers.AutoModel).eval(),
     "roberta": lambda: encoder("roberta", transformers.AutoModel).eval(),
     "tokens": lambda: encoder("bert", transformers.AutoModelForTokenClassification).eval(),
@@ -174,8 +174,8 @@ CALLS = [
     (name, asked)
     for name in MODELS
     for asked in ASKED
-    if not ("logits" in asked and name not in ("qwen3", "qwen3_moe", "bloom"))
-    and not (asked == "mask_of_pairs" and name in ("qwen3_moe", "bloom"))
+    if not ("logits" in asked and name not in ("qwen3", "qwen3_moe", "falcon_alibi"))
+    and not (asked == "mask_of_pairs" and name in ("qwen3_moe", "falcon_alibi"))
 ]
 
 

@@ -1,0 +1,244 @@
+"""Packed attention in layers that compute attention themselves, without transformers' interface.
+
+Most such layers compute it in a method, ``_attn(query, key, value, mask)``, which becomes :func:`_attend`. The others
+compute it in their forward, and a packed call runs one of :data:`_FORWARDS` instead. Either receives the segments in
+place of the mask, and keeps the layer's projections, rotation and output. Without segments the layer's own code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torch_backend.hf.attention import packed_attention
+from torch_backend.hf.edits.kinds import Edit, LayerOverride
+from torch_backend.hf.edits.override import has_own_forward, original_class, override
+from torch_backend.hf.edits.rebinding import names
+from torch_backend.hf.forward import PackedForward, forward_among
+from torch_backend.ops.rope import apply_rope
+
+_METHOD = "_attn"
+_BIAS = "build_alibi_tensor"  # Bloom's decoder has it, which makes the bias for its layers
+_ON_ROW = "_crosspack_attention_forward"
+
+
+# -- layers with a method -------------------------------------------------------------------------------------------
+
+Options = Callable[[Any], dict[str, Any]]
+
+
+def _attend(
+    options: Options, layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *others: Any
+) -> Any:
+    """Stands in for a layer's ``_attn``: q, k, v [B, H, S, D] -> [B, H, S, D]."""
+    if not isinstance(attention_mask, PackedForward):
+        return getattr(type(layer), _METHOD)(layer, query, key, value, attention_mask, *others)
+    return [_attention(layer, query, key, value, attention_mask, **options(layer)).transpose(1, 2), None]
+
+
+def _attention(
+    layer: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forward: PackedForward,
+    *,
+    dropout: Any = 0.0,
+    transposed: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Packed attention of q, k, v [B, H, S, D] -> [B, S, H, D].
+
+    Args:
+        dropout: a module, or a probability in training.
+        transposed: whether k is [B, H, D, S].
+        options: of :func:`packed_attention`.
+    """
+    k = k.transpose(2, 3) if transposed else k
+    dropout = getattr(dropout, "p", dropout) if getattr(dropout, "training", layer.training) else 0.0
+    options = {"sliding_window": None, **options}
+    return packed_attention(layer, q, k, v, forward, before="", dropout=dropout, **options)[0]
+
+
+def _gpt_j(layer: Any) -> dict[str, Any]:
+    return {"dropout": layer.attn_dropout}
+
+
+def _gpt_neo(layer: Any) -> dict[str, Any]:
+    """Products that are not scaled, and windows in every second layer."""
+    window = layer.config.window_size if layer.attention_type == "local" else None
+    return {"dropout": layer.attn_dropout, "scaling": 1.0, "sliding_window": window}
+
+
+def _gpt_neox_japanese(layer: Any) -> dict[str, Any]:
+    return {"dropout": layer.attention_dropout}
+
+
+def _openai(layer: Any) -> dict[str, Any]:
+    return {"dropout": layer.attn_dropout, "scaling": None if layer.scale else 1.0, "transposed": True}
+
+
+# class -> the options of a layer's attention
+_METHODS: dict[str, Options] = {
+    "Attention": _openai,
+    "CodeGenAttention": _gpt_j,
+    "GPTJAttention": _gpt_j,
+    "GPTNeoSelfAttention": _gpt_neo,
+    "GPTNeoXJapaneseAttention": _gpt_neox_japanese,
+}
+
+
+# -- layers without -------------------------------------------------------------------------------------------------
+
+
+def _override(layer: nn.Module) -> None:
+    override(layer, _forward, _forward_of)
+
+
+def _forward_of(original: type[nn.Module]) -> dict[str, Any]:
+    return {_ON_ROW: _FORWARDS[_definer(original, "forward").__name__]}
+
+
+def _forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward = forward_among((*args, *kwargs.values()))
+    if forward is None:
+        return call(*args, **kwargs)
+    return layer.__dict__[_ON_ROW](layer, forward, *args, **kwargs), None
+
+
+def _bloom(
+    layer: Any, forward: PackedForward, hidden_states: Tensor, residual: Tensor, *, alibi: Tensor, **others: Any
+) -> Tensor:
+    q, k, v = layer._reshape(layer.query_key_value(hidden_states))
+    out = _attention(layer, q, k, v, forward, dropout=layer.attention_dropout, alibi_slopes=_slopes(alibi))
+    return residual + F.dropout(layer.dense(out.flatten(2)), layer.hidden_dropout, layer.training)
+
+
+def _mpt(layer: Any, forward: PackedForward, hidden_states: Tensor, *, position_bias: Tensor, **others: Any) -> Tensor:
+    qkv = layer.Wqkv(hidden_states)
+    if layer.clip_qkv:
+        qkv = qkv.clamp(-layer.clip_qkv, layer.clip_qkv)
+    q, k, v = (x.unflatten(-1, (layer.n_heads, -1)).transpose(1, 2) for x in qkv.chunk(3, -1))
+    slopes = _slopes(position_bias)
+    dropout, scale = layer.attn_dropout_p, layer.softmax_scale
+    out = _attention(layer, q, k, v, forward, dropout=dropout, scaling=scale, alibi_slopes=slopes)
+    return layer.out_proj(out.flatten(2))
+
+
+def _build_bias(decoder: nn.Module, attention_mask: Any, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """Stands in for Bloom's bias [B * H, 1, S]; of packed rows, that of two tokens [H, 1, 2], which has the slopes."""
+    if isinstance(attention_mask, PackedForward):
+        attention_mask, dtype = torch.ones(1, 2, device=attention_mask.segments.device), torch.float32
+    bias: Tensor = getattr(type(decoder), _BIAS)(decoder, attention_mask, num_heads, dtype)
+    return bias
+
+
+def _slopes(bias: Tensor) -> Tensor:
+    """The slopes [H] of ALiBi, from the bias [H, 1, S] of a document's keys, S at least 2."""
+    return bias[:, 0, -1] - bias[:, 0, -2]
+
+
+def _falcon(
+    layer: Any,
+    forward: PackedForward,
+    hidden_states: Tensor,
+    *,
+    position_embeddings: tuple[Tensor, Tensor],
+    **others: Any,
+) -> Tensor:
+    """Drops no attention weights, as its modeling file does not without ALiBi."""
+    q, k, v = (x.transpose(1, 2) for x in layer._split_heads(layer.query_key_value(hidden_states)))
+    k, v = (x[:, :: x.shape[1] // layer.num_kv_heads] for x in (k, v))  # which it may have repeated for every query
+    cos, sin = (x[..., : x.shape[-1] // 2] for x in position_embeddings)
+    q, k = apply_rope(q, k, cos, sin, heads_first=True)
+    return layer.dense(_attention(layer, q, k, v, forward).flatten(2))
+
+
+def _xglm(layer: Any, forward: PackedForward, hidden_states: Tensor, **others: Any) -> Tensor:
+    heads = hidden_states.shape[:-1] + (layer.num_heads, layer.head_dim)
+    q, k, v = (x(hidden_states).view(heads).transpose(1, 2) for x in (layer.q_proj, layer.k_proj, layer.v_proj))
+    out = _attention(layer, q, k, v, forward, dropout=layer.dropout, scaling=layer.scaling)
+    return layer.out_proj(out.flatten(2))
+
+
+# class -> its forward of a packed call: the layer, the segments and the arguments -> [B, S, E]
+_FORWARDS: dict[str, Callable[..., Tensor]] = {
+    "BloomAttention": _bloom,
+    "FalconAttention": _falcon,
+    "MptAttention": _mpt,
+    "XGLMAttention": _xglm,
+}
+
+
+# -- the edit ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Method:
+    """An edit: a method of one module is another function, which takes the module first."""
+
+    module: nn.Module
+    name: str
+    function: Callable[..., Any]
+
+    def apply(self) -> None:
+        self.module.__dict__[self.name] = partial(self.function, self.module)
+
+    def undo(self) -> None:
+        del self.module.__dict__[self.name]
+
+
+def edits(decoder: nn.Module, layers: Iterable[nn.Module]) -> Iterator[Edit]:
+    """The edits of layers that compute attention themselves, and of their decoder."""
+    for layer in layers:
+        if _has_method(layer):
+            options = _METHODS[_definer(type(layer), _METHOD).__name__]
+            yield Method(layer, _METHOD, partial(_attend, options))
+        else:
+            yield LayerOverride(layer, _override)
+    if hasattr(type(decoder), _BIAS):
+        yield Method(decoder, _BIAS, _build_bias)
+
+
+def passes_segments(decoder: nn.Module) -> bool:
+    """Returns whether a decoder passes the segments on where its mask would be, as those of transformers 5.0 do not."""
+    kind = original_class(decoder)
+    return "create_causal_mask" in names(kind.forward) or kind.__name__ == "OpenAIGPTModel"
+
+
+def computes_attention(layer: nn.Module) -> bool:
+    """Returns whether :func:`edits` knows a layer, whose class may be one of FSDP's around the known one."""
+    kind = original_class(layer)
+    forward = _definer(kind, "forward")
+    written = getattr(forward.forward, "__module__", None) == forward.__module__
+    if not written or not forward.__module__.startswith("transformers.models.") or _needs_its_own_code(layer):
+        return False
+    if _has_method(layer):
+        return forward.__name__ in _METHODS and _definer(kind, _METHOD) is forward
+    return forward.__name__ in _FORWARDS and not has_own_forward(layer)
+
+
+def keeps_its_forward(layer: nn.Module) -> bool:
+    """Returns whether a layer's forward runs in packed calls, so that its rotation can be another."""
+    return _has_method(layer) or not computes_attention(layer)
+
+
+def _needs_its_own_code(layer: Any) -> bool:
+    """Returns whether a layer is Falcon's with ALiBi, which rounds positions, or Bloom's that splits its output."""
+    alibi = getattr(getattr(layer, "config", None), "alibi", False)
+    return bool(alibi or (getattr(layer, "slow_but_exact", False) and layer.pretraining_tp > 1))
+
+
+def _has_method(layer: nn.Module) -> bool:
+    return hasattr(type(layer), _METHOD)
+
+
+def _definer(kind: type[nn.Module], name: str) -> type[Any]:
+    """The class that defines a method of a layer's class."""
+    return next(each for each in kind.__mro__ if name in each.__dict__)
