@@ -13,6 +13,7 @@ class BatchKey:
     TARGETS = "packed_targets"  # on the host, no fewer than there are
     PARENT_INDEX = "packed_parent_index"  # the parents on the device, int32 [N], for shapes that do not depend on them
     DEPTH = "packed_depth"  # the most segments that one continues, or more
+    WITHIN = "packed_within"  # tokens of the longest document, or more, where LENGTHS are not carried
     SHARE = "packed_context"  # of a batch that is cut over ranks: what this rank holds of it
     BOUNDARIES = "cu_seq_lens_q"  # int32 [N+1] over all rows
     KEY_BOUNDARIES = "cu_seq_lens_k"
@@ -24,4 +25,4 @@ class BatchKey:
     CUMULATIVE = (BOUNDARIES, KEY_BOUNDARIES)
     LONGEST_OF_BOTH = (LONGEST, KEY_LONGEST)
     STOCK = (*CUMULATIVE, *LONGEST_OF_BOTH, NUMBERS)  # which transformers' own models read
-    ALL = (*ON_HOST, PARENT_INDEX, DEPTH, *STOCK)
+    ALL = (*ON_HOST, PARENT_INDEX, DEPTH, WITHIN, *STOCK)

@@ -24,6 +24,7 @@ from torch_backend.hf.anatomy.families import INTERFACE, WITHOUT_EFFECT
 from torch_backend.hf.forward import AttentionChoice, PackedForward
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
 from torch_backend.ops.attention import AttentionRequest, choose, request_of, run
+from torch_backend.ops.attention.selected import selected_attention
 from torch_backend.segments import PackedMetadata, refined
 
 require("transformers", extra="hf")
@@ -153,6 +154,7 @@ def _packed(
     s_aux: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     is_causal: bool | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     harmless = {*HARMLESS, *WITHOUT_EFFECT}
@@ -202,7 +204,11 @@ def _packed(
             scale=scaling,
         )
         name, request = choose(request, packed, mask.implementation)
-        mask.record(module, AttentionChoice(name, request, crossing))
+        long = None if indices is None or not indices.shape[-1] else mask.long
+        mask.record(module, AttentionChoice(name, request, crossing, long))
+        if indices is not None and long is not None:
+            implementation = mask.implementation
+            return selected_attention(q, k, v, indices, long, request, sinks=sinks, implementation=implementation)
         return run(name, request, q, k, v, packed, sinks=sinks, alibi_slopes=alibi_slopes)
 
     if mask.over_ranks:

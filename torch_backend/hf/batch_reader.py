@@ -40,6 +40,7 @@ from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
 from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, compiles_parents, needs_host_lengths, prepare
+from torch_backend.ops.attention.selected import LongDocuments
 from torch_backend.ops.operators import runs_triton
 from torch_backend.packed_tokens import plain
 
@@ -168,6 +169,7 @@ class BatchReader:
             return None, kwargs
         self.require_fit()
         tokens, numbers = inputs.tokens_of(kwargs), kwargs.get(BatchKey.DOCUMENTS)
+        within = kwargs.pop(BatchKey.WITHIN, None)
         sizes = kwargs.get(BatchKey.IMAGES) or ()
         inputs.check_arguments(module, kwargs, self.guard, wait=wait)
         segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard, wait=wait)
@@ -198,6 +200,9 @@ class BatchReader:
         forward = PackedForward(
             segments, (rows, row_length), self.implementation, sizes=self.anatomy.sizes, numbers=numbers
         )
+        budget = self.anatomy.budget
+        if budget is not None and (within is None or within > budget):
+            forward.long = LongDocuments.of(segments, budget, numbers)
         add_spans(self.root, kwargs, forward, self.guard, wait=wait)
         if self.experts and shared is None and (mask := kwargs.get("attention_mask")) is not None:
             forward.real = mask.reshape(-1) != 0
@@ -291,6 +296,12 @@ class BatchReader:
         if not runs_triton(torch.empty(0, device=self.device)):
             return True  # the short convolution and, on the CPU, attention run on batches of documents
         return all(needs_host_lengths(name) for name in candidates(self.device, self.implementation))
+
+    def selects(self, batch: Mapping[str, Any]) -> bool:
+        """Returns whether a packed batch has documents that are longer than the budget of the model's indexers."""
+        lengths: Sequence[int] = batch.get(BatchKey.LENGTHS) or ()
+        documents, budget = batch.get(BatchKey.DOCUMENTS) or ((n,) for n in range(len(lengths))), self.anatomy.budget
+        return budget is not None and any(lengths[number] > budget for each in documents for number in each)
 
     def prepare(self, forward: PackedForward) -> None:
         """Derive what compiled layers read of the segments, and drop what their graphs must not contain."""

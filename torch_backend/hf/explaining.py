@@ -113,6 +113,11 @@ def _explain_experts(state: Patched) -> list[LayerExplanation]:
 def _notes(state: Patched) -> list[str]:
     """Returns the notes on the whole model for users."""
     notes = [f"route {state.anatomy.route}: {state.anatomy.why}"]
+    if (budget := state.anatomy.budget) is not None:
+        notes.append(
+            f"documents of at most {budget:,} tokens select all of their keys, so attention is dense; a batch with "
+            "longer ones runs with layers that are not compiled, and without a CUDA graph"
+        )
     if state.anatomy.rotaries:
         notes.append("rotary frequencies depend on the longest position and are chosen per document")
     for reason in sorted(set(state.own_rotation.values())):
@@ -177,6 +182,5 @@ def explain_attention(name: str, choice: Choice | None, implementation: str | tu
         if reason is not None and (place < tried or reason.startswith(TRIED_LAST))
     }
     request = describe(choice.request)
-    if choice.crossing is not None:
-        request = f"{request}; {choice.crossing}"
+    request = "; ".join([request, *(str(each) for each in (choice.crossing, choice.long) if each is not None)])
     return LayerExplanation(name, "attention", choice.implementation, request, rejected)

@@ -24,6 +24,7 @@ from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.document_rows import DocumentRows
 from torch_backend.hf.shared_rows import SharedRow
 from torch_backend.ops.attention import AttentionRequest
+from torch_backend.ops.attention.selected import LongDocuments
 from torch_backend.ops.document_batches import FINE, PerBatch, per_document
 from torch_backend.ops.forests import along_documents, documents
 from torch_backend.ops.scan import TRITON, ScanChoice
@@ -34,11 +35,15 @@ TRITON_SCAN = ScanChoice(TRITON, "scan by Triton")
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """An attention layer: the implementation that ran, its request, and how it crossed ranks; None if it did not."""
+    """An attention layer: the implementation that ran, its request, and how it crossed ranks; None if it did not.
+
+    ``long`` are the documents that saw selected keys, which run by themselves; None without.
+    """
 
     implementation: str
     request: AttentionRequest
     crossing: MethodChoice | None = None
+    long: LongDocuments | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class PackedForward(BlockMask):
         layers_of_spans: the kind of layers in which spans of the segments see both ways; None for all.
         image_sizes: sizes and grids of the images on the host, by the name of the argument, as the batch carries them.
         tower_requests: the attention requests of the vision tower's layers that left a record.
+        long: the documents above the budget of the model's indexers; None where all of them see all of their keys.
         wants_blank_image: whether the vision tower has yet to run, on a blank image (:mod:`.blank_images`).
         router_logits: of the decoder's output, if it has them.
         share: of the step's targets that are in this batch, None where it was not asked for.
@@ -137,6 +143,7 @@ class PackedForward(BlockMask):
         self.share: Tensor | None = None
         self.router_logits: tuple[Tensor | None, ...] | None = None
         self.shared_row: SharedRow | None = None
+        self.long: LongDocuments | None = None
         self.encoded: Tensor | None = None
         self.layers_of_spans: str | None = None
         self.real: Tensor | None = None
@@ -190,6 +197,7 @@ class PackedForward(BlockMask):
                 )
             copy.choices, copy.reached, copy._copies = self.choices, self.reached, self._copies
             copy.layers_of_spans = self.layers_of_spans
+            copy.long = None if self.long is None else self.long.to(device)
             copy.experts, copy.real = self.experts, None if self.real is None else self.real.to(device)
             self._copies[device] = copy
         return self._copies[device]
@@ -201,9 +209,15 @@ class PackedForward(BlockMask):
     __hash__ = object.__hash__
 
     def __getitem__(self, index: Any) -> PackedForward:
-        """Itself. Gemma 4 selects the queries of its last layers: all of them, or those of ``logits_to_keep``."""
+        """Itself. Gemma 4 selects the queries of its last layers: all of them, or those of ``logits_to_keep``.
+
+        Indexers get the mask of the only head, ``mask[:, 0]``.
+        """
         parts = index if isinstance(index, tuple) else (index,)
-        full = [isinstance(p, slice) and p.indices(n) == (0, n, 1) for p, n in zip(parts, self._shape, strict=False)]
+        full = [
+            p.indices(n) == (0, n, 1) if isinstance(p, slice) else (p, n) == (0, 1)
+            for p, n in zip(parts, self._shape, strict=False)
+        ]
         if not all(full):
             raise UnsupportedModelError("a packed forward computes all logits: leave logits_to_keep out")
         return self

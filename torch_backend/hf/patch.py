@@ -29,6 +29,7 @@ from torch_backend.hf.batch_reader import BatchReader
 from torch_backend.hf.blank_images import tie_blank_image, wants_blank_image
 from torch_backend.hf.edits import own_attention
 from torch_backend.hf.edits.experts import restore_experts
+from torch_backend.hf.edits.indexers import override_indexer
 from torch_backend.hf.edits.kinds import (
     AttentionKind,
     AttentionName,
@@ -204,6 +205,8 @@ class Patched(BatchReader):
             yield from map(AttentionKind, self.anatomy.attention.values())
             yield from own_attention.edits(self.decoder, own)
             yield ContinuousBatching(self.root, self.suspend)
+        for indexer in self.anatomy.indexers:
+            yield LayerOverride(indexer, override_indexer)
         if self.anatomy.route != "documents":
             around = {id(layer) for layer, _ in self.experts}
             for layer, start in overrides(self.decoder, self.anatomy.mixers.values()):

@@ -75,7 +75,7 @@ class CompiledCalls:
             output = run(forward, kwargs)
             self._compile("none")
             return output
-        if self.failed:
+        if self.failed or forward.long is not None:
             return run(forward, kwargs)
         level = level_inside(self.model) if torch.is_grad_enabled() else "none"
         if level not in self.calls:
@@ -128,7 +128,7 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Checkpointing recomputes a layer outside of the model's call, so its own arguments decide first.
         forward = forward_among((*args, *kwargs.values())) or self._current()
-        if self.owner.failed or forward is None or not forward.prepared:
+        if self.owner.failed or forward is None or not forward.prepared or forward.long is not None:
             return self.module._call_impl(*args, **kwargs)
         limit = torch._dynamo.config.patch(recompile_limit=GRAPHS)
         with limit, whole_layers(), without_kernels(self.foreign), traceable_4bit(self.of_4_bits):

@@ -241,13 +241,18 @@ class Gradients:
         return bool(self.of_whole)
 
     def _by_form(self, path: LossPath, inputs: StepInputs) -> Tensor:
+        state = state_of(causal_lm(self.model))
+        assert state is not None
+        selects = state.selects(inputs.batch)
+        if (budget := state.anatomy.budget) is not None and not selects:  # a graph is not told the lengths
+            inputs = replace(inputs, batch={**inputs.batch, BatchKey.WITHIN: budget})
         form, images = form_of(inputs.flat()), holds_images(inputs.batch)
-        together = self.exchange.same((form, bool(self.capture)))
+        together = self.exchange.same((form, bool(self.capture), selects))
         if together and (self.form is None or (form == self.last and not images)):
             self.form = form
         self.last = form if together else None
         asked, self.images = self.images or not images, self.images or images
-        if self.form is None or form["input_ids"] != self.form["input_ids"] or not asked:
+        if selects or self.form is None or form["input_ids"] != self.form["input_ids"] or not asked:
             return path.backward(inputs)
         graph = together and self.capture and form == self.form and not images
         return self._through_layers(path, inputs, partial(self._captured, path) if graph else path.backward)

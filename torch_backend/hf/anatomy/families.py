@@ -18,16 +18,10 @@ Route = Literal["attention", "documents"]
 
 # Families with attention that transformers' interface cannot serve, and what it does instead.
 DOCUMENTS = {
-    "axk2": "an indexer picks keys along the row",
     "convbert": "its attention convolves along the row",
-    "deepseek_v32": "an indexer picks keys along the row",
     "deepseek_v4": "keys are compressed along the row",
     "doge": "a dynamic mask picks keys along the row",
-    "dots3_note": "an indexer picks keys along the row",
-    "dots3_note_text": "an indexer picks keys along the row",
     "esm": "its rotary embedding counts along the row",
-    "glm_moe_dsa": "an indexer picks keys along the row",
-    "hy_v4": "an indexer picks keys along the row",
     "inkling2_text": "a relative position bias runs along the row",
     "inkling_text": "a relative position bias runs along the row",
     "minimax_m3_vl_text": "an indexer picks blocks of keys along the row",
@@ -40,7 +34,7 @@ DOCUMENTS = {
 OWN_ATTENTION = "its attention is its own and not transformers' interface"
 
 # Of these, the ones in which even tokens after a document's end would change it: they run without any padding.
-SEE_PADDING = ("doge", "dots3_note", "dots3_note_text")
+SEE_PADDING = ("doge",)
 
 # Causal decoders that cannot be trained packed.
 REFUSED = {
@@ -233,6 +227,8 @@ STATE_ARGUMENTS = (
 
 # -- attention ------------------------------------------------------------------------------------------------------
 
+# Modules that select the ``index_topk`` keys of each query (DeepSeek's sparse attention), see hf/edits/indexers.py.
+INDEXERS = ("AXK2Indexer", "DeepseekV32Indexer", "Dots3NoteTextIndexer", "GlmMoeDsaIndexer", "HYV4Indexer")
 ROTATION = "apply_rotary_pos_emb"
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 ALIBI = ("bloom", "mpt")  # families whose attention adds it

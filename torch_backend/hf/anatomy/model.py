@@ -26,6 +26,7 @@ from torch_backend.hf.anatomy.families import SEE_PADDING, Route, both_ways_of, 
 from torch_backend.hf.anatomy.heads import Head, head_of
 from torch_backend.hf.anatomy.structure import decoder_of, own_modules
 from torch_backend.hf.attention import uses_interface
+from torch_backend.hf.edits.indexers import find_indexers
 from torch_backend.hf.edits.mixers import find_mixers, why_not_on_the_row
 from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.edits.own_attention import computes_attention, passes_segments
@@ -44,6 +45,7 @@ class Anatomy:
         route, why: how segments travel in it and the reason, see :mod:`.families`.
         attention: the layers that run packed attention, by name.
         mixers: the layers that carry state, by name.
+        indexers: the modules that select keys for attention.
         divided: the mixers that run per document, by name.
         rotaries: rotary modules whose frequencies depend on the batch, by name.
         numbering: counts positions as the decoder itself does; None if it takes them.
@@ -58,6 +60,7 @@ class Anatomy:
     why: str
     attention: Mapping[str, nn.Module]
     mixers: Mapping[str, nn.Module]
+    indexers: tuple[nn.Module, ...]
     divided: Mapping[str, nn.Module]
     rotaries: Mapping[str, nn.Module]
     numbering: Numbering | None
@@ -68,6 +71,12 @@ class Anatomy:
     def layers(self) -> dict[str, nn.Module]:
         """Everything that must receive the segments, by name."""
         return {**self.attention, **self.mixers}
+
+    @property
+    def budget(self) -> int | None:
+        """The length up to which a document selects all of its keys in every layer; None where nothing selects."""
+        budgets: list[int] = [indexer.index_topk for indexer in self.indexers]  # type: ignore[misc]
+        return min(budgets, default=None)
 
     @property
     def numbers_tokens(self) -> bool:
@@ -121,6 +130,7 @@ def anatomy_of(root: Any) -> Anatomy:
         why=why,
         attention=attention,
         mixers=mixers,
+        indexers=() if route == "documents" else tuple(find_indexers(decoder)),
         divided={n: m for n, m in mixers.items() if route == "documents" or why_not_on_the_row(m)},
         rotaries=rotaries,
         numbering=numbering(decoder),

@@ -56,6 +56,8 @@ def _why_not(anatomy: Anatomy) -> str | None:
         return "its attention sees chunks of a document, which are not communicated"
     if config.model_type in ALIBI:
         return "its attention adds ALiBi, which is not computed over ranks"
+    if anatomy.indexers:
+        return "its indexers select among the keys of a whole document, which are not communicated"
     if anatomy.numbering is not None:
         return "its decoder numbers the tokens of its input itself"
     if any(getattr(module, "layerdrop", 0) for module in anatomy.decoder.modules()):

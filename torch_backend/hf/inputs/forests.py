@@ -38,6 +38,8 @@ def why_no_forest(anatomy: Anatomy) -> str | None:
         return "it numbers the tokens of each document itself"
     if getattr(anatomy.decoder.config, "attention_chunk_size", None):
         return "its attention sees chunks, which are counted from the beginning of a document"
+    if anatomy.indexers:
+        return "its indexers select the keys of whole documents"
     return None
 
 

@@ -26,6 +26,7 @@ def scores_attention(
     alibi_slopes: Tensor | None = None,
     first_query: int = 0,
     ahead: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Attention by score matrices, softmax in float32 at least: of whole documents, or of some of their queries.
 
@@ -35,6 +36,7 @@ def scores_attention(
         sinks, alibi_slopes: [H].
         first_query: where the first query stands among the S keys.
         ahead: integers [..., L], the keys that a query sees from its own on, causal attention alone; None for its own.
+        visible: bool [..., L, S], the keys that a query may see at all; None for every one.
 
     Returns:
         [..., L, H, Dv], dtype of q.
@@ -55,6 +57,8 @@ def scores_attention(
         hidden = (distance < 0) if request.causal else torch.zeros_like(distance, dtype=torch.bool)
     if request.window is not None:
         hidden = hidden | ((distance if request.causal else distance.abs()) >= request.window)
+    if visible is not None:
+        hidden = hidden | ~visible[..., None, None, :, :]
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         sink = sinks.to(working).view(*heads, 1, 1).expand(*scores.shape[:-1], 1)

@@ -54,7 +54,7 @@ class Sdpa:
 
     def last_resort(self, request: AttentionRequest) -> str | None:
         windowed = request.window is not None and request.window < request.max_seqlen
-        scores = _has_no_kernel(request) or (windowed and _window_has_no_blocks(request))
+        scores = has_no_kernel(request) or (windowed and _window_has_no_blocks(request))
         return "it builds score matrices" if scores or request.key_tokens is not None else None
 
     def __call__(
@@ -75,12 +75,12 @@ class Sdpa:
             )
         if packed.parents is not None:
             return over_documents(self, q, k, v, packed, request, sinks=sinks, alibi_slopes=alibi_slopes)
-        if _has_no_kernel(request):
+        if has_no_kernel(request):
             run = partial(_scored, request=request, sinks=sinks, alibi_slopes=alibi_slopes)
         elif request.window is not None:
             run = partial(_windowed, request=request)
         else:
-            run = partial(_fused, request=request)
+            run = partial(fused, request=request)
         ahead = keys_ahead(packed)
         of_tokens = (q, k, v) if ahead is None else (q, k, v, ahead)
         # A token sees the padding after its document unless attention is causal: then there must be no padding.
@@ -90,7 +90,7 @@ class Sdpa:
 SDPA = Sdpa()
 
 
-def _has_no_kernel(request: AttentionRequest) -> bool:
+def has_no_kernel(request: AttentionRequest) -> bool:
     """Returns whether torch's function lacks an option of the request, or has no fused kernel for it."""
     if request.softcap is not None or request.sinks or request.alibi or request.both_ways:
         return True
@@ -117,7 +117,7 @@ def _window_has_no_blocks(request: AttentionRequest) -> bool:
     return request.window is not None and (not request.causal or 2 * request.window**2 > _MASK)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None = None) -> Tensor:
+def fused(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None = None) -> Tensor:
     """torch's function in a form that its fused kernels take.
 
     Args:
@@ -155,7 +155,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Ten
     assert window is not None
     n, length = q.shape[:2]
     if window >= length:
-        return _fused(q, k, v, request)
+        return fused(q, k, v, request)
     if _window_has_no_blocks(request):
         return _scored(q, k, v, request=request)
     block = max(window, _SMALLEST_BLOCK)
@@ -164,12 +164,12 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Ten
         F.pad(x, (0, 0, 0, 0, 0, blocks * block - length)).view(n, blocks, block, *x.shape[2:]) for x in (q, k, v)
     )
     places = torch.arange(block, device=q.device)
-    first = _fused(q[:, 0], k[:, 0], v[:, 0], request, _visible(places, places, window))
+    first = fused(q[:, 0], k[:, 0], v[:, 0], request, _visible(places, places, window))
     if blocks == 1:
         return first[:, :length]
     before_and_own_k, before_and_own_v = (torch.cat([x[:, :-1], x[:, 1:]], 2).flatten(0, 1) for x in (k, v))
     visible = _visible(places + block, torch.arange(2 * block, device=q.device), window)
-    later = _fused(q[:, 1:].flatten(0, 1), before_and_own_k, before_and_own_v, request, visible)
+    later = fused(q[:, 1:].flatten(0, 1), before_and_own_k, before_and_own_v, request, visible)
     return torch.cat([first, later.reshape(n, -1, *later.shape[2:])], 1)[:, :length]
 
 

@@ -1,0 +1,173 @@
+"""Families whose indexers select keys (DeepSeek's sparse attention): documents below, at and above the budget."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from packing_core.errors import UnsupportedModelError
+from tests.torch_backend.graphs import compiled as compiled
+from tests.torch_backend.graphs import graphs as graphs
+from tests.torch_backend.guards import DeviceGuard
+from tests.torch_backend.models import (
+    alone,
+    assert_same,
+    assert_same_gradients,
+    collate,
+    documents,
+    in_float64,
+    packed,
+    patched,
+    tiny,
+)
+from torch_backend import explain, make_train_step, patch
+from torch_backend.hf.edits.indexers import find_indexers
+from torch_backend.hf.inputs.context import refuse_context
+from torch_backend.hf.patch import state_of
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.ops.attention import selected
+from torch_backend.segments import PackedMetadata
+from torch_backend.steps.cuda_graph import compile_layers
+from torch_backend.steps.fast_backward import Choice
+
+FAMILIES = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
+SHARED = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
+SHARED |= {"layer_types": ["indexed_attention"] * 3, "mlp_layer_types": ["dense"] * 3}
+
+
+def assert_as_alone(model: Any) -> None:
+    """Packed documents have the outputs and gradients of each one alone."""
+    model = in_float64(model)
+    want = alone(model, documents())
+    found = packed(patch(model, verify=False), documents())
+    if model.config.model_type == "hy_v4":  # which mixes its streams in float32, whatever the weights are
+        assert_same_gradients(found.gradients, want.gradients)
+        found.gradients = want.gradients
+    assert_same(found, want, 2e-6)
+
+
+def indexers(model: Any) -> list[Any]:
+    return list(find_indexers(model))
+
+
+def indexed(family: str, budget: int, **changes: Any) -> Any:
+    return tiny(family, index_topk=budget, **changes)
+
+
+@pytest.mark.parametrize("budget", [1, 19, 64], ids=["all but one above", "some at and above", "all below"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_are_those_alone(family: str, budget: int) -> None:
+    assert_as_alone(indexed(family, budget))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_scores_are_chosen_among_as_alone(family: str) -> None:
+    model = indexed(family, 8)
+    for indexer in indexers(model):
+        nn.init.zeros_(indexer.weights_proj.weight)
+    assert_as_alone(model)
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "hy_v4"])
+def test_layers_share_what_one_of_them_selected(family: str) -> None:
+    assert_as_alone(indexed(family, 8, **SHARED))
+
+
+def test_documents_within_the_budget_need_no_scores() -> None:
+    model = patched("deepseek_v32", index_topk=40)
+    for indexer in indexers(model):
+        nn.init.constant_(indexer.wk.weight, torch.nan)
+    assert model(**collate(documents())).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("budget", [8, 64])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_that_recompute_select_the_same(budget: int, reentrant: bool) -> None:
+    model = indexed("glm_moe_dsa", budget, **SHARED)
+    want = alone(model, documents())
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(packed(patch(model, verify=False), documents()), want)
+
+
+def test_explain_names_the_documents_above_the_budget() -> None:
+    model = patched("deepseek_v32", index_topk=33)
+    model(**collate(documents()))
+    text = str(explain(model))
+    assert "causal; 1 document above 33 tokens by selected keys in plain torch, outside of compiled layers" in text
+    assert "documents of at most 33 tokens select all of their keys" in text
+    model(**collate(documents((33, 5))))
+    assert "by selected keys" not in str(explain(model))
+
+
+def test_padding_above_the_budget_is_dense() -> None:
+    model = patched("deepseek_v32", index_topk=8)
+    model(**collate(documents((8, 5)), capacity=64))
+    assert "by selected keys" not in str(explain(model))
+
+
+def test_an_indexer_that_multiplies_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched("deepseek_v32", index_topk=8)
+    stock = nn.functional.relu
+    monkeypatch.setattr(nn.functional, "relu", lambda x, **_: stock(torch.matmul(x, x.transpose(-1, -2))))
+    with pytest.raises(UnsupportedModelError, match="DeepseekV32Indexer multiplies 3 times"):
+        model(**collate(documents()))
+
+
+def test_documents_are_not_cut_over_ranks() -> None:
+    state = state_of(patched("deepseek_v32"))
+    assert state is not None
+    with pytest.raises(UnsupportedModelError, match="its indexers select among the keys of a whole document"):
+        refuse_context(state.anatomy)
+
+
+def test_compiled_layers_run_documents_within_the_budget(interpreted: None) -> None:
+    """As whole graphs, which longer documents break."""
+    changes = {**SHARED, "v_head_dim": 16}
+    model = patch(indexed("glm_moe_dsa", 19, **changes), implementation="triton", verify=False)
+    state_of(model).guard = DeviceGuard()  # type: ignore[union-attr] # boundaries on the CPU would be read
+    given = [collate(documents(lengths), max_seqlen=64, bucket=16) for lengths in ((19, 5, 1), (19, 40))]
+    short, long = ({name: x for name, x in batch.items() if name != "packed_lengths"} for batch in given)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    with torch.no_grad():
+        exact = [causal_lm_loss(model, batch)[0] for batch in (short, long)]
+        compile_layers(model, backend=backend)
+        found = [causal_lm_loss(model, short)[0]]
+        of_short = len(graphs)
+        found.append(causal_lm_loss(model, long)[0])
+    torch.testing.assert_close(found, exact)
+    assert of_short == 3, "of layers that select, of those that share, and of the last norm"
+
+
+def test_steps_run_longer_documents_beside_their_graph(
+    compiled: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest segment that a graph is for is above the budget from the first batch on."""
+
+    def no_read(packed: PackedMetadata) -> tuple[int, ...]:
+        assert packed.lengths is not None
+        return packed.lengths
+
+    monkeypatch.setattr(selected, "host_lengths", no_read)
+    lengths = [(20, 5), (8, 5), (8, 5), (6, 7), (8, 3), (7, 8), (20, 5), (7, 8)]
+    models = [patched("deepseek_v32", index_topk=8) for _ in range(2)]
+    compiled.model = models[0]
+    losses = []
+    for model, fast in zip(models, (True, False), strict=True):
+        choice: Choice = "auto" if fast else False
+        step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=choice, capture=choice)
+        losses.append([float(step(collate(documents(each), capacity=64))["loss"]) for each in lengths[:-2]])
+        calls = compiled.calls
+        losses[-1].append(float(step(collate(documents(lengths[-2]), capacity=64))["loss"]))
+        assert compiled.calls == calls, "longer documents run the layers as they are"
+        losses[-1].append(float(step(collate(documents(lengths[-1]), capacity=64))["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert (compiled.recorded, compiled.replayed) == (1, 3)
