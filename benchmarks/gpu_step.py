@@ -268,7 +268,7 @@ def _gradients_alone(shape: Shape, dtype: torch.dtype) -> Tensor:
     for document in docs:
         ids = torch.from_numpy(document)[None].to(DEVICE)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss * (len(document) - 1) / total
-        found = torch.autograd.grad(loss, _trained(model))
+        found = torch.autograd.grad(loss, _trained(model), materialize_grads=True)  # indexers have none
         gradients = [x + y for x, y in zip(gradients, found)] if gradients else [x.float() for x in found]
     return torch.cat([x.flatten() for x in gradients])
 
@@ -289,7 +289,7 @@ def error(shape: Shape, contender: Contender, capacity: int) -> float:
     trained = _trained(model)
 
     def step(batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss(batch), trained)
+        return torch.autograd.grad(loss(batch), trained, materialize_grads=True)
 
     run = CapturedStep(step, warm_up=2, enabled=contender.captured and not TOY)
     orders = [docs, docs[1:] + docs[:1], docs[::-1], docs[3:] + docs[:3]] if contender.captured else [docs]
