@@ -24,6 +24,7 @@ from torch_backend.auditing.fingerprint import dtype_of
 from torch_backend.auditing.probe import FEW, Probe, projected
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import in_mode, sharding_inside
+from torch_backend.hf.float8 import describe_float8
 from torch_backend.hf.router import no_router_loss
 
 _KEPT = 2**20  # numbers in a buffer that is copied: statistics have fewer, and what has more is weights
@@ -97,11 +98,13 @@ class _Itself(Probe):
         return outputs_error(self._packed(renew=False), packed) > half
 
     def _epsilon(self, packed: Computation) -> float:
-        """Returns that of the coarsest dtype of outputs, weights and autocast."""
+        """Returns that of the coarsest dtype of outputs, weights, products and autocast."""
         device = packed.outputs[0].device.type
         dtypes = [packed.outputs[0].dtype, dtype_of(self.model)]
         if torch.is_autocast_enabled(device):
             dtypes.append(torch.get_autocast_dtype(device))
+        if describe_float8(self.model) is not None:
+            dtypes.append(torch.float8_e4m3fn)
         return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 

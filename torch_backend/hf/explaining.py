@@ -16,6 +16,7 @@ from torch_backend.hf.anatomy.experts import find_experts
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits.experts import reasons_against
 from torch_backend.hf.edits.mixers import why_not_on_the_row
+from torch_backend.hf.float8 import describe_float8
 from torch_backend.hf.forward import AttentionChoice, Choice, DocumentsChoice, RowChoice
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.ops.attention import TRIED_LAST, describe, rejections
@@ -126,6 +127,8 @@ def _notes(state: Patched) -> list[str]:
         notes.append(f"the rotary embedding is the modeling file's own in {which}: {reason}")
     if state.adds_softcap:
         notes.append(state.adds_softcap)
+    if (float8 := describe_float8(state.root)) is not None:
+        notes.append(float8)
     if state.needs_lengths:
         notes.append(
             "segment lengths are needed on the host: PackedCollator carries them, and for another collator's "

@@ -54,6 +54,7 @@ from torch_backend.hf.entry import (
     running,
 )
 from torch_backend.hf.experts import ExpertsChoice
+from torch_backend.hf.float8 import to_bfloat16
 from torch_backend.hf.foreign_kernels import refuse_replaced_layers
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.inputs import arguments as inputs
@@ -106,11 +107,12 @@ def _context_of(anatomy: Anatomy, mesh: Any, method: str) -> ContextGroup | None
 
 
 def unpatch(model: Model) -> Model:
-    """Take back what :func:`torch_backend.patch` did; without effect on a model that is not patched."""
+    """Take back what :func:`torch_backend.patch` did, and ``precision="float8"``; an unpatched model stays as it is."""
     root = causal_lm(model)
     state = state_of(root)
     if state is not None:
         state.remove()
+        to_bfloat16(root)
     return model
 
 

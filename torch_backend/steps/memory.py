@@ -46,7 +46,8 @@ AUTO_OVER_RANKS = (
 
 # Operators that pass over memory once; recomputing them costs less than what they would keep.
 _CHEAP = ("rope", "norm")
-_PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm", "linear_4bit")
+# The last is how torch.compile names a function that it takes whole, as torchao's product of float8 is.
+_PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm", "linear_4bit", "trampoline_autograd_apply")
 _ENABLE = "gradient_checkpointing_enable"
 _WIDE = 2.0  # times as many columns out of a product as into it
 _ATTENTION = ("attention", "attn", "flash4", "xformers")  # in names of operators, or of the libraries that they are of

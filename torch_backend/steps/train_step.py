@@ -28,6 +28,7 @@ from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelE
 from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm, in_mode
+from torch_backend.hf.float8 import Precision, to_float8
 from torch_backend.hf.patch import context_of, cut_over_ranks, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.ops.divisor import Divisor, part_of_mean, quotient
@@ -351,6 +352,7 @@ def make_train_step(
     capture: Choice = "auto",
     group: dist.ProcessGroup | None = None,
     memory: Memory | None = None,
+    precision: Precision | None = None,
 ) -> TrainStep:
     """Build the training step of a model: batch in, metrics out.
 
@@ -379,15 +381,20 @@ def make_train_step(
             input (``"full"``, as gradient checkpointing does); its input, on the host (``"offload"``). The rest is
             recomputed. ``"auto"`` takes the fastest level at which the longest microbatch fits, and prints it. None
             leaves the model as it is set, for example by ``gradient_checkpointing_enable``.
+        precision: ``"float8"`` lets the linear layers of attention and MLPs multiply in float8, by torchao's recipe
+            ``rowwise_with_gw_hp``; ``"float8:rowwise"`` and ``"float8:tensorwise"`` by others, in which the documents
+            of a row share scales (docs/contract.md). Weights keep their dtype, and ``unpatch`` takes it back. None
+            leaves the layers as they are.
 
     Raises:
-        PackingError: ``memory`` is no level; ``max_grad_norm`` is not above 0, or ``autocast`` another dtype.
+        PackingError: ``memory`` is no level, ``precision`` no recipe; ``max_grad_norm`` is not above 0, or ``autocast``
+            another dtype.
         UnsupportedModelError: ``model`` holds no transformers model or one that is not patched, or DataParallel stands
-            around it.
+            around it; or its weights cannot be cast to float8.
         UnsupportedError: there are several ranks, and nothing reduces the model's gradients over them; ``model`` is a
             DeepSpeedEngine, wholly frozen or trained in float16; ``memory`` is ``"auto"``, and documents are cut over
             ranks; the optimizer is another model's or the scheduler another optimizer's; or a ``step()`` of theirs
-            needs an argument, as those of LBFGS and ReduceLROnPlateau do.
+            needs an argument, as those of LBFGS and ReduceLROnPlateau do; or the device has no products of float8.
 
     >>> import torch_backend  # doctest: +SKIP
     >>> step = torch_backend.make_train_step(model, torch.optim.AdamW(model.parameters()), max_grad_norm=1.0)
@@ -412,9 +419,11 @@ def make_train_step(
         )
     check_optimizer(model, optimizer, scheduler)
     check_numbers(model, max_grad_norm, autocast)
-    if memory == "auto":
+    if memory is not None:
         check_level(model, memory)
-    elif memory is not None:
+    if precision is not None:
+        to_float8(model, precision)
+    if memory is not None and memory != "auto":
         set_level(model, memory)
     return step
 
