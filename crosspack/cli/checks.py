@@ -187,7 +187,7 @@ def _check_zero(options: TrainOptions) -> None:
     precision = options.precision or options.dtype
     if options.dtype == "bfloat16" and not options.master_weights:
         raise PackingError(f"{strategy} keeps float32 copies of bfloat16 weights: pass --master-weights too")
-    if options.dtype == "float32" and precision == "bfloat16":
+    if precision != options.dtype:
         raise PackingError(
             f"{strategy} computes in the dtype of the weights: pass --dtype bfloat16 --master-weights, or leave "
             "--precision out"
@@ -217,6 +217,7 @@ def used_options(options: TrainOptions) -> list[str]:
     ranks = max(options.nproc, launch.world_size())
     used = {
         "--dtype bfloat16": options.dtype == "bfloat16",
+        "--precision float8": options.precision == "float8",
         "--lora": options.lora > 0,
         "--lora-alpha, --lora-dropout, --lora-targets or --merge-lora": bool(
             options.lora_alpha or options.lora_dropout or options.lora_targets or options.merge_lora

@@ -104,7 +104,7 @@ class LossOptions:
     weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.0
     clip: Annotated[float, typer.Option(min=0.0, help="Largest gradient norm; 0 leaves the gradient.")] = 1.0
     precision: Annotated[
-        Literal["float32", "bfloat16"] | None, typer.Option(help="Of the forward pass. Default: as --dtype.")
+        Literal["float32", "bfloat16", "float8"] | None, typer.Option(help="Of the forward pass. Default: as --dtype.")
     ] = None
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Of the weights and of the optimizer's states.")

@@ -42,7 +42,8 @@ class Options:
         warmup: share of the steps over which the rate rises linearly to its peak.
         weight_decay: decoupled weight decay.
         clip: the gradient is scaled down to this norm; 0 leaves it.
-        precision: what the forward computes in; weights in bfloat16 compute in bfloat16.
+        precision: what the forward computes in; weights in bfloat16 compute in bfloat16. ``float8`` is bfloat16 but
+            for the products of attention and MLPs.
         seed: initial weights, dropout and the order of documents.
         dtype: of the trained weights, and of the optimizer's states.
         master_weights: with ``dtype="bfloat16"``, the optimizer keeps float32 copies of the weights and float32 states,
@@ -67,7 +68,7 @@ class Options:
     warmup: float = 0.05
     weight_decay: float = 0.0
     clip: float = 1.0
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "float8"] = "float32"
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     master_weights: bool = False

@@ -122,6 +122,7 @@ def test_zero_without_deepspeed_is_refused_by_name(small, monkeypatch):
         (["--save-every", 2, "--output", "out"], "--strategy zero2 writes no checkpoints, because DeepSpeed's hold"),
         (["--resume", "--output", "out"], "--strategy zero2 writes no checkpoints"),
         (["--dtype", "bfloat16"], "--strategy zero2 keeps float32 copies of bfloat16 weights: pass --master-weights"),
+        (["--precision", "float8"], "--strategy zero2 computes in the dtype of the weights: pass --dtype bfloat16"),
         (["--precision", "bfloat16"], "--strategy zero2 computes in the dtype of the weights: pass --dtype bfloat16"),
         (
             ["--context-parallel", 2],
@@ -138,6 +139,7 @@ def test_what_zero_does_otherwise_than_one_process_is_refused(small, arguments, 
     ("option", "arguments"),
     [
         ("--compile", ["--no-compile"]),
+        ("--precision float8", ["--precision", "float8"]),
         ("--nproc or torchrun", ["--nproc", "2"]),
         ("--nproc or torchrun", ["--nproc", "2", "--context-parallel", "2"]),
         ("--optim, --neftune-alpha or --set", ["--neftune-alpha", "5"]),
@@ -410,3 +412,8 @@ def test_a_run_of_few_steps_says_so_before_it_trains(small):
     warned = words(run(*small))
     assert "of 4 rows may be too few to learn from: for 50, pass --epochs" in warned
     assert "too few" not in words(run(*small, "--steps", 1))  # which says how many are wanted
+
+
+def test_float8_is_refused_where_the_device_has_none(small):
+    said = one_line(run(*small, "--precision", "float8", "--device", "cpu"))
+    assert "precision='float8' is not possible, because the model computes on cpu, which has no products" in said

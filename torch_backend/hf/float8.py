@@ -70,10 +70,10 @@ def check_float8(model: nn.Module, precision: str) -> list[nn.Linear]:
             or in float8 by somebody else; or no linear layer is left.
     """
     recipe_of(precision)
-    require("torchao.float8", extra="float8")
     root = causal_lm(model)
     if not EMULATED and (reason := _why_not_here(execution_device(root))) is not None:
         raise UnsupportedError(f"precision={precision!r} is not possible, because {reason}", option="precision")
+    require("torchao.float8", extra="float8")
     name = type(root).__name__
     if (reason := _why_not_weights(model, root)) is not None:
         raise UnsupportedModelError(f"{name} cannot train in float8, because {reason}")

@@ -28,6 +28,7 @@ from packing_core.training.tasks import TASKS, TaskJob, TaskResult
 from torch_backend.auditing.model import verify
 from torch_backend.auditing.trainer import audit_trainer
 from torch_backend.collate import PackedCollator
+from torch_backend.hf.float8 import to_float8
 from torch_backend.job.embeddings import EmbeddingTrainer, PairCollator, tokenized
 from torch_backend.job.images import image_dataset, image_rows
 from torch_backend.job.models import audit_of, load_model, naming, shared_arguments, with_adapters, write_model
@@ -312,7 +313,7 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path, longest: int | None 
         # transformers takes less than 1 for a share of the steps, and 1 for one step
         "warmup_steps": min(options.warmup, math.nextafter(1.0, 0.0)),
         "weight_decay": options.weight_decay,
-        "bf16": options.dtype == "float32" and options.precision == "bfloat16",
+        "bf16": options.dtype == "float32" and options.precision != "float32",
         # transformers 5.23 renamed it, and warns under the old name
         "activation_checkpointing" if "activation_checkpointing" in fields_of_kind else "gradient_checkpointing": (
             job.gradient_checkpointing
@@ -350,16 +351,19 @@ def _of_the_trainer(job: TaskJob) -> Iterator[None]:
 
 def _packed(job: TaskJob, trainer: Any) -> Audit:
     """Packs the trainer in place; returns the verdict on it."""
+    precision: Any = "float8" if job.options.precision == "float8" else None
+    options: Any = {"implementation": job.attention, "verify": False, "precision": precision}
     if job.task in _OF_TRL or job.task == "sft":  # their batches, or their rows, are there
-        enable_packing(trainer, implementation=job.attention, verify=False)
+        enable_packing(trainer, **options)
         report: Any = audit_trainer(trainer)
     else:
         report = verify(trainer.model, job.attention)
         if job.task == "embed":
             unpad(trainer.model, implementation=job.attention, verify=False)
+            if precision is not None:
+                to_float8(trainer.model, precision)
         else:
-            rows: dict[str, Any] = {"capacity": job.capacity, "overflow": job.overflow}
-            enable_packing(trainer, implementation=job.attention, verify=False, **rows)
+            enable_packing(trainer, capacity=job.capacity, overflow=job.overflow, **options)
     return audit_of(report)
 
 

@@ -24,8 +24,9 @@ from packing_core.training.job import ZERO, Audit, TrainJob, TrainResult, honour
 from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run
 from packing_core.training.timing import Clock
-from torch_backend.auditing.model import verify
+from torch_backend.auditing.model import verify, verify_additions
 from torch_backend.hf.explaining import explain
+from torch_backend.hf.float8 import to_float8
 from torch_backend.job import states
 from torch_backend.job.memory import Memory, memory_line, release
 from torch_backend.job.models import audit_of, build_model, naming, with_adapters, write_model
@@ -51,6 +52,7 @@ class _Finished:
 
 @honours(
     "--dtype bfloat16",
+    "--precision float8",
     "--lora",
     "--lora-alpha, --lora-dropout, --lora-targets or --merge-lora",
     "--eval-data",
@@ -148,6 +150,10 @@ def _prepared(job: TrainJob, run: Run, process: Process) -> tuple[Any, Audit | N
         patch(model, implementation=job.attention, verify=False, mesh=mesh)
     if job.options.lora:
         model = with_adapters(model, job.options)
+    if job.options.precision == "float8":
+        to_float8(model, "float8")
+        if run == "packed":
+            verify_additions(model)
     if job.gradient_checkpointing:
         # transformers 5.23 renamed it, and warns under the old name
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)

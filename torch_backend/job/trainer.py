@@ -135,7 +135,7 @@ class JobTrainer(Trainer):
         """Adds autocast to the Trainer's own. ``bf16=True`` would convert outputs, and shards under FSDP2, too."""
         stack = super().compute_loss_context_manager()
         options = self.job.options
-        if options.dtype == "float32" and options.precision == "bfloat16":
+        if options.dtype == "float32" and options.precision != "float32":
             stack.enter_context(torch.autocast(self.args.device.type, torch.bfloat16))
         return stack
 
@@ -186,7 +186,8 @@ def job_trainer(job: TrainJob, run: Run, model: Any, process: Process, *, first:
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)  # TrainingArguments set the first one
     if run == "packed":
-        enable_packing(trainer, implementation=job.attention, verify=False)
+        precision: Any = "float8" if job.options.precision == "float8" else None
+        enable_packing(trainer, implementation=job.attention, verify=False, precision=precision)
     else:
         speed_up(Changes(trainer), TrainerLoss(trainer))
     # Runs that are compared differ in their rows alone: none is compiled or captured.

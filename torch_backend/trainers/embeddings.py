@@ -66,7 +66,7 @@ class EmbeddingPort(TrainerPort):
         self.of_modules = list({id(module.model): module.model for module in self.modules}.values())
         why_whole = "embeddings and scores are those of whole ones: leave cp_size out"
         context_mesh(trainer, lambda: why_whole, self.of_modules)
-        self.check_memory(has_rows=False)
+        self.check_options(has_rows=False)
         self.request.refuse(
             f"{self.name} puts the texts of each batch into one row of their length",
             way_out="leave it out, and set per_device_train_batch_size",

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 from packing_core.errors import PackingError
 from packing_core.hints import hinted
 from packing_core.planning.plan import Order, Overflow
+from torch_backend.hf.float8 import Precision
 from torch_backend.hf.inputs.sentence_trainers import sentence_trainer
 from torch_backend.hf.inputs.trl_trainers import has_tree_rows, kind_of
 from torch_backend.steps.memory import Memory
@@ -63,6 +64,7 @@ def enable_packing(
     fast: bool = True,
     memory: Memory | None = None,
     share_prefix: bool | Literal["auto"] = "auto",
+    precision: Precision | None = None,
 ) -> Trainer:
     """Make a trainer train packed documents without contamination; call it between building and ``train()``.
 
@@ -115,6 +117,8 @@ def enable_packing(
             ``a sum(n) + s sum(n (n + 2 b))``, a token and an attention pair by ``Cost.from_config(model.config)``. True
             shares 16 tokens and more, and raises where the model cannot. Token ids are read from the device for it.
             False shares nothing. ``explain(trainer)`` says how many tokens it saved, or why none.
+        precision: ``"float8"`` and others, as in :func:`torch_backend.make_train_step`; of the trained model and its
+            reference, also in evaluation. A second call without it, and ``disable_packing``, take it back.
 
     Returns:
         ``trainer`` itself.
@@ -142,7 +146,7 @@ def enable_packing(
         weights=weights,
         equal_cost=equal_cost,
     )
-    request = PackingRequest(rows, implementation, verify, fast, memory, share_prefix)
+    request = PackingRequest(rows, implementation, verify, fast, memory, share_prefix, precision)
     port = port_of(trainer)(trainer, request)
     with changing(trainer) as changes:
         port.plan()

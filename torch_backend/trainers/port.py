@@ -16,6 +16,7 @@ from packing_core.planning.cost import Cost
 from packing_core.planning.pieces import Overflow
 from packing_core.planning.rule import RowRule
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.float8 import Precision, check_float8, to_bfloat16, to_float8
 from torch_backend.hf.inputs.prefixes import Sharing
 from torch_backend.hf.patch import state_of
 from torch_backend.patching import patch, unpatch
@@ -34,7 +35,7 @@ class PackingRequest:
 
     Attributes:
         rows: those that decide the rows, except the ones that have their defaults.
-        implementation, verify, fast, memory, share_prefix: as there.
+        implementation, verify, fast, memory, share_prefix, precision: as there.
     """
 
     rows: Mapping[str, Any]
@@ -43,6 +44,7 @@ class PackingRequest:
     fast: bool = True
     memory: Memory | None = None
     share_prefix: Sharing = "auto"
+    precision: Precision | None = None
 
     @staticmethod
     def changed(**rows: Any) -> dict[str, Any]:
@@ -123,14 +125,18 @@ class TrainerPort:
             release_level(model)
             unpatch(model)
 
-    def check_memory(self, *, has_rows: bool) -> None:
+    def check_options(self, *, has_rows: bool) -> None:
         """
         Args:
             has_rows: whether the fast step trains rows here.
 
         Raises:
-            PackingError: the model cannot have the requested level of memory.
+            PackingError: the model cannot have the requested level of memory, or the requested precision.
         """
+        if self.request.precision is not None:
+            if getattr(self.trainer, "is_deepspeed_enabled", False):
+                raise UnsupportedError(f"precision={self.request.precision!r} is not served under DeepSpeed: use FSDP2")
+            check_float8(self.trainer.model, self.request.precision)
         if self.request.memory is not None:
             check_level(self.trainer.model, self.request.memory)
         if self.request.memory == "auto" and not has_rows:
@@ -142,15 +148,22 @@ class TrainerPort:
     def patch(self, models: Sequence[Any], changes: Changes, mesh: Any) -> None:
         """Patch models of the trainer, and set the memory of the trained one; also of those that it makes later.
 
+        Models that the trained one is compared with multiply as it does; a teacher keeps its precision.
+
         Raises:
             UnsupportedModelError: one of them cannot be made exact; then none is patched.
         """
         trainer, request = self.trainer, self.request
         options: Any = {"implementation": request.implementation, "verify": request.verify, "mesh": mesh}
         patched = [model for model in models if state_of(causal_lm(model)) is None]
+        teacher = getattr(trainer, "teacher_model", None)
         try:
             for model in models:
                 patch(model, **options)
+                if request.precision is None or model is teacher:
+                    to_bfloat16(model)  # of an earlier call
+                else:
+                    to_float8(model, request.precision)
         except PackingError:
             for model in patched:
                 unpatch(model)
@@ -162,12 +175,16 @@ class TrainerPort:
                 if hasattr(trainer.args, name):
                     changes.set(name, False, of=trainer.args)
         if trainer.model_init is not None:  # train() makes another model
-            changes.wrap("call_model_init", _patched_model_init, level, options)
+            changes.wrap("call_model_init", _patched_model_init, level, request.precision, options)
 
 
-def _patched_model_init(call_model_init: Any, level: Level | None, options: Any, trial: Any = None) -> Any:
+def _patched_model_init(
+    call_model_init: Any, level: Level | None, precision: Precision | None, options: Any, trial: Any = None
+) -> Any:
     """As ``Trainer.call_model_init``; the model that it makes is patched."""
     model = patch(call_model_init(trial), **options)
+    if precision is not None:
+        to_float8(model, precision)
     if level is not None:
         hold_level(model, level)
     return model

@@ -51,7 +51,7 @@ class ScoredPort(TrainerPort):
 
     def plan(self) -> None:
         trainer, share_prefix = self.trainer, self.request.share_prefix
-        self.check_memory(has_rows=False)
+        self.check_options(has_rows=False)
         self.request.refuse(
             f"{self.name} puts the documents of each micro-batch into one row of their length",
             way_out="leave it out, and set per_device_train_batch_size",

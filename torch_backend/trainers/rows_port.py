@@ -56,7 +56,7 @@ class RowsPort(TrainerPort):
             raise PackingError(f"{self.name} is not a transformers.Trainer: pass one that is built, with its model")
         if request.share_prefix is True:
             raise UnsupportedError(f"{self.name} shares no prefixes: {SHARERS}")
-        self.check_memory(has_rows=request.fast)
+        self.check_options(has_rows=request.fast)
         self.loss = TrainerLoss(trainer)
         self.rows = inspect(trainer, self.loss, request)
         self.why_per_batch = why_per_batch(self.loss)

@@ -1,0 +1,124 @@
+"""float8 in trainers and on ranks: what enable_packing, crosspack train, DDP and FSDP2 make of ``precision``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torchao.float8.float8_linear import Float8Linear
+
+from packing_core.errors import UnsupportedError
+from tests.torch_backend.job.test_train import job as job  # a fixture
+from tests.torch_backend.job.test_train import losses, with_options
+from tests.torch_backend.job.test_train_options import HALF
+from tests.torch_backend.models import collate, error, tiny
+from tests.torch_backend.models import documents as tiny_documents
+from tests.torch_backend.ranks import on_ranks
+from tests.torch_backend.trainers.test_preference import dpo
+from tests.torch_backend.trainers.test_trainer import CAPACITY, arguments, documents, llama
+from torch_backend import disable_packing, enable_packing, explain, make_train_step, patch
+from torch_backend.hf import float8
+from torch_backend.job.train import train
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "EMULATED", True)
+
+
+def count(model: nn.Module) -> int:
+    return sum(isinstance(module, Float8Linear) for module in model.modules())
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("by_init", [False, True])
+def test_a_trainer_trains_in_float8_until_packing_is_disabled(by_init: bool, tmp_path: Any) -> None:
+    given = arguments(transformers.TrainingArguments, tmp_path, max_steps=2)
+    made = {"model_init": llama} if by_init else {"model": llama()}
+    trainer = transformers.Trainer(**made, args=given, train_dataset=documents())
+    enable_packing(trainer, CAPACITY, precision="float8")
+    layers = count(trainer.model)
+    assert layers == 7 * trainer.model.config.num_hidden_layers
+    trainer.train()
+    assert count(trainer.model) == layers  # model_init made another one
+    assert any("multiply in float8 (rowwise_with_gw_hp)" in note for note in explain(trainer).notes)
+    enable_packing(trainer, CAPACITY)
+    assert count(trainer.model) == 0
+    enable_packing(trainer, CAPACITY, precision="float8:rowwise")
+    disable_packing(trainer)
+    assert count(trainer.model) == 0 and type(trainer.model.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+def test_a_trainer_whose_device_has_no_float8_is_left_as_it_was(tmp_path: Any) -> None:
+    given = arguments(transformers.TrainingArguments, tmp_path)
+    trainer = transformers.Trainer(llama(), given, train_dataset=documents())
+    before = dict(vars(trainer))
+    with pytest.raises(
+        UnsupportedError, match=r"precision='float8' is not possible, because the model computes on cpu"
+    ):
+        enable_packing(trainer, CAPACITY, precision="float8")
+    assert vars(trainer).keys() - before.keys() <= {"_crosspack_changes"} and not hasattr(trainer.model, "_crosspack")
+
+
+@pytest.mark.usefixtures("emulated")
+def test_the_reference_of_preferences_multiplies_as_the_policy(tmp_path: Any) -> None:
+    trainer = dpo(tmp_path)
+    trainer.ref_model.load_state_dict(trainer.model.state_dict())
+    enable_packing(trainer, precision="float8")
+    assert count(trainer.model) == count(trainer.ref_model) > 0
+    trainer.train()
+    logged = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    assert logged == pytest.approx(np.log(2), abs=1e-4)  # at the start both are one model
+
+
+@pytest.mark.usefixtures("emulated")
+def test_crosspack_train_trains_in_float8_and_compares_with_padded_float8(job: Any, tmp_path: Any) -> None:
+    plain = losses(train(with_options(job, **HALF)))
+    given = with_options(job, **HALF | {"precision": "float8"})
+    result = train(dataclasses.replace(given, runs=("padded", "packed"), output=tmp_path))
+    assert result.audit is not None and result.audit.exact and losses(result) != plain
+    np.testing.assert_allclose(losses(result), plain, rtol=3e-2)
+    np.testing.assert_allclose(losses(result), losses(result, "padded"), rtol=1e-2)
+    assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def gradients_of_rank(sharded: bool, precision: str) -> tuple[float, dict[str, Any]]:
+    """One step of the first rank's rows and of the second's."""
+    float8.EMULATED = True
+    rank = torch.distributed.get_rank()
+    model = patch(tiny("llama"), verify=False)
+    if sharded:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    given: Any = model if sharded else DistributedDataParallel(model)
+    step = make_train_step(given, torch.optim.SGD(given.parameters(), lr=0.0), precision=precision)
+    documents = tiny_documents()
+    loss = float(step(collate(documents[:4] if rank == 0 else documents[4:]))["loss"])
+    found = {name: p.grad for name, p in model.named_parameters()}
+    whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
+    assert count(model) == 14 and list(model.state_dict()) == list(tiny("llama").state_dict())
+    float8.EMULATED = False
+    return loss, whole
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("precision", ["float8", "float8:tensorwise"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_ranks_have_the_gradients_of_one_process(sharded: bool, precision: str) -> None:
+    model = patch(tiny("llama"), verify=False)
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), precision=precision)
+    documents = tiny_documents()
+    right = float(step([collate(documents[:4]), collate(documents[4:])])["loss"])  # as the ranks have them
+    loss, found = on_ranks(gradients_of_rank, sharded, precision)
+    assert loss == pytest.approx(right, rel=1e-5)
+    assert all(error(found[name], p.grad) < 1e-4 for name, p in model.named_parameters() if p.grad is not None)
