@@ -45,6 +45,7 @@ class _Shown(Console):
 
 OUT = _Shown()
 _LOGGED = ("packing_core", "torch_backend", "jax_backend", "crosspack")
+_NOISY = ("torchao", "torch.utils._pytree")  # where torchao has no kernels; peft imports it wherever it is installed
 # Variables that turn off the bars of transformers and huggingface_hub, and of datasets; read when these are imported.
 _OTHERS_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 _OPTIONS: dict[str, Any] = {
@@ -126,7 +127,9 @@ def _to_stderr(prefix: str, line: str) -> None:
 
 
 def _log(verbose: bool) -> None:
-    """Send the project's own log to standard error, or nowhere."""
+    """Send the project's own log to standard error, or nowhere; torchao's complaints at import only with the former."""
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.NOTSET if verbose else logging.ERROR)
     for name in _LOGGED:
         logger = logging.getLogger(name)
         logger.handlers = [logging.StreamHandler()] if verbose else []

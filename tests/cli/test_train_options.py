@@ -416,4 +416,4 @@ def test_a_run_of_few_steps_says_so_before_it_trains(small):
 
 def test_float8_is_refused_where_the_device_has_none(small):
     said = one_line(run(*small, "--precision", "float8", "--device", "cpu"))
-    assert "precision='float8' is not possible, because the model computes on cpu, which has no products" in said
+    assert said.startswith("crosspack: --precision float8 is not possible, because the model computes on cpu")
