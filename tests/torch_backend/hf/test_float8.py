@@ -221,3 +221,27 @@ def test_a_model_of_transformers_saves_ordinary_weights(emulated: None, tmp_path
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert describe_float8(loaded) is None
     assert all(torch.equal(x, y) for x, y in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("precision", [OWN_SCALES, "float8:rowwise", "float8:tensorwise"])
+def test_products_have_multiples_of_16_whatever_the_length_of_a_row(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the CPU's own products of float8, which take any length, where those of a GPU would raise."""
+    sizes: list[int] = []
+    multiply = torch._scaled_mm
+
+    def counted(a: Tensor, b: Tensor, *args: Any, **options: Any) -> Tensor:
+        sizes.extend((a.shape[1], *b.shape))
+        return multiply(a, b, *args, **options)
+
+    found = {}
+    for emulated in (True, False):
+        monkeypatch.setattr(float8, "EMULATED", emulated)
+        monkeypatch.setattr(float8, "_why_not_here", lambda _: None)
+        monkeypatch.setattr(torch, "_scaled_mm", counted)
+        model = patch(bfloat16(), verify=False)
+        step = stepped(model, precision=precision)
+        found[emulated] = [float(step(collate(documents((5, 19, 33)), capacity=None))["loss"]) for _ in range(2)]
+    assert sizes and all(size % 16 == 0 for size in sizes)
+    assert found[True] == pytest.approx(found[False], rel=1e-3)
