@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,21 +12,25 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torchao.float8.float8_linear import Float8Linear
 
-from packing_core.errors import UnsupportedError
+from packing_core.errors import UnsupportedError, UnsupportedModelError
 from tests.torch_backend.job.test_train import job as job  # a fixture
 from tests.torch_backend.job.test_train import losses, with_options
 from tests.torch_backend.job.test_train_options import HALF
 from tests.torch_backend.models import collate, error, tiny
 from tests.torch_backend.models import documents as tiny_documents
-from tests.torch_backend.ranks import on_ranks
+from tests.torch_backend.ranks import Raised, on_ranks
 from tests.torch_backend.trainers.test_preference import dpo
 from tests.torch_backend.trainers.test_trainer import CAPACITY, arguments, documents, llama
+from tests.torch_backend.wrappers import sharded_by_fsdp_1
 from torch_backend import disable_packing, enable_packing, explain, make_train_step, patch
 from torch_backend.hf import float8
+from torch_backend.hf.float8 import check_float8
 from torch_backend.job.train import train
 
 
@@ -90,19 +95,20 @@ def test_crosspack_train_trains_in_float8_and_compares_with_padded_float8(job: A
     assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
 
 
-def gradients_of_rank(sharded: bool, precision: str) -> tuple[float, dict[str, Any]]:
-    """One step of the first rank's rows and of the second's."""
+def gradients_of_rank(kind: str, precision: str) -> tuple[float, dict[str, Any]]:
+    """One step of the first rank's rows and of the second's, or of rows that are cut over both."""
     float8.EMULATED = True
     rank = torch.distributed.get_rank()
-    model = patch(tiny("llama"), verify=False)
-    if sharded:
+    mesh = init_device_mesh("cpu", (2,)) if kind == "cut" else None
+    model = patch(tiny("llama"), verify=False, mesh=mesh)
+    if kind == "FSDP2":
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    given: Any = model if sharded else DistributedDataParallel(model)
+    given: Any = model if kind == "FSDP2" else DistributedDataParallel(model)
     step = make_train_step(given, torch.optim.SGD(given.parameters(), lr=0.0), precision=precision)
-    documents = tiny_documents()
-    loss = float(step(collate(documents[:4] if rank == 0 else documents[4:]))["loss"])
+    parts = [collate(part) for part in (tiny_documents()[:4], tiny_documents()[4:])]
+    loss = float(step(parts if mesh else parts[rank])["loss"])
     found = {name: p.grad for name, p in model.named_parameters()}
     whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
     assert count(model) == 14 and list(model.state_dict()) == list(tiny("llama").state_dict())
@@ -112,13 +118,54 @@ def gradients_of_rank(sharded: bool, precision: str) -> tuple[float, dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("precision", ["float8", "float8:tensorwise"])
-@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
-def test_ranks_have_the_gradients_of_one_process(sharded: bool, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "precision"), [*product(("DDP", "FSDP2"), ("float8", "float8:tensorwise")), ("cut", "float8")]
+)
+def test_ranks_have_the_gradients_of_one_process(kind: str, precision: str) -> None:
     model = patch(tiny("llama"), verify=False)
     step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), precision=precision)
     documents = tiny_documents()
     right = float(step([collate(documents[:4]), collate(documents[4:])])["loss"])  # as the ranks have them
-    loss, found = on_ranks(gradients_of_rank, sharded, precision)
+    loss, found = on_ranks(gradients_of_rank, kind, precision)
     assert loss == pytest.approx(right, rel=1e-5)
     assert all(error(found[name], p.grad) < 1e-4 for name, p in model.named_parameters() if p.grad is not None)
+
+
+def refused(kind: str) -> None:
+    float8.EMULATED = True
+    model = tiny("llama")
+    try:
+        if kind == "FSDP1":
+            check_float8(sharded_by_fsdp_1(model), "float8")
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"model.layers.0.mlp.up_proj": ColwiseParallel()})
+        check_float8(model, "float8")
+    finally:
+        float8.EMULATED = False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("FSDP1", "because FSDP1 has its weights as parts of one vector: use FSDP2"),
+        ("tensor parallelism", "because tensor parallelism cuts the weight of layers.0.mlp.up_proj: use FSDP2 or DDP"),
+    ],
+)
+def test_weights_that_are_cut_otherwise_are_refused(kind: str, says: str) -> None:
+    with pytest.raises(Raised) as raised:
+        on_ranks(refused, kind)
+    assert all(says in error for error in raised.value.errors)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_deepspeed_is_refused(tmp_path: Any) -> None:
+    trainer = transformers.Trainer(
+        llama(), arguments(transformers.TrainingArguments, tmp_path), train_dataset=documents()
+    )
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(UnsupportedError, match="precision='float8' is not served under DeepSpeed: use FSDP2"):
+        enable_packing(trainer, CAPACITY, precision="float8")
+    trainer.model.model.layers[1].mlp.up_proj.weight.ds_id = 1
+    with pytest.raises(UnsupportedModelError, match="DeepSpeed ZeRO-3 partitions its weights"):
+        check_float8(trainer.model, "float8")
