@@ -1,4 +1,4 @@
-"""The pictures of the console commands: records, plans and lengths go in, PNG files come out."""
+"""The picture of ``crosspack train --compare``: records and a schedule in, a PNG file out."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from crosspack.cli.progress import LABELS
-from crosspack.cli.tables import computed_tokens, loss_difference, padding, rate
+from crosspack.cli.tables import loss_difference, padding, rate
 from packing_core.extras import require
 from packing_core.planning.plan import PackPlan
 from packing_core.training.job import TrainResult
 from packing_core.training.schedule import Run, Schedule
 
-Int64 = NDArray[np.int64]
-
 COLOURS: dict[Run, str] = {"padded": "#c44e52", "grouped": "#dd8452", "packed": "#2f6db3"}
 _SEGMENTS = ("#2f6db3", "#7fb0dd", "#4a90c9", "#a9cbe8")  # neighbouring segments must not look alike
 _PADDING = "#e3e3e3"
-_COMPARED = ("#2f6db3", "#7a7a7a")  # packed rows, random rows
 _SHOWN = 24  # rows, or padded documents, that a strip shows
 
 
@@ -54,6 +50,7 @@ def compare_figure(result: TrainResult, schedule: Schedule, path: Path, *, title
     for axes in (over_tokens, over_seconds):
         axes.legend(frameon=False)
         axes.grid(alpha=0.25)
+        axes.ticklabel_format(style="plain", useOffset=False)
     padded, packed = figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
     _draw_padded(padded, schedule, padding(next(iter(result.records.values()))))
     _draw_rows(packed, schedule.plans[0])
@@ -61,55 +58,6 @@ def compare_figure(result: TrainResult, schedule: Schedule, path: Path, *, title
         axes.set(xlim=(0, schedule.plans[0].capacity), ylim=(_SHOWN - 0.5, -0.5))
     _explain_colours(figure)
     _save(figure, path, title)
-
-
-def report_figure(
-    lengths: Int64, plan: PackPlan, random: PackPlan, path: Path, *, batches: tuple[int, ...], seed: int, title: str
-) -> None:
-    """Write the picture of ``crosspack report``: lengths, computed tokens, how full rows are, what they are made of.
-
-    Args:
-        random: rows of the same documents in random order, which those of ``plan`` are compared with.
-    """
-    figure = _figure(12, 12)
-    grid = figure.add_gridspec(3, 2)
-    histogram, bars = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
-    edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, 60).astype(np.int64))
-    histogram.hist(lengths, bins=edges, color=COLOURS["packed"])
-    histogram.axvline(plan.capacity, color="black", ls="--", lw=1)
-    histogram.text(plan.capacity, 0.98, " capacity", transform=histogram.get_xaxis_transform(), va="top")
-    histogram.set(xscale="log", xlabel="tokens of a document", ylabel="documents", title="Document lengths")
-    real = plan.n_tokens
-    computed = computed_tokens(plan, batches=batches, seed=seed)
-    names, slots = list(computed), list(computed.values())
-    colours = [*(COLOURS["padded"], COLOURS["grouped"]) * len(batches), COLOURS["packed"]]
-    bars.barh(names, [count / 1e6 for count in slots], color=_PADDING)
-    bars.barh(names, [real / 1e6] * len(names), color=colours)
-    for at, count in enumerate(slots):
-        bars.text(count / 1e6, at, f" {1 - real / count:.0%} padding", va="center", fontsize=9)
-    bars.set(xlabel="millions of computed tokens per epoch", title="What the model computes (grey: padding)")
-    bars.margins(x=0.2)
-    bars.invert_yaxis()
-    _draw_fill(figure.add_subplot(grid[1, 0]), plan)
-    _draw_rows(figure.add_subplot(grid[1, 1]), plan)
-    counts, squares = figure.add_subplot(grid[2, 0]), figure.add_subplot(grid[2, 1])
-    _draw_shares(counts, [np.diff(made.row_offsets) for made in (plan, random)])
-    counts.set(xscale="log", xlabel="documents in a row", ylabel="share of the rows", title="Documents per row")
-    _draw_shares(squares, [np.add.reduceat(made.length**2, made.row_offsets[:-1]) for made in (plan, random)])
-    squares.set(xscale="log", xlabel="squared tokens of a row", ylabel="share of the rows", title="Attention cost")
-    _explain_colours(figure)
-    _save(figure, path, title)
-
-
-def _draw_shares(axes: Any, amounts: list[Int64]) -> None:
-    """Histograms of the amounts of packed rows and of random rows."""
-    both = np.concatenate(amounts)
-    edges = np.unique(np.geomspace(both.min(), both.max() + 1, 40).astype(np.int64))
-    for amount, label, colour in zip(amounts, ("these rows", "documents in random order"), _COMPARED, strict=True):
-        weights = np.full(len(amount), 1 / len(amount))
-        axes.hist(amount, bins=edges, weights=weights, histtype="step", lw=2, color=colour, label=label)
-    axes.margins(y=0.3)  # room for the legend
-    axes.legend(frameon=False)
 
 
 def _draw_padded(axes: Any, schedule: Schedule, waste: float) -> None:
@@ -148,15 +96,6 @@ def _draw_rows(axes: Any, plan: PackPlan) -> None:
     _strip(axes, rows)
 
 
-def _draw_fill(axes: Any, plan: PackPlan) -> None:
-    fill = np.sort(plan.row_tokens)[::-1] / plan.capacity
-    axes.fill_between(np.arange(len(fill)), 1, color=_PADDING, step="mid")
-    axes.fill_between(np.arange(len(fill)), fill, color=COLOURS["packed"], step="mid")
-    axes.set(title=f"Fill of all {plan.n_rows:,} rows, fullest first", xlabel="row", ylabel="real tokens / capacity")
-    axes.set_xlim(0, max(1, len(fill) - 1))
-    axes.set_ylim(0, 1.02)
-
-
 def _explain_colours(figure: Any) -> None:
     """A legend for the rows and batches below."""
     patch = require("matplotlib.patches", extra="plot").Patch
@@ -174,23 +113,9 @@ def _figure(width: float, height: float) -> Any:
     return require("matplotlib.figure", extra="plot").Figure(figsize=(width, height), layout="constrained")
 
 
-def _number_plainly(axis: Any) -> None:
-    """Writes the numbers of an axis in full; a logarithmic one of less than two decades has ticks at 1, 2 and 5."""
-    ticker = require("matplotlib.ticker", extra="plot")
-    if axis.get_scale() == "log":
-        low, high = axis.get_view_interval()
-        axis.set_major_locator(ticker.LogLocator(subs=(1.0,) if high >= 100 * low else (1.0, 2.0, 5.0)))
-        axis.set_minor_formatter("")
-    elif not isinstance(axis.get_major_formatter(), ticker.ScalarFormatter):
-        return  # names
-    axis.set_major_formatter(lambda value, place: f"{value:,.6f}".rstrip("0").rstrip("."))
-
-
 def _save(figure: Any, path: Path, title: str) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-        for axis in (axes.xaxis, axes.yaxis):
-            _number_plainly(axis)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -1,6 +1,6 @@
-"""``crosspack report``: what packing would save on this data, as tables and on request a page or a picture.
+"""``crosspack report``: what packing would save on this data, as tables and on request a page.
 
-The lengths of the documents are kept, and of the first ones what carries loss; only the picture needs matplotlib.
+The lengths of the documents are kept, and of the first ones what carries loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from crosspack.cli.charts import Segment
 from crosspack.cli.concerns import KEPT, DocumentFigures, FigureReader, Int64, concerns
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.documents import in_pieces
-from crosspack.cli.figures import report_figure
 from crosspack.cli.findings import (
     by_cap,
     by_policy,
@@ -56,14 +55,12 @@ from crosspack.encoding.text import Encoder
 from crosspack.packing.unit import Key
 from crosspack.reading import Records
 from packing_core.errors import PackingError, plural
-from packing_core.extras import require
 from packing_core.planning.cost import Cost
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.plan import plan as make_plan
 from packing_core.training.files import written_beside
 
 BATCHES = (8, 16)  # sizes of the padded batches that packing is compared with
-PAGES, PICTURES = (".html",), (".png", ".pdf", ".svg")
 SHOWN = 16  # rows that the page shows
 Shape = Literal["llama-1b", "llama-8b", "llama-70b"]
 
@@ -74,7 +71,7 @@ class ReportOptions(TokenOptions, PlanOptions, DataOptions):
 
     overflow: OverflowPolicy = "truncate"
     output: Annotated[
-        Path | None, typer.Option(help="Write a page (.html) or draw a picture (.png, .pdf or .svg) there.")
+        Path | None, typer.Option(help="Write a page there: lengths, padding, rows, costs and times as charts.")
     ] = None
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that --output names.")] = False
     shape: Annotated[
@@ -192,18 +189,14 @@ def report(options: ReportOptions) -> None:
     figures(found | about_model)
     if options.output is None:
         return
+    pictured_rows, said = packed, ""
+    if len(documents) > KEPT:
+        pictured_rows = make_plan(documents[:KEPT], rule, seed=seed)
+        said = f"They are made of the first {KEPT:,} documents."
     with written_beside(options.output) as partial:
-        if options.output.suffix.lower() in PAGES:
-            some, said = packed, ""
-            if len(documents) > KEPT:
-                some = make_plan(documents[:KEPT], rule, seed=seed)
-                said = f"They are made of the first {KEPT:,} documents."
-            partial.write_text(page({**found, "pictured": said}, pictured(some, seen.masks)), encoding="utf-8")
-        else:
-            title = f"Packing {source.records.name}"
-            report_figure(documents, packed, random, partial, batches=BATCHES, seed=seed, title=title)
-    kind = "page" if options.output.suffix.lower() in PAGES else "picture"
-    OUT.print(f"{kind}: {options.output}", highlight=False)
+        text = page({**found, "pictured": said}, pictured(pictured_rows, seen.masks))
+        partial.write_text(text, encoding="utf-8")
+    OUT.print(f"page: {options.output}", highlight=False)
 
 
 def _cut(documents: Int64, packed: PackPlan) -> dict[str, int]:
@@ -300,10 +293,8 @@ class _Source:
 
 def _check_output(path: Path, *, overwrite: bool) -> None:
     """Refuse what cannot be written or would replace a file, before anything is read."""
-    if path.suffix.lower() not in PAGES:
-        require("matplotlib.figure", extra="plot")
-    if path.suffix.lower() not in PAGES + PICTURES:
-        raise PackingError(f"--output {path}: name a page that ends in .html or a picture in {', '.join(PICTURES)}")
+    if path.suffix.lower() != ".html":
+        raise PackingError(f"--output {path}: name a page that ends in .html")
     if path.is_dir():
         raise PackingError(f"--output {path} is a folder: name a file inside it")
     if path.exists() and not overwrite:

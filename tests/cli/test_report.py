@@ -1,18 +1,15 @@
-"""``crosspack report``: what packing saves, by its tables and pictures."""
+"""``crosspack report``: what packing saves, by its tables, and how its page is written."""
 
 from __future__ import annotations
 
 import errno
 import json
 import re
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from packing_core.planning.plan import plan
-from tests.cli.console import PNG, done, one_line, run, words
+from tests.cli.console import done, one_line, run, words
 
 
 @pytest.fixture
@@ -21,9 +18,9 @@ def report(data, model):
 
 
 def test_report_says_what_packing_saves(report, tmp_path):
-    picture = tmp_path / "deep" / "report.png"
-    result = done(*report, "--output", picture)
-    assert picture.read_bytes().startswith(PNG)
+    page = tmp_path / "deep" / "report.html"
+    result = done(*report, "--output", page)
+    assert page.read_text().startswith("<!doctype html>")
     lines = {line.split("│")[1].strip(): line for line in result.output.splitlines() if line.startswith("│")}
     padded = float(re.search(r"([\d.]+)%", lines["batches of 16, random"]).group(1))
     packed = float(re.search(r"([\d.]+)%", lines["rows of 64, packed"]).group(1))
@@ -59,18 +56,16 @@ def test_report_says_what_rows_are_made_of(report):
     assert "documents per step of 8 rows, deviation" in lines
 
 
-def test_report_replaces_no_picture_unasked(report, tmp_path):
-    picture = tmp_path / "report.png"
-    picture.write_text("mine")
-    assert "report.png exists: pass --overwrite or another name" in one_line(run(*report, "--output", picture))
-    assert picture.read_text() == "mine"
-    done(*report, "--output", picture, "--overwrite")
-    assert picture.read_bytes().startswith(PNG)
-    assert "name a page that ends in .html or a picture in .png, .pdf, .svg" in one_line(
-        run(*report, "--output", tmp_path / "r.xyz")
-    )
-    (tmp_path / "r.png").mkdir()
-    assert "is a folder: name a file inside it" in one_line(run(*report, "--output", tmp_path / "r.png"))
+def test_report_replaces_no_page_unasked(report, tmp_path):
+    page = tmp_path / "report.html"
+    page.write_text("mine")
+    assert "report.html exists: pass --overwrite or another name" in one_line(run(*report, "--output", page))
+    assert page.read_text() == "mine"
+    done(*report, "--output", page, "--overwrite")
+    assert page.read_text().startswith("<!doctype html>")
+    assert "name a page that ends in .html" in one_line(run(*report, "--output", tmp_path / "r.png"))
+    (tmp_path / "r.html").mkdir()
+    assert "is a folder: name a file inside it" in one_line(run(*report, "--output", tmp_path / "r.html"))
 
 
 def test_a_report_that_cannot_be_written_leaves_the_old_page(report, tmp_path, monkeypatch):
@@ -88,7 +83,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_page(report, tmp_path, m
     assert page.read_text() == "old" and list(tmp_path.glob(".*.html")) == []
 
 
-def test_what_a_report_cannot_follow_is_refused_by_name(report, write, tmp_path, monkeypatch):
+def test_what_a_report_cannot_follow_is_refused_by_name(write, tmp_path):
     result = run("report", "--adapters", 4)
     assert result.exit_code == 2 and "--adapters 4 has an effect with --model alone" in words(result)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "4096"}))
@@ -99,10 +94,6 @@ def test_what_a_report_cannot_follow_is_refused_by_name(report, write, tmp_path,
         assert "name one of a100, h100, h200, b200, l4, rtx4090, or its memory in GiB" in words(result)
     path = write("data.jsonl", [{"input_ids": [1, 2, 3]}, {"text": "fox"}])
     assert f"{path}:2 holds no token ids, as the records before it do" in one_line(run("report", "--data", path))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.chdir(tmp_path)
-    assert run(*report).exit_code == 0 and not list(tmp_path.rglob("*.png")), "none is drawn unasked"
-    assert "pip install 'crosspack[plot]'" in one_line(run(*report, "--output", "report.png"))
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "drop", "split"])
@@ -112,24 +103,6 @@ def test_report_says_what_overflow_leaves_out(report, overflow):
     long, lost = figures["longer_than_capacity"], figures["tokens_left_out"]
     assert long > 1 and (lost == 0) == (overflow == "split")
     assert f"{long:,} documents longer than 12 tokens, under --overflow {overflow}: {lost:,} tokens" in text
-
-
-@pytest.mark.parametrize("lengths", [[2, 3, 7], [126] * 3 + [418], [1, 5_000, 9_000_000]])
-def test_the_axes_of_the_picture_are_in_plain_numbers(lengths, tmp_path, monkeypatch):
-    figures = pytest.importorskip("crosspack.cli.figures")
-    drawn = []
-    figure = figures._figure
-    monkeypatch.setattr(figures, "_figure", lambda *size: drawn.append(figure(*size)) or drawn[-1])
-    lengths = np.array(lengths * 4)
-    rows, random = (plan(lengths, int(lengths.max()), strategy=s) for s in ("best_fit", "sequential"))
-    figures.report_figure(lengths, rows, random, tmp_path / "a.png", batches=(2,), seed=0, title="t")
-    for axes in drawn[0].axes:
-        for axis in (axes.xaxis, axes.yaxis):
-            texts = [tick.label1.get_text() for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]]
-            assert not axis.get_offset_text().get_text()
-            assert not [text for text in texts if re.search(r"\$|\de[+-]?\d|\^", text)], texts
-            numbers = [text for text in texts if re.fullmatch(r"[−-]?[\d,.]+", text)]
-            assert len(numbers) >= 2 or axis.get_scale() == "linear", (axes.get_title(), texts)
 
 
 def pieces_of(monkeypatch, size):
