@@ -14,8 +14,6 @@ Dr. GRPO     ``"dr_grpo"``                 ``"token"``          ``"constant"``
 GSPO         ``"grpo"``                    ``"sequence"``       ``"document"``
 RLOO         ``"rloo"``                    ``"sequence sum"``   ``"document"``
 ===========  ============================  ===================  ====================
-
-The references in float64 are ``packing_core.reference.policy``.
 """
 
 from __future__ import annotations

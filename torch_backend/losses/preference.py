@@ -8,7 +8,7 @@ number of pairs (documents for KTO) of the whole step on all ranks:
     normalise(losses.sum(), pairs).backward()      # pairs: of this rank, over all micro-batches of the step
 
 So it makes no difference how pairs are cut into micro-batches. A mean per micro-batch, averaged, weighs the pairs of a
-small one more. The references in float64 are ``packing_core.reference.preference``.
+small one more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Losses over documents: the float64 references, TRL's own values, and one result however a step is cut."""
+"""Losses over documents: values worked out by hand, those of TRL, and one result however a step is cut."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,6 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError
-from packing_core.reference import distillation as distillation_reference
-from packing_core.reference import policy as policy_reference
-from packing_core.reference import preference as reference
 from torch_backend import PackedCollator, normalise, reduce
 from torch_backend.losses.distillation import distillation_loss
 from torch_backend.losses.policy import group_advantages, kl_estimate, policy_loss
@@ -41,30 +39,42 @@ def same(found: Tensor, wanted: Any) -> None:
 KINDS = [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0), ("robust", 0.1)]
 
 
-@pytest.mark.parametrize(("kind", "smoothing"), KINDS)
-@pytest.mark.parametrize("with_reference", [True, False])
-def test_dpo_equals_its_reference(kind: Any, smoothing: float, with_reference: bool) -> None:
-    given = logprobs(4 if with_reference else 2, 9, scale=30)
-    found = dpo_loss(*given, beta=0.3, kind=kind, label_smoothing=smoothing)
-    same(found, reference.dpo(*given.numpy(), beta=0.3, kind=kind, label_smoothing=smoothing))
-    assert found.shape == (9,)
+def log_sigmoid(x: float) -> float:
+    return math.log(1 / (1 + math.exp(-x)))
 
 
-def test_the_other_preference_losses_equal_their_references() -> None:
-    chosen, rejected, scores = *logprobs(2, 9), torch.randn(2, 9, generator=generator, dtype=torch.float64)
-    same(orpo_loss(chosen, rejected, beta=0.4), reference.orpo(chosen, rejected, beta=0.4))
-    options: dict[str, float] = {"beta": 1.5, "gamma": 0.4, "label_smoothing": 0.1}
-    same(simpo_loss(chosen, rejected, **options), reference.simpo(chosen, rejected, **options))
-    margin = torch.rand(9, generator=generator, dtype=torch.float64)
-    found = reward_loss(*scores, margin=margin, center_coefficient=0.1)
-    same(found, reference.reward(*scores.numpy(), margin=margin, center_coefficient=0.1))
-    desirable = torch.arange(9) % 3 == 0
-    weights = {"beta": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.7}
-    baseline = kto_baseline(chosen + 1, rejected)
-    assert baseline.item() == pytest.approx(reference.kto_baseline(chosen + 1, rejected))
-    found = kto_loss(chosen, rejected, desirable, baseline, **weights)
-    same(found, reference.kto(chosen, rejected, desirable, baseline.item(), **weights))
-    assert kto_baseline(rejected - 9, rejected) == 0
+def numbers(*values: float) -> list[Tensor]:
+    """Values of one pair, or of one document, each."""
+    return [torch.tensor([value], dtype=torch.float64) for value in values]
+
+
+def test_preference_losses_of_one_pair() -> None:
+    # log-ratios 2 and 0.5: the margin is 1.5
+    pair, smooth = numbers(-3.0, -4.0, -5.0, -4.5), 0.1
+    same(dpo_loss(*pair, beta=0.2), [-log_sigmoid(0.3)])
+    same(dpo_loss(*pair[:2], beta=0.2), [-log_sigmoid(0.2)])
+    both = 0.9 * log_sigmoid(0.3), 0.1 * log_sigmoid(-0.3)
+    same(dpo_loss(*pair, beta=0.2, label_smoothing=smooth), [-both[0] - both[1]])
+    same(dpo_loss(*pair, beta=0.2, kind="robust", label_smoothing=smooth), [(-both[0] + both[1]) / 0.8])
+    same(dpo_loss(*pair, beta=0.2, kind="hinge"), [0.7])
+    same(dpo_loss(*pair, beta=0.2, kind="ipo"), [(1.5 - 2.5) ** 2])
+    means, scores = numbers(-0.5, -1.0), numbers(1.0, 0.25)
+    found = simpo_loss(*means, beta=2.0, gamma=0.4, label_smoothing=smooth)
+    same(found, [-0.9 * log_sigmoid(0.6) - 0.1 * log_sigmoid(-0.6)])
+    odds = [math.exp(x) / (1 - math.exp(x)) for x in (-0.5, -1.0)]
+    same(orpo_loss(*means, beta=0.3), [0.5 - 0.3 * log_sigmoid(math.log(odds[0] / odds[1]))])
+    found = reward_loss(*scores, margin=numbers(0.5)[0], center_coefficient=0.1)
+    same(found, [-log_sigmoid(0.25) + 0.1 * 1.25**2])
+    same(reward_loss(*scores), [-log_sigmoid(0.75)])
+
+
+def test_the_loss_of_kto_and_its_baseline() -> None:
+    policy, reference = (torch.tensor(x, dtype=torch.float64) for x in ([-3.0, -3.0], [-5.0, -5.0]))
+    desirable, baseline = torch.tensor([True, False]), torch.tensor(0.5, dtype=torch.float64)
+    found = kto_loss(policy, reference, desirable, baseline, beta=0.2, desirable_weight=1.5, undesirable_weight=2.0)
+    same(found, [1.5 * (1 - math.exp(log_sigmoid(0.3))), 2 * (1 - math.exp(log_sigmoid(-0.3)))])
+    assert kto_baseline(torch.tensor([1.0, 3.0]), torch.tensor([0.5, 0.5])) == 1.5
+    assert kto_baseline(reference, policy) == 0
 
 
 def test_gradients_of_the_preference_losses_are_those_of_finite_differences() -> None:
@@ -84,7 +94,8 @@ def test_no_gradient_goes_through_the_baseline_of_kto() -> None:
 
 def test_odds_keep_their_digits_near_certainty() -> None:
     almost = torch.tensor([-1e-6, -0.5, -8.0], dtype=torch.float32)
-    exact = reference.orpo(almost.double().numpy(), np.full(3, -1.0), beta=1.0) + almost.double().numpy()
+    odds = [math.exp(x) / (1 - math.exp(x)) for x in (*almost.double().tolist(), -1.0)]
+    exact = [-log_sigmoid(math.log(x / odds[3])) for x in odds[:3]]
     np.testing.assert_allclose(odds_ratio_loss(almost, torch.full((3,), -1.0)).numpy(), exact, rtol=1e-5)
 
 
@@ -138,26 +149,31 @@ def on_batch(values: list[Tensor], batch: dict[str, Any]) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+ADVANTAGES = {"grpo": (-1.0, 0.0, 1.0), "dr_grpo": (-2.0, 0.0, 2.0), "rloo": (-3.0, 0.0, 3.0)}
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
 def test_advantages_compare_documents_of_one_group(kind: Any) -> None:
-    rewards = torch.randn(8, generator=generator, dtype=torch.float64)
-    order = torch.randperm(8, generator=generator)
-    found = group_advantages(rewards[order], GROUPS[order], kind=kind)
-    same(found, policy_reference.advantages(rewards[order], GROUPS[order], kind=kind))
-    assert found[order == 4] == 0  # alone in its group
+    rewards, groups = torch.tensor([1.0, 3.0, 5.0, 7.0], dtype=torch.float64), torch.tensor([4, 4, 4, 2])
+    low, middle, high = ADVANTAGES[kind]
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        found = group_advantages(rewards[order], groups[order], kind=kind)
+        wanted = np.array([low, middle, high, 0.0])[order]  # the last is alone in its group
+        np.testing.assert_allclose(found, wanted, rtol=1e-3)  # the deviation of a group has 1e-4 beside it
+    deviation = group_advantages(torch.tensor([0.0, 2e-4], dtype=torch.float64), torch.zeros(2), kind=kind)[1]
+    if kind == "grpo":
+        same(deviation, 1e-4 / (math.sqrt(2) * 1e-4 + 1e-4))
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("kind", ADVANTAGES)
 @pytest.mark.parametrize("unscored", [[1], [0, 1, 3], [4], [5, 6, 7]])
 def test_rewards_of_nan_are_left_out_of_their_group_alone(kind: Any, unscored: list[int]) -> None:
     rewards = torch.randn(8, generator=generator, dtype=torch.float64)
-    whole = group_advantages(rewards, GROUPS, kind=kind)
-    rewards[unscored] = torch.nan
-    found = group_advantages(rewards, GROUPS, kind=kind)
-    same(found, policy_reference.advantages(rewards, GROUPS, kind=kind))
-    assert not found[unscored].any()
-    others = ~torch.isin(GROUPS, GROUPS[unscored])
-    same(found[others], whole[others])
+    scored = torch.tensor([d not in unscored for d in range(8)])
+    wanted = group_advantages(rewards[scored], GROUPS[scored], kind=kind)
+    found = group_advantages(torch.where(scored, rewards, torch.nan), GROUPS, kind=kind)
+    assert not found[~scored].any()
+    same(found[scored], wanted)
 
 
 @pytest.mark.parametrize("name", ["old", "reference"])
@@ -184,22 +200,34 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", POLICIES, ids=str)
-def test_the_policy_loss_equals_its_reference_in_any_packing(options: dict[str, Any]) -> None:
-    values = [[logprobs(n) for n in COMPLETIONS] for _ in range(3)]
-    values[1] = [x + 0.5 * torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in values[0]]
-    advantages = torch.randn(8, generator=generator, dtype=torch.float64)
-    with_reference = {"reference": [x.numpy() for x in values[2]]} if "beta" in options else {}
-    wanted = policy_reference.loss(
-        [x.numpy() for x in values[0]], [x.numpy() for x in values[1]], advantages, **with_reference, **options
+# Of two documents, with ratios 1.5 and 0.5 of the first one's tokens and 2 of the second one's, and one without tokens.
+OF_TWO: list[tuple[dict[str, Any], float, tuple[float, int]]] = [
+    ({}, 1.0, ((-1.2 - 0.5) / 2 + 2.0, 3)),
+    ({"per": "token"}, 1.0, (-1.2 - 0.5 + 2.0, 3)),
+    ({"per": "constant", "max_length": 4}, 1.0, (-1.2 - 0.5 + 2.0, 12)),
+    ({"delta": 1.7}, 1.0, ((-1.2 - 0.5) / 2 + 1.7, 3)),
+    ({"delta": 1.1}, 1.0, ((-1.1 - 0.5) / 2 + 1.2, 3)),
+    ({"ratio": "sequence"}, 1.0, (-math.sqrt(0.75) + 2.0, 3)),
+    ({"ratio": "sequence sum"}, 1.0, (-0.75 + 2.0, 3)),
+    ({"clip": (0.1, 0.3)}, 1.0, ((-1.3 - 0.5) / 2 + 2.0, 3)),
+    ({"clip": (0.1, 0.3)}, -1.0, ((1.5 + 0.9) / 2 - 1.3, 3)),
+    ({"beta": 0.5, "per": "token"}, 0.0, (0.5 * sum(x - math.log(x) - 1 for x in (1 / 1.5, 1 / 0.5, 1 / 2)), 3)),
+]
+
+
+@pytest.mark.parametrize(("options", "advantage", "wanted"), OF_TWO, ids=str)
+def test_the_policy_loss_of_two_documents_in_any_packing(options: Any, advantage: float, wanted: Any) -> None:
+    documents, none = [5, 2, 7], torch.zeros(0, dtype=torch.float64)
+    new, old = (
+        [torch.tensor(x, dtype=torch.float64).log() for x in y] for y in (([0.3, 0.2], [0.2]), ([0.2, 0.4], [0.1]))
     )
-    for capacity in (9, 40):
-        batch = sampled(list(range(8)), capacity)
-        new, old, ref = (on_batch(x, batch) for x in values)
-        new = new.nan_to_num(0.0)  # as token_logprobs gives them
-        given = {"reference": ref.nan_to_num(0.0)} if "beta" in options else {}
-        found = policy_loss(new, batch, advantages, old=old.nan_to_num(0.0), **given, **options)
-        same(torch.stack(found), wanted)
+    advantages = torch.tensor([advantage, -advantage, 5.0], dtype=torch.float64)
+    for capacity in (5, 16):
+        batch = sampled(documents, capacity)
+        placed = (on_batch([none, none, x[1], none, none, x[0]], batch).nan_to_num(0.0) for x in (new, old))
+        logprobs, before = placed
+        given = {"reference": before} if "beta" in options else {}
+        same(torch.stack(policy_loss(logprobs, batch, advantages, old=before, **given, **options)), wanted)
 
 
 def test_without_old_log_probabilities_the_gradient_is_that_of_reinforce() -> None:
@@ -286,6 +314,12 @@ def test_the_policy_loss_is_that_of_trl(ours: dict[str, Any], theirs: dict[str, 
     torch.testing.assert_close(loss_sum / weight_sum, wanted)
 
 
+def divergence(student: Tensor, teacher: Tensor, direction: str) -> Tensor:
+    """KL(teacher, student) of log-probabilities [..., V], or the other way round."""
+    p, q = (teacher, student) if direction == "forward" else (student, teacher)
+    return (p.exp() * (p - q)).sum(-1)
+
+
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_distillation_over_the_vocabulary_is_the_divergence_and_that_of_trl(direction: Any) -> None:
     from trl.experimental.gkd import GKDTrainer
@@ -293,8 +327,7 @@ def test_distillation_over_the_vocabulary_is_the_divergence_and_that_of_trl(dire
     logits = torch.randn(2, 3, 5, 11, generator=generator, dtype=torch.float64)
     student, teacher = logits.log_softmax(-1)
     found = distillation_loss(student, teacher, direction=direction)
-    wanted = distillation_reference.divergence(student, teacher, direction=direction)
-    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-10)
+    same(found, divergence(student, teacher, direction))
     beta = 0 if direction == "forward" else 1
     trls = GKDTrainer.generalized_jsd_loss(*logits, beta=beta, reduction="sum")
     torch.testing.assert_close(found.sum(), trls)
@@ -310,10 +343,8 @@ def test_distillation_over_some_ids_takes_all_others_as_one() -> None:
         merged.append(torch.cat([inside, (1 - inside.exp().sum(-1, keepdim=True)).log()], -1))
     for direction in ("forward", "reverse"):
         found = distillation_loss(student.gather(-1, ids), teacher.gather(-1, ids), direction=direction)
-        np.testing.assert_allclose(
-            found.numpy(), distillation_reference.divergence(*merged, direction=direction), rtol=1e-9
-        )
-        assert (found <= torch.tensor(distillation_reference.divergence(student, teacher, direction=direction))).all()
+        np.testing.assert_allclose(found, divergence(*merged, direction), rtol=1e-9)
+        assert (found <= divergence(student, teacher, direction)).all()
 
 
 def test_distillation_leaves_out_what_is_not_trained() -> None:
@@ -368,6 +399,8 @@ def test_what_has_no_meaning_is_refused() -> None:
         orpo_loss(pair[0], pair[1, :2])
     with pytest.raises(LayoutError, match="desirable must be bool"):
         kto_loss(*pair, pair[0], pair[0, 0])
+    with pytest.raises(PackingError, match="kind must be one of 'grpo', 'dr_grpo', 'rloo'; got 'ppo'"):
+        group_advantages(pair[0], torch.zeros(3), kind="ppo")  # type: ignore[arg-type]
     batch = sampled([0, 1])
     new = torch.zeros(batch["labels"].shape)
     with pytest.raises(PackingError, match="pass both"):
