@@ -1,7 +1,7 @@
 """A callback for Composer, and the specification of packed data that its trainer asks for.
 
 ``Trainer(model, packed_spec(loader), callbacks=[ComposerPacking()])`` -> ``Event.INIT`` patches the transformers model
-and lets Composer's wrapper hand the segments on -> the first batch is checked and audited at ``Event.BATCH_START``.
+and lets Composer's wrapper hand the segments on.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Any
 from composer import Callback, DataSpec
 
 import crosspack
-from crosspack.integrations.batches import CARRIED, FirstBatch
+from packing_core.batches.keys import BatchKey
+
+CARRIED = (*BatchKey.STOCK, BatchKey.LENGTHS, BatchKey.DOCUMENTS, "position_ids")
 
 
 class ComposerPacking(Callback):
-    """Patches the model of a Composer trainer, and audits its first training batch.
+    """Patches the model of a Composer trainer.
 
     Args:
-        audit: compare the logits of the first batch with each document alone, and stop if they see each other.
         options: arguments of ``crosspack.patch``.
     """
 
-    def __init__(self, *, audit: bool = True, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         self.options = options
-        self._first = FirstBatch(audit=audit)
 
     def init(self, state: Any, logger: Any) -> None:
         """Patch the model, and add the segments to the arguments that ``HuggingFaceModel`` hands on.
@@ -36,14 +36,6 @@ class ComposerPacking(Callback):
         model = getattr(state.model, "module", state.model)
         if hasattr(model, "model_forward_args"):  # it drops every other key of a batch
             model.model_forward_args = {*model.model_forward_args, *CARRIED}
-
-    def batch_start(self, state: Any, logger: Any) -> None:
-        """Check the first batch.
-
-        Raises:
-            PackingError, ContaminationError, UnsupportedError: it carries no segments, or they do not hold.
-        """
-        self._first.check(state.model, state.batch)
 
 
 def packed_spec(loader: Any) -> Any:

@@ -1,7 +1,7 @@
 """A callback for Lightning: its loop trains the packed rows of its dataloader without contamination.
 
 ``Trainer(callbacks=[LightningPacking()])`` -> ``setup`` patches the transformers model of the module, before a strategy
-wraps it -> the first training batch is checked for its segments and audited. Loop, loss and optimizer are Lightning's.
+wraps it. Loop, loss and optimizer are Lightning's.
 """
 
 from __future__ import annotations
@@ -14,42 +14,22 @@ except ModuleNotFoundError:  # the same callbacks under the older name of the pa
     from pytorch_lightning import Callback
 
 import crosspack
-from crosspack.integrations.batches import FirstBatch
-
-_SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
 class LightningPacking(Callback):
-    """Patches the model of a LightningModule, and audits its first training batch.
+    """Patches the model of a LightningModule.
 
     Args:
-        audit: compare the logits of the first batch with each document alone, and stop if they see each other.
         options: arguments of ``crosspack.patch``.
     """
 
-    def __init__(self, *, audit: bool = True, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         self.options = options
-        self._first = FirstBatch(audit=audit)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Patch the model that the module holds.
 
         Raises:
             UnsupportedModelError: as ``crosspack.patch``, also if the module has no model yet.
-            UnsupportedError: the strategy shards the model, whose documents cannot be run alone.
         """
-        strategy = type(trainer.strategy).__name__
-        if self._first.audit and strategy in _SHARDING:
-            raise crosspack.UnsupportedError(
-                f"Lightning's {strategy} shards the model, and the audit of a batch calls it past its wrapper: pass "
-                "LightningPacking(audit=False); crosspack.patch audits the model all the same"
-            )
         crosspack.patch(pl_module, **self.options)
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Check the first batch.
-
-        Raises:
-            PackingError, ContaminationError, UnsupportedError: it carries no segments, or they do not hold.
-        """
-        self._first.check(pl_module, batch)

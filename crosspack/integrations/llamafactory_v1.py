@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import crosspack
-from crosspack.integrations.batches import FirstBatch
 from crosspack.integrations.options import read_options
 from packing_core.errors import PackingError, UnsupportedError
 
@@ -48,9 +47,7 @@ class PackedSFTTrainer(sft_trainer.SFTTrainer):
                 "LLaMA-Factory's dist_config asks for DeepSpeed or for context parallelism, which v1 runs by a loop or "
                 "a loss that packing does not know: use fsdp2, or leave dist_config out"
             )
-        options = dict(self.options)
-        self.first = FirstBatch(audit=bool(options.pop("audit", False)))
-        crosspack.patch(model, **options)
+        crosspack.patch(model, **self.options)
         super().__init__(args, model, *given, **named)
 
     def _create_batch_generator(self) -> None:  # v1's own asks for flash_attention_2 as well
@@ -62,7 +59,6 @@ class PackedSFTTrainer(sft_trainer.SFTTrainer):
         """Returns the log-probability of each token after the first, [B, S - 1]; 0 where none is a target."""
         moved = {n: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x for n, x in batch.items()}
         del moved["loss_weights"]
-        self.first.check(model, moved)
         labels = moved.pop("labels")[:, 1:]
         logits = model(**moved).logits[:, :-1].float()
         return -F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")

@@ -15,19 +15,19 @@ from packing_core.errors import ContaminationError, PackingError
 
 
 def read_options(given: Any, where: str, of: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """Returns the options of a configuration: arguments of ``enable_packing``, and ``audit``.
+    """Returns the options of a configuration: arguments of ``enable_packing``, and ``audit``, or those of a function.
 
     Args:
         given: the entry of the configuration; None and True stand for no options.
         where: the name of that entry, for messages.
-        of: another function whose arguments they are, all but its first.
+        of: the function whose arguments they are in place of these, all but its first.
 
     Raises:
         PackingError: ``given`` is no mapping, or names something that is no option.
     """
     if given is None or given is True:
         return {}
-    known = [*[*signature(of or crosspack.enable_packing).parameters][1:], "audit"]
+    known = [*signature(of or crosspack.enable_packing).parameters][1:] + ["audit"] * (of is None)
     if not isinstance(given, Mapping):
         raise PackingError(f"{where} is {given!r}: pass a mapping of options, which are {', '.join(known)}")
     unknown = sorted(str(name) for name in given if name not in known)

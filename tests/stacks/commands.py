@@ -102,7 +102,6 @@ def llamafactory_v1(data: Path, work: Path) -> list[Run]:
     BaseTrainer.fit = recorded
     config = {
         "model": str(data / "model"),
-        "crosspack": {"audit": True},
         "template": "chatml",
         "train_dataset": str(work / "data.yaml"),
         "output_dir": str(work / "out"),

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import torch_backend
-from crosspack.integrations.batches import audit_batch
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import collate, documents, tiny
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -40,7 +39,7 @@ def test_a_module_with_several_models_is_not_patched_as_if_it_held_one(kind: typ
         torch_backend.patch(kind(), verify=False)
 
 
-def test_steps_losses_and_audits_name_the_model_that_is_not_patched() -> None:
+def test_steps_and_losses_name_the_model_that_is_not_patched() -> None:
     pair, batch = Pair(), collate(documents())
     torch_backend.patch(pair.teacher, verify=False)
     refused = r"and student is not patched.*crosspack\.patch\(module\.student\)"
@@ -50,8 +49,6 @@ def test_steps_losses_and_audits_name_the_model_that_is_not_patched() -> None:
         causal_lm_loss(pair, batch)
     with pytest.raises(UnsupportedModelError, match=refused):
         torch_backend.token_logprobs(pair, batch)
-    with pytest.raises(UnsupportedModelError, match=refused):
-        audit_batch(pair, batch)
 
 
 def test_a_module_whose_models_are_all_patched_is_taken() -> None:
