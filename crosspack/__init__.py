@@ -15,12 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     # one import for each package; isort would write one for each name
     # isort: off
-    from crosspack.reading import (
-        BadRecord as BadRecord,
-        Records as Records,
-        Row as Row,
-        read as read,
-    )
+    from crosspack.reading import *  # noqa: F403
+    from packing_core import *  # noqa: F403
     from jax_backend import (
         Decoder as Decoder,
         DecoderConfig as DecoderConfig,
@@ -39,34 +35,6 @@ if TYPE_CHECKING:
         selective_scan as selective_scan,
         shift_labels as shift_labels,
         to_batch as to_batch,
-    )
-    from packing_core import (
-        CapacityError as CapacityError,
-        ContaminationError as ContaminationError,
-        ContextPlan as ContextPlan,
-        Cost as Cost,
-        LayoutError as LayoutError,
-        MissingExtraError as MissingExtraError,
-        Mixture as Mixture,
-        PackedBatch as PackedBatch,
-        PackedDataset as PackedDataset,
-        PackingError as PackingError,
-        PackPlan as PackPlan,
-        PackStream as PackStream,
-        Ragged as Ragged,
-        RowRule as RowRule,
-        ShardedPlan as ShardedPlan,
-        UnsupportedError as UnsupportedError,
-        UnsupportedModelError as UnsupportedModelError,
-        balance as balance,
-        concatenate as concatenate,
-        context_plan as context_plan,
-        join_states as join_states,
-        mix as mix,
-        pack as pack,
-        pack_tree as pack_tree,
-        plan as plan,
-        stream as stream,
     )
     from torch_backend import (
         AuditReport as AuditReport,
