@@ -6,7 +6,6 @@ worker and every resumed run computes the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from heapq import heapify, heappush, heapreplace
 from typing import Any
@@ -17,12 +16,12 @@ from numpy.typing import ArrayLike, NDArray
 from packing_core.errors import PackingError, plural
 from packing_core.planning.assignment import RowAssignment
 from packing_core.planning.balance import ShardedPlan, balance, balance_in_order
-from packing_core.planning.cost import Cost, checked_cost
+from packing_core.planning.cost import checked_cost
 from packing_core.planning.equal_cost import equal_cost_rows
 from packing_core.planning.mixed import FULL, most_rows
-from packing_core.planning.order import Order, OrderRule, ordered_rows
+from packing_core.planning.order import OrderRule, ordered_rows
 from packing_core.planning.packplan import PackPlan
-from packing_core.planning.pieces import Overflow, check_lengths, integer, positive
+from packing_core.planning.pieces import check_lengths, integer, positive
 from packing_core.planning.plan import plan, plan_of
 from packing_core.planning.rule import RowRule, Strategy
 
@@ -38,17 +37,9 @@ def plan_epoch(
     *,
     seed: int,
     epoch: int = 0,
-    overflow: Overflow = "error",
-    context: int | None = None,
-    min_piece: int = 1,
-    max_segments: int | None = None,
     ranks: int = 1,
-    cost: Cost | None = None,
     in_order: bool = False,
-    equal_cost: bool = False,
-    order: Order = "random",
-    keys: Any = None,
-    weights: Mapping[Any, float] | None = None,
+    **options: Any,
 ) -> ShardedPlan[PackPlan]:
     """The rows of one epoch, and which rank takes which row at which step, one row a rank and step.
 
@@ -63,42 +54,29 @@ def plan_epoch(
 
     Args:
         lengths: [N] tokens of each document.
-        capacity: tokens a row can hold.
+        capacity: tokens a row can hold, or the rule of the rows.
         seed, epoch: what all randomness comes from.
-        overflow, context, min_piece, max_segments: as in ``plan``.
         ranks: the number of rows becomes a multiple of this. Where every row has one document only, and none can be
             cut in two, the last step has idle places, see ``ShardedPlan``.
-        cost: what a row costs; the rows of a step cost the same, see ``balance``.
         in_order: packs the documents in their order, by next fit, and keeps the rows in theirs, in every epoch.
-        equal_cost: makes the rows for their steps where the slowest rank of mixed rows would take more than 2% longer
-            than the mean, as it does where few steps hold documents of very different lengths: a row that shares a
-            step with a long document gets long ones too (:func:`.equal_cost.equal_cost_rows`). There are as many rows
+        options: of the :class:`.rule.RowRule`. The rows of a step cost the same by its ``cost``, see ``balance``. Its
+            ``equal_cost`` makes the rows for their steps where the slowest rank of mixed rows would take more than 2%
+            longer than the mean, as it does where few steps hold documents of very different lengths: a row that shares
+            a step with a long document gets long ones too (:func:`.equal_cost.equal_cost_rows`). There are as many rows
             as before; where the documents cannot be levelled in so many, rows stay mixed. A document then has about
-            the same neighbours in every epoch.
-        order, keys, weights: as in ``plan``, drawn anew in every epoch. Ranks share steps of close costs among 16
-            consecutive ones. Every epoch has up to 0.1% more rows than the first one needs; one for which 8 draws need
-            more than that has the rows of the first.
+            the same neighbours in every epoch. An ``order`` is drawn anew in every epoch. Ranks share steps of close
+            costs among 16 consecutive ones. Every epoch has up to 0.1% more rows than the first one needs; one for
+            which 8 draws need more than that has the rows of the first.
 
     Raises:
         PackingError: what ``plan`` raises, ``seed`` or ``epoch`` is no integer of at least 0, or there are fewer
             documents than ranks.
     """
     ranks, seed, epoch = positive("ranks", ranks), _from_0("seed", seed), _from_0("epoch", epoch)
-    if in_order and (order != "random" or equal_cost):
-        other = "equal_cost=True" if equal_cost else f'order="{order}"'
+    rule = RowRule.of(capacity, **options)
+    if in_order and (rule.order != "random" or rule.equal_cost):
+        other = "equal_cost=True" if rule.equal_cost else f'order="{rule.order}"'
         raise PackingError(f"in_order=True keeps the order of the documents: leave it or {other} out")
-    rule = RowRule.of(
-        capacity,
-        overflow=overflow,
-        context=context,
-        min_piece=min_piece,
-        max_segments=max_segments,
-        order=order,
-        keys=keys,
-        weights=weights,
-        equal_cost=equal_cost,
-        cost=cost,
-    )
     if rule.strategy != "mixed":
         raise PackingError(f"epochs pack mixed rows: leave strategy={rule.strategy!r} out", option="strategy")
     capacity, limit, order, cost = rule.capacity, rule.max_segments, rule.order, checked_cost(rule.cost)
@@ -148,11 +126,7 @@ def plan_steps(
     *,
     seed: int,
     epoch: int = 0,
-    cost: Cost | None = None,
-    overflow: Overflow = "error",
-    context: int | None = None,
-    min_piece: int = 1,
-    max_segments: int | None = None,
+    **options: Any,
 ) -> PackPlan:
     """The rows of one epoch, one step after the other; the rows of a step cost about the same.
 
@@ -160,15 +134,13 @@ def plan_steps(
     with a rank for each row).
 
     Args:
-        lengths, capacity, seed, epoch, cost, overflow, context, min_piece, max_segments: as in :func:`plan_epoch`.
+        lengths, capacity, seed, epoch, options: as in :func:`plan_epoch`.
         rows_per_step: consecutive rows that are trained together.
 
     Raises:
         PackingError: what ``plan_epoch`` raises, or the documents make fewer pieces than a step has rows.
     """
-    rule = RowRule.of(
-        capacity, overflow=overflow, context=context, min_piece=min_piece, max_segments=max_segments, cost=cost
-    )
+    rule = RowRule.of(capacity, **options)
     pieces = len(rule.cut(check_lengths(lengths)).length)
     if pieces < positive("rows_per_step", rows_per_step):
         raise PackingError(
