@@ -7,17 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_backend.attention import answers
-from jax_backend.attention.request import Request
+from jax_backend.attention import answers, request_for
 from packing_core.diagnosis import Diagnosis, LayerChoice, first_served, has_nvidia_driver
 
-# what an attention layer has -> the changes to the request of a plain one
+# what an attention layer has -> the options of its call; widths are those of keys and of values
 ATTENTION: dict[str, dict[str, Any]] = {
     "attention": {},
     "attention with a sliding window": {"window": 512},
     "attention with softcap": {"softcap": 50.0},
-    "attention with sinks": {"needs_lse": True},
-    "attention with narrow values (MLA)": {"head_dim": 192, "value_dim": 128},
+    "attention with sinks": {"return_lse": True},
+    "attention with narrow values (MLA)": {"widths": (192, 128)},
 }
 
 
@@ -33,28 +32,14 @@ def examine() -> Diagnosis:
     return Diagnosis(
         devices=tuple(f"{device.platform}:{device.id}: {device.device_kind}" for device in jax.devices()),
         judged=f"{platform}, {dtype.name}",
-        layers=tuple(_choice(layer, platform, dtype, changes) for layer, changes in ATTENTION.items()),
+        layers=tuple(_choice(layer, platform, dtype, **options) for layer, options in ATTENTION.items()),
         faster=tuple(advice),
     )
 
 
-def _choice(layer: str, platform: str, dtype: jnp.dtype, changes: dict[str, Any]) -> LayerChoice:
-    plain: dict[str, Any] = {
-        "rows": 1,
-        "queries": 4_096,
-        "keys": 4_096,
-        "heads": 16,
-        "kv_heads": 4,
-        "head_dim": 128,
-        "value_dim": 128,
-        "dtype": dtype,
-        "causal": True,
-        "scale": 128**-0.5,
-        "window": None,
-        "softcap": None,
-        "needs_lse": False,
-        "own_keys": True,
-        "max_segments": None,
-        "platform": platform,
-    }
-    return first_served(layer, answers(Request(**plain | changes)))
+def _choice(
+    layer: str, platform: str, dtype: jnp.dtype, *, widths: tuple[int, int] = (128, 128), **options: Any
+) -> LayerChoice:
+    shapes = (16, widths[0]), (4, widths[0]), (4, widths[1])
+    q, k, v = (jax.ShapeDtypeStruct((1, 4_096, heads, width), dtype) for heads, width in shapes)
+    return first_served(layer, answers(request_for(q, k, v, platform=platform, **options)))

@@ -22,9 +22,9 @@ import jax_backend
 import packing_core
 from jax_backend import find_segments
 from jax_backend.attention import IMPLEMENTATIONS, ORDER, choose, cudnn
-from jax_backend.attention.request import Request
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.jax_backend.maxtext import AttentionOp, AttentionType, logical_rules
+from tests.jax_backend.test_attention import request
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jax.md").read_text()
 
@@ -78,24 +78,7 @@ def test_the_flax_function_refuses_dropout() -> None:
 
 # -- the tables -------------------------------------------------------------------------------------------------------
 
-PLAIN = Request(
-    rows=1,
-    queries=64,
-    keys=64,
-    heads=4,
-    kv_heads=4,
-    head_dim=64,
-    value_dim=64,
-    dtype=jnp.dtype("bfloat16"),
-    causal=True,
-    scale=0.125,
-    window=None,
-    softcap=None,
-    needs_lse=False,
-    own_keys=True,
-    max_segments=None,
-    platform="cpu",
-)
+PLAIN = request(queries=64, keys=64, kv_heads=4)
 CAPPED = {"max_segments": 8}
 OPTIONS: dict[str, dict[str, Any]] = {
     "grouped heads": {"kv_heads": 2},
