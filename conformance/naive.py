@@ -1,30 +1,32 @@
-"""Packing by the textbook, one document and one row at a time: what golden plans come from. Slow and plain.
+"""Packing by the textbook, one document and one row at a time: what planners are compared with. Slow and plain.
 
-Rows are lists of document numbers, in the order in which they were opened and filled.
+Rows are lists of document numbers, in the order in which they were opened and filled; documents of equal length are
+taken in the order of their numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 Rows = list[list[int]]
 
 
-def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> Rows:
-    """Longest first, each into the fullest row that still takes it."""
-    return _place(_longest_first(lengths), lengths, capacity, lambda rows, free: min(rows, key=free))
+def best_fit_decreasing(lengths: Sequence[int], capacity: int, max_segments: int | None = None) -> Rows:
+    """Longest first, each into the fullest row that takes it: fewest segments, then earliest opened among equals."""
+    return _decreasing(lengths, capacity, max_segments, lambda row: (-tokens_of(row, lengths), len(row)))
 
 
-def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Rows:
-    """Longest first, each into the earliest row that still takes it."""
-    return _place(_longest_first(lengths), lengths, capacity, lambda rows, free: rows[0])
+def first_fit_decreasing(lengths: Sequence[int], capacity: int, max_segments: int | None = None) -> Rows:
+    """Longest first, each into the earliest opened row that takes it."""
+    return _decreasing(lengths, capacity, max_segments, lambda row: 0)
 
 
-def sequential(lengths: Sequence[int], capacity: int) -> Rows:
+def sequential(lengths: Sequence[int], capacity: int, max_segments: int | None = None) -> Rows:
     """In the order given; a row is closed as soon as the next document does not fit (next fit)."""
     rows: Rows = []
-    for document, length in enumerate(lengths):
-        if not rows or sum(lengths[d] for d in rows[-1]) + length > capacity:
+    for document in range(len(lengths)):
+        if not rows or not fits(rows[-1], document, lengths, capacity, max_segments):
             rows.append([])
         rows[-1].append(document)
     return rows
@@ -33,24 +35,25 @@ def sequential(lengths: Sequence[int], capacity: int) -> Rows:
 STRATEGIES = {"best_fit": best_fit_decreasing, "first_fit": first_fit_decreasing, "sequential": sequential}
 
 
-def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda document: -lengths[document])
+def fits(
+    row: Sequence[int], document: int, lengths: Sequence[int], capacity: int, max_segments: int | None = None
+) -> bool:
+    """Returns whether ``document`` fits in ``row`` after the documents already there."""
+    return len(row) != max_segments and tokens_of(row, lengths) + lengths[document] <= capacity
 
 
-def _place(
-    order: Iterable[int],
-    lengths: Sequence[int],
-    capacity: int,
-    choose: Callable[[Rows, Callable[[list[int]], int]], list[int]],
+def tokens_of(row: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[document] for document in row)
+
+
+def _decreasing(
+    lengths: Sequence[int], capacity: int, max_segments: int | None, preference: Callable[[list[int]], Any]
 ) -> Rows:
-    def free(row: list[int]) -> int:
-        return capacity - sum(lengths[document] for document in row)
-
     rows: Rows = []
-    for document in order:
-        takers = [row for row in rows if free(row) >= lengths[document]]
+    for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        takers = [row for row in rows if fits(row, document, lengths, capacity, max_segments)]
         if takers:
-            choose(takers, free).append(document)
+            min(takers, key=preference).append(document)
         else:
             rows.append([document])
     return rows

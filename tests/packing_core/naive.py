@@ -1,30 +1,11 @@
-"""Packing by the textbook, one document and one row at a time: what the planner is compared with. Slow and plain.
+"""Cuts of documents and mixed rows by the textbook, beside those of `conformance.naive`: slow and plain.
 
-Nothing here imports the planner. Rows come out in the order in which they were opened, as lists of document ids in the
-order in which they were placed; documents of equal length are taken in the order of their ids.
+Nothing here imports the planner.
 """
 
 import math
 
-
-def best_fit_decreasing(lengths, capacity, max_segments=None):
-    """Longest first, each into the fullest row that takes it: fewest segments, then earliest opened among equals."""
-    return _decreasing(lengths, capacity, max_segments, lambda free, segments, row: (free, segments, row))
-
-
-def first_fit_decreasing(lengths, capacity, max_segments=None):
-    """Longest first, each into the earliest opened row that takes it."""
-    return _decreasing(lengths, capacity, max_segments, lambda free, segments, row: row)
-
-
-def next_fit(lengths, capacity, max_segments=None):
-    """In order; the row is closed as soon as a document does not fit."""
-    rows = []
-    for document in range(len(lengths)):
-        if not rows or not fits(rows[-1], document, lengths, capacity, max_segments):
-            rows.append([])
-        rows[-1].append(document)
-    return rows
+from conformance.naive import best_fit_decreasing, fits, sequential
 
 
 def pieces(document, capacity, overflow, context, min_piece=1):
@@ -67,7 +48,7 @@ def mixed(lengths, capacity, max_segments=None):
         rows_of_sections = cut_evenly(range(math.ceil(bound) * percent // 100), len(sections))
         rows, held = [], []
         for section, share in zip(sections, rows_of_sections, strict=True):
-            started = next_fit([lengths[document] for document in section], capacity, max_segments)
+            started = sequential([lengths[document] for document in section], capacity, max_segments)
             rows += [[section[place] for place in row] for row in started[: len(share)]]
             held += [section[place] for row in started[len(share) :] for place in row]
         if percent == 100 and sum(sizes[document] for document in held) > 0.15 * sum(sizes):
@@ -97,30 +78,3 @@ def _in_turns(rows, held, lengths, capacity, max_segments):
 def cut_evenly(items, parts):
     """``items`` in consecutive parts whose lengths differ by one at most, the shorter ones first."""
     return [items[part * len(items) // parts : (part + 1) * len(items) // parts] for part in range(parts)]
-
-
-def fits(row, document, lengths, capacity, max_segments=None):
-    """Returns whether ``document`` fits in ``row`` after the documents already there."""
-    if max_segments is not None and len(row) == max_segments:
-        return False
-    return tokens_taken(row, lengths) + lengths[document] <= capacity
-
-
-def tokens_taken(row, lengths):
-    return sum(lengths[document] for document in row)
-
-
-def _decreasing(lengths, capacity, max_segments, preference):
-    rows = []
-    for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
-        best = None
-        for number, row in enumerate(rows):
-            if fits(row, document, lengths, capacity, max_segments):
-                key = preference(capacity - tokens_taken(row, lengths), len(row), number)
-                if best is None or key < best[0]:
-                    best = key, row
-        if best is None:
-            rows.append([document])
-        else:
-            best[1].append(document)
-    return rows

@@ -8,15 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from conformance import naive
 from packing_core import CapacityError, PackingError, plan
-from tests.packing_core import naive
+from tests.packing_core.naive import mixed
 
-TEXTBOOK = {
-    "best_fit": naive.best_fit_decreasing,
-    "mixed": naive.mixed,
-    "first_fit": naive.first_fit_decreasing,
-    "sequential": naive.next_fit,
-}
+TEXTBOOK = {**naive.STRATEGIES, "mixed": mixed}
 
 
 @st.composite
