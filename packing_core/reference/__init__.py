@@ -6,7 +6,6 @@ Every fast implementation is judged against these functions, and the same functi
 
 from packing_core.reference.arithmetic import WorkingDtype
 from packing_core.reference.attention import AttentionOptions, attention, attention_lse, attention_vjp
-from packing_core.reference.balance import sequence_balance, sequence_balance_vjp
 from packing_core.reference.convolution import short_convolution, short_convolution_vjp
 from packing_core.reference.delta import gated_delta_rule, gated_delta_rule_vjp
 from packing_core.reference.experts import ExpertActivation, experts, experts_vjp
@@ -32,8 +31,6 @@ __all__ = [
     "rope_vjp",
     "selective_scan",
     "selective_scan_vjp",
-    "sequence_balance",
-    "sequence_balance_vjp",
     "short_convolution",
     "short_convolution_vjp",
     "token_logprobs",

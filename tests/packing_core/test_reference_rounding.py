@@ -38,8 +38,6 @@ CONVOLUTION = {
 EXPERTS = {"x": Q[:, 0], "indices": np.stack([np.arange(TOKENS) % 3, (np.arange(TOKENS) + 1) % 3], axis=1)}
 EXPERTS |= {"weights": np.abs(normal(TOKENS, 2)), "up": normal(3, 12, 8) / 4, "down": normal(3, 8, 6) / 4}
 
-SCORES, LENGTHS = round_to_bfloat16(np.abs(Q[:, 0]).astype(np.float32) + 0.25).astype(np.float64), [20, 1, 29]
-
 CALLS = {
     "attention": lambda dtype: reference.attention(Q, K, V, CU_SEQLENS, dtype=dtype, **ATTENTION),
     "attention_lse": lambda dtype: reference.attention_lse(Q, K, CU_SEQLENS, dtype=dtype, **ATTENTION)[:48],
@@ -58,8 +56,6 @@ CALLS = {
     "gated_delta_rule_vjp": lambda dtype: reference.gated_delta_rule_vjp(**DELTA, dout=Q[:, :2, :3], dtype=dtype),
     "experts": lambda dtype: reference.experts(**EXPERTS, dtype=dtype),
     "experts_vjp": lambda dtype: reference.experts_vjp(**EXPERTS, dy=Q[:, 0], dtype=dtype),
-    "sequence_balance": lambda dtype: reference.sequence_balance(SCORES, LENGTHS, 2, dtype=dtype),
-    "sequence_balance_vjp": lambda dtype: reference.sequence_balance_vjp(SCORES, LENGTHS, 2, Q[:3, 0, 0], dtype=dtype),
     "short_convolution": lambda dtype: reference.short_convolution(**CONVOLUTION, dtype=dtype),
     "short_convolution_vjp": lambda dtype: reference.short_convolution_vjp(**CONVOLUTION, dy=Q[:, 0, :4], dtype=dtype),
 }

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
-from packing_core.reference import sequence_balance, sequence_balance_vjp
 from tests.torch_backend.models import collate, documents, tiny, with_mask
 from tests.torch_backend.steps import test_packed_step, test_sft_step
 from torch_backend.context_parallel.router_loss import document_balance
@@ -32,36 +30,46 @@ def made(family: str, **changes: Any) -> Any:
     return model
 
 
-def scores_of(model: Any, ids: Tensor, kind: str) -> np.ndarray:
-    """[layers, T, E]: what the routers say to a document by itself."""
+def scores_of(model: Any, ids: Tensor, kind: str) -> list[Tensor]:
+    """Of each layer: what its router says to a document by itself, [T, E]."""
     layers = model.model(input_ids=ids[None], output_router_logits=True, use_cache=False).router_logits
-    logits = torch.stack([x.detach().flatten(0, -2).double() for x in layers])
-    return (logits.sigmoid() if kind == "sigmoid" else logits.softmax(-1)).numpy()
+    logits = [x.detach().flatten(0, -2).double() for x in layers]
+    return [x.sigmoid() if kind == "sigmoid" else x.softmax(-1) for x in logits]
+
+
+def balance_alone(scores: Tensor, chosen: int) -> Tensor:
+    """Equations 17 to 20 of DeepSeek-V3, without alpha, of one document: ``scores`` [T, E] are above 0."""
+    tokens, experts = scores.shape
+    hits = scores.topk(chosen).indices.flatten().bincount(minlength=experts)
+    return (hits * experts / (chosen * tokens) * (scores / scores.sum(1, keepdim=True)).mean(0)).sum()
 
 
 def balance_of(model: Any, docs: list[Tensor], kind: str) -> float:
-    """By the reference, of documents that run by themselves: their mean, added up over layers."""
+    """Of documents that run by themselves: their mean, added up over layers."""
     chosen, layers = model.config.num_experts_per_tok, [scores_of(model, ids, kind) for ids in docs]
-    return float(np.mean([sum(sequence_balance(x, [len(x)], chosen)[0] for x in scores) for scores in layers]))
+    return float(sum(sum(balance_alone(x, chosen) for x in scores) for scores in layers) / len(docs))
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_it_and_its_gradient_are_those_of_the_reference(masked: bool) -> None:
-    rng, lengths, experts, layers = np.random.default_rng(0), (4, 1, 6), 5, 2
-    scores = [torch.tensor(rng.uniform(0.1, 1, (11, experts)), requires_grad=True) for _ in range(layers)]
-    numbers, kept = np.repeat([0, 1, 2], lengths), np.ones(11, bool)
+def test_it_and_its_gradient_are_those_of_each_document_alone(masked: bool) -> None:
+    torch.manual_seed(0)
+    lengths, kept = (4, 1, 6), torch.ones(11, dtype=torch.bool)
+    scores = [(0.1 + 0.9 * torch.rand(11, 5, dtype=torch.float64)).requires_grad_() for _ in range(2)]
     if masked:
         kept[4] = False  # all of a document, which does not count
-    left = tuple(np.bincount(numbers[kept])[np.bincount(numbers[kept]) > 0].tolist())
-    mask = torch.tensor(kept)[None] if masked else None
-    found = document_balance(scores, torch.tensor(numbers), 4, 2, mask)
-    found.backward()
-    wanted = sum(sequence_balance(s.detach().numpy()[kept], left, 2).mean() for s in scores)
-    assert float(found.detach()) == pytest.approx(wanted, rel=1e-6)
-    for s in scores:
-        gradient = sequence_balance_vjp(s.detach().numpy()[kept], left, 2, np.full(len(left), 1 / len(left)))
-        assert s.grad is not None and not s.grad[~torch.tensor(kept)].any()
-        np.testing.assert_allclose(s.grad.numpy()[kept], gradient, rtol=1e-6, atol=1e-12)
+    numbers = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    found = document_balance(scores, numbers, 4, 2, kept[None] if masked else None)
+    documents_alone = [x for layer in scores for i, x in enumerate(layer.split(lengths)) if i != 1 or not masked]
+    wanted = sum(balance_alone(x, 2) for x in documents_alone) * len(scores) / len(documents_alone)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
+    for gradient, right in zip(torch.autograd.grad(found, scores), torch.autograd.grad(wanted, scores), strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-6, atol=1e-12)
+
+
+def test_it_is_one_where_tokens_are_spread_evenly() -> None:
+    scores, documents = torch.eye(6, dtype=torch.float64) + 1e-9, torch.zeros(6, dtype=torch.long)
+    assert float(document_balance([scores], documents, 2, 1, None)) == pytest.approx(1.0)
+    assert float(document_balance([scores[:1].repeat(6, 1)], documents, 2, 1, None)) == pytest.approx(6.0)
 
 
 def test_nothing_is_read_back() -> None:
