@@ -31,7 +31,7 @@ def made(family: str, **changes: Any) -> Any:
 
 
 def scores_of(model: Any, ids: Tensor, kind: str) -> list[Tensor]:
-    """Of each layer: what its router says to a document by itself, [T, E]."""
+    """Returns what the router of each layer says to a document by itself, [T, E]."""
     layers = model.model(input_ids=ids[None], output_router_logits=True, use_cache=False).router_logits
     logits = [x.detach().flatten(0, -2).double() for x in layers]
     return [x.sigmoid() if kind == "sigmoid" else x.softmax(-1) for x in logits]
@@ -45,7 +45,7 @@ def balance_alone(scores: Tensor, chosen: int) -> Tensor:
 
 
 def balance_of(model: Any, docs: list[Tensor], kind: str) -> float:
-    """Of documents that run by themselves: their mean, added up over layers."""
+    """Returns the mean over documents that run by themselves, added up over layers."""
     chosen, layers = model.config.num_experts_per_tok, [scores_of(model, ids, kind) for ids in docs]
     return float(sum(sum(balance_alone(x, chosen) for x in scores) for scores in layers) / len(docs))
 
