@@ -93,6 +93,8 @@ CASES: dict[str, Case] = {
     "gemma2": Case("gemma2", {"sliding_window": 20}),
     "phi3, longrope": Case("phi3", LONGROPE),
     "gpt2, positions from 9 on": Case("gpt2", first=9),
+    "gpt_neo, window of 20": Case("gpt_neo", {"attention_types": [[["global", "local"], 1]], "window_size": 20}),
+    "falcon": Case("falcon", ranks=4, crosses=KEYS),
     "deepseek_v3": Case("deepseek_v3"),
     # Of the longer row, sums in float32 are 1.1e-6 off on four ranks, and 3e-8 with weights in float64.
     "qwen3_5_text": Case("qwen3_5_text", lengths=(5, 90, 17, 1, 7, 2), ranks=4),
