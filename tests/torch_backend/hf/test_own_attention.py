@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import torch_backend
 from packing_core.errors import CapacityError
 from tests.torch_backend.models import alone, assert_same, collate, documents, error, packed, tiny, traces
+from tools.tables.families import audit_encoder
 from torch_backend.hf.attention import PREFIX
 from torch_backend.hf.edits import own_attention
 from torch_backend.hf.forward import AttentionChoice
@@ -75,6 +76,12 @@ def test_dropout_of_weights_is_applied_in_training_alone(name: str) -> None:
     wet = packed(model.train(), docs)
     assert {request.dropout for request in state_of(model).requests} == {0.0 if name == "falcon" else 0.5}
     assert (error(wet.logits[0], dry.logits[0]) > 1e-2) is (name != "falcon")  # which drops none, as its own code
+
+
+@pytest.mark.parametrize("family", ["megatron-bert", "rembert"])
+def test_encoders_of_bert_s_form_are_exact(family: str) -> None:
+    for found in audit_encoder(family).values():
+        assert found.report is not None and (found.verdict, found.report.route) == ("exact", "attention"), found
 
 
 def test_local_layers_of_gpt_neo_ask_for_their_window() -> None:

@@ -112,6 +112,13 @@ def _forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: A
     return layer.__dict__[_ON_ROW](layer, forward, *args, **kwargs), None
 
 
+def _bert(layer: Any, forward: PackedForward, hidden_states: Tensor, **others: Any) -> Tensor:
+    """Of encoders, before the output's projection."""
+    heads = (layer.num_attention_heads, -1)
+    q, k, v = (x(hidden_states).unflatten(-1, heads).transpose(1, 2) for x in (layer.query, layer.key, layer.value))
+    return _attention(layer, q, k, v, forward, dropout=layer.dropout, is_causal=layer.is_decoder).flatten(2)
+
+
 def _bloom(
     layer: Any, forward: PackedForward, hidden_states: Tensor, residual: Tensor, *, alibi: Tensor, **others: Any
 ) -> Tensor:
@@ -171,7 +178,9 @@ def _xglm(layer: Any, forward: PackedForward, hidden_states: Tensor, **others: A
 _FORWARDS: dict[str, Callable[..., Tensor]] = {
     "BloomAttention": _bloom,
     "FalconAttention": _falcon,
+    "MegatronBertSelfAttention": _bert,
     "MptAttention": _mpt,
+    "RemBertSelfAttention": _bert,
     "XGLMAttention": _xglm,
 }
 
