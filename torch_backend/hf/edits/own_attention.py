@@ -113,7 +113,7 @@ def _forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _bert(layer: Any, forward: PackedForward, hidden_states: Tensor, **others: Any) -> Tensor:
-    """Of encoders, before the output's projection."""
+    """Attends in an encoder; the projection of its output is a module of its own."""
     heads = (layer.num_attention_heads, -1)
     q, k, v = (x(hidden_states).unflatten(-1, heads).transpose(1, 2) for x in (layer.query, layer.key, layer.value))
     return _attention(layer, q, k, v, forward, dropout=layer.dropout, is_causal=layer.is_decoder).flatten(2)
