@@ -34,6 +34,7 @@ from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import stands_over, unregistered
 from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.float8 import describe_float8
 from torch_backend.hf.patch import Patched, context_of, install, state_of, unpatch
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class AuditReport:
         ranks: over how many ranks the packed documents were cut; 1 where each lies on one.
         additions: modules, hooks and forwards that the model's config does not make. A clone has none of them, so a
             short row ran through the model itself as well; its figures stand here where they are larger than allowed.
+        products: which layers multiply in float8, by which recipe; empty if none does.
     """
 
     model: str
@@ -104,6 +106,7 @@ class AuditReport:
     refused: str | None = None
     ranks: int = 1
     additions: tuple[str, ...] = ()
+    products: str = ""
 
     @property
     def verdict(self) -> str:
@@ -133,7 +136,7 @@ class AuditReport:
         router = "" if self.router_loss is None else f"; router loss, not judged: {self.router_loss:.1e}"
         return (
             f"{name}: {self.verdict}; {figures} allowed, noise {self.noise:.1e}, worst gradient "
-            f"{self.worst_parameter}{router}"
+            f"{self.worst_parameter}{router}{self.products and '; '}{self.products}"
         )
 
 
@@ -223,6 +226,7 @@ def _audit(
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "ranks": context["mesh"].size() if context else 1,
+        "products": describe_float8(root) or "",
         "audited": AS_IT_IS if not patched else ONCE_PATCHED if state is None else PATCHED,
     }
     if not patched:

@@ -32,6 +32,7 @@ from torch_backend.collate import Batch
 from torch_backend.collate.image_tensors import Images
 from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm, in_mode
+from torch_backend.hf.float8 import describe_float8
 from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.sentence_trainers import sentence_trainer
 from torch_backend.hf.inputs.trl_trainers import distils, kind_of
@@ -59,6 +60,7 @@ class TrainerReport:
         noise: how far the packed gradient moves when it is simply taken again.
         tolerance: what loss, 1 - cosine and leak may be, and in float32 gradients too: 1e-4, below float32 2e-2.
         ranks: over how many ranks documents were cut.
+        products: which layers multiply in float8, by which recipe; empty if none does.
     """
 
     trainer: str
@@ -78,6 +80,7 @@ class TrainerReport:
     noise: float
     tolerance: float
     ranks: int = 1
+    products: str = ""
 
     @property
     def verdict(self) -> str:
@@ -101,6 +104,7 @@ class TrainerReport:
             f"{self.trainer} on {self.model} ({where}): {verdict}; loss {self.loss:.1e}, "
             f"gradient cosine {self.cosine:.6f}, worst {self.gradients:.1e} ({self.worst_parameter}), "
             f"leak {self.leak:.1e}, noise {self.noise:.1e}, tolerance {self.tolerance:.0e}"
+            f"{self.products and '; '}{self.products}"
         )
 
 
@@ -320,6 +324,7 @@ def _report(trainer: Any, figures: dict[str, Any]) -> TrainerReport:
         dtype=_half(trainer) or "float32",
         tolerance=_tolerance(trainer),
         ranks=1 if (context := context_of(trainer.model)) is None else context.ranks,
+        products=describe_float8(causal_lm(trainer.model)) or "",
         **figures,
     )
 

@@ -123,6 +123,7 @@ def test_the_audit_compares_with_the_same_recipe_on_each_document_alone(precisio
     to_float8(model, precision)
     report = audit(model)
     assert report.verdict == "exact" and any("Float8Linear" in part for part in report.additions)
+    assert str(describe_float8(model)) in str(report)
 
 
 @pytest.mark.usefixtures("emulated")

@@ -28,7 +28,7 @@ from tests.torch_backend.ranks import Raised, on_ranks
 from tests.torch_backend.trainers.test_preference import dpo
 from tests.torch_backend.trainers.test_trainer import CAPACITY, arguments, documents, llama
 from tests.torch_backend.wrappers import sharded_by_fsdp_1
-from torch_backend import disable_packing, enable_packing, explain, make_train_step, patch
+from torch_backend import audit, disable_packing, enable_packing, explain, make_train_step, patch
 from torch_backend.hf import float8
 from torch_backend.hf.float8 import check_float8
 from torch_backend.job.train import train
@@ -93,6 +93,18 @@ def test_crosspack_train_trains_in_float8_and_compares_with_padded_float8(job: A
     np.testing.assert_allclose(losses(result), plain, rtol=3e-2)
     np.testing.assert_allclose(losses(result), losses(result, "padded"), rtol=1e-2)
     assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.usefixtures("emulated")
+def test_the_audit_of_a_trainer_says_what_shares_scales(tmp_path: Any) -> None:
+    found = {}
+    for recipe in ("rowwise_with_gw_hp", "rowwise", "tensorwise"):
+        given = arguments(transformers.TrainingArguments, tmp_path)
+        trainer = transformers.Trainer(llama(), given, train_dataset=documents())
+        found[recipe] = audit(enable_packing(trainer, CAPACITY, precision=f"float8:{recipe}"))
+    assert [report.verdict for report in found.values()] == ["exact", "exact", "contaminated"]
+    assert found["rowwise_with_gw_hp"].leak == 0
+    assert "(tensorwise, so documents of a row see each other's largest value)" in str(found["tensorwise"])
 
 
 def gradients_of_rank(kind: str, precision: str) -> tuple[float, dict[str, Any]]:
