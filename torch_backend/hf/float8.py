@@ -77,10 +77,10 @@ def check_float8(model: nn.Module, precision: str) -> list[nn.Linear]:
     name = type(root).__name__
     if (reason := _why_not_weights(model, root)) is not None:
         raise UnsupportedModelError(f"{name} cannot train in float8, because {reason}")
-    found = {layer: _why_not(root, path, layer) for path, layer in _linear_layers(root)}
-    chosen = [layer for layer, reason in found.items() if reason is None]
+    found = list(_linear_layers(root))
+    chosen = [layer for _, layer, reason in found if reason is None]
     if not chosen:
-        first = next((f": {reason}" for reason in found.values()), "")
+        first = next((f": {reason}" for *_, reason in found), "")
         raise UnsupportedModelError(f"no linear layer of {name} can multiply in float8{first}")
     return chosen
 
@@ -117,42 +117,46 @@ def to_bfloat16(model: nn.Module) -> None:
 
 def describe_float8(root: Any) -> str | None:
     """Describes which linear layers of a decoder multiply in float8, and why others do not; None if none does."""
-    layers = list(_linear_layers(root))
-    recipes = {layer.__dict__[_ADDED][0] for _, layer in layers if _ADDED in layer.__dict__}
-    inside = [layer for _, layer in layers if _is_float8(layer)]
+    found = list(_linear_layers(root))
+    inside = [layer for _, layer, _ in found if _is_float8(layer)]
     if not inside:
         return None
+    recipes = {layer.__dict__[_ADDED][0] for layer in inside if _ADDED in layer.__dict__}
     recipe = "/".join(sorted(recipes)) or "as torchao converted them"
     if "tensorwise" in recipes:
         recipe += ", so documents of a row see each other's largest value"
     elif "rowwise" in recipes:
         recipe += ", so documents of a row share the scales of weights' gradients"
-    others = {path: why for path, layer in layers if (why := _why_not(root, path, layer)) and not _is_float8(layer)}
-    by_reason: dict[str, list[str]] = {}
-    for path, why in others.items():
-        by_reason.setdefault(why, []).append(path)
-    left = "".join(
-        f"; not {paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: {why}"
-        for why, paths in by_reason.items()
+    others: dict[str, list[str]] = {}
+    for path, layer, reason in found:
+        if reason is not None and not _is_float8(layer):
+            others.setdefault(reason, []).append(path)
+    left = (
+        f"; not {first}{f' and {len(more)} more' if more else ''}: {reason}"
+        for reason, (first, *more) in others.items()
     )
-    return f"{len(inside)} linear layers multiply in float8 ({recipe}){left}"
+    return f"{len(inside)} linear layers multiply in float8 ({recipe}){''.join(left)}"
 
 
-def _linear_layers(root: Any) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers inside the layers of a decoder, by name, without what adapters add to them."""
+def _linear_layers(root: Any) -> Iterator[tuple[str, nn.Linear, str | None]]:
+    """The linear layers inside the layers of a decoder, without what adapters add to them.
+
+    Yields:
+        The name of each, the layer, and why it keeps its precision; None if it need not.
+    """
     decoder = decoder_of(root)
-    layers = [f"{name}." for name, m in own_modules(decoder) if isinstance(m, DecoderLayer)]
-    bases = [f"{name}." for name, m in own_modules(decoder) if isinstance(getattr(m, "base_layer", None), nn.Module)]
-    for name, module in own_modules(decoder):
-        adapter = any(name.startswith(base) and not name.startswith(f"{base}base_layer") for base in bases)
-        if isinstance(module, nn.Linear) and not adapter and name.startswith(tuple(layers)):
-            yield name, module
+    own = list(own_modules(decoder))
+    layers = tuple(f"{path}." for path, m in own if isinstance(m, DecoderLayer))
+    mixers = tuple(f"{path}." for path in find_mixers(decoder))
+    adapted = [f"{path}." for path, m in own if isinstance(getattr(m, "base_layer", None), nn.Module)]
+    for path, module in own:
+        adapter = any(path.startswith(around) and not path.startswith(f"{around}base_layer") for around in adapted)
+        if isinstance(module, nn.Linear) and path.startswith(layers) and not adapter:
+            yield path, module, "part of a recurrent layer" if path.startswith(mixers) else _why_not(path, module)
 
 
-def _why_not(root: Any, path: str, layer: nn.Linear) -> str | None:
+def _why_not(path: str, layer: nn.Linear) -> str | None:
     """Explains why a linear layer keeps its precision, None if it need not."""
-    if any(path.startswith(f"{name}.") for name in find_mixers(decoder_of(root))):
-        return "part of a recurrent layer"
     if _ROUTERS & set(path.split(".")):
         return "a router or a gate"
     if not _is_float8(layer) and original_class(layer) is not nn.Linear:
@@ -180,7 +184,7 @@ def _why_not_weights(model: nn.Module, root: Any) -> str | None:
         return "its weights are quantised: train adapters without precision"
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return "FSDP1 has its weights as parts of one vector: use FSDP2 (fully_shard)"
-    for path, layer in _linear_layers(root):
+    for path, layer, _ in _linear_layers(root):
         weight = layer.weight
         if _is_float8(layer) and _ADDED not in layer.__dict__:
             return f"torchao has converted {path} already: leave precision out"
