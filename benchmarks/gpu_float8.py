@@ -1,29 +1,35 @@
 """float8 training: our bfloat16 step against our float8 steps, full fine-tuning of the Llama-3-8B shape.
 
-    python -m benchmarks.gpu_float8                                   # 16 layers, rows of 16,384 tokens
-    python -m benchmarks.gpu_float8 --layers 8 --match 'bfloat16|gw_hp'
-    python -m benchmarks.gpu_float8 --memory selective --steps 20
+    python -m benchmarks.gpu_float8 --match 'bfloat16|gw_hp'          # 16 layers, rows of 16,384 tokens: two minutes
+    python -m benchmarks.gpu_float8 --budget 240                      # every recipe
+    python -m benchmarks.gpu_float8 --layers 8 --memory selective --steps 20
+    python -m benchmarks.gpu_float8 --text 200 --data gsm8k_train.jsonl   # losses on real text, and no speed
     python -m benchmarks.gpu_float8 --tiny                            # every contender on the CPU, float8 emulated
 
 Random weights in bfloat16, fused AdamW, ``make_train_step`` with compiled layers and a CUDA graph; every contender
 starts from the same weights and trains the same rows, one a step. Documents are of 64 to 4,096 tokens. Tokens per
 second count real ones. The loss after the last step may differ from that of bfloat16 by two percent; a contender that
 is further off has no figure. The last lines compare each recipe with bfloat16. torchao is needed.
+
+``--text`` trains the SmolLM2-135M shape from random weights on the bytes of GSM8K in that many steps, in bfloat16 from
+two seeds and by each recipe from the first, and compares the mean losses of the last tenth.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.gpu import collected, parsed, parser, survived
-from benchmarks.gpu_clock import DEVICE, TOY, Result, failed, free, highest_gib, synchronize, wanted
-from benchmarks.gpu_workload import llama3
+from benchmarks.gpu_clock import DEVICE, TOY, Result, failed, free, highest_gib, seconds_left, synchronize, wanted
+from benchmarks.gpu_workload import GSM8K, llama3
 from packing_core import pack
 from torch_backend import PackedCollator, explain, make_train_step, patch
 from torch_backend.hf import float8
@@ -87,7 +93,7 @@ def run(layers: int, memory: str, steps: int) -> Iterator[Result]:
     section = f"float8, {'toy' if TOY else f'Llama-3-8B shape, {layers} layers'}, full fine-tuning"
     case, right = f"rows of {ROW:,}, memory={memory}", None
     for contender in CONTENDERS:
-        if not wanted(contender):
+        if not wanted(contender) or seconds_left() < 0:
             continue
         try:
             figures, note = train(contender, layers, memory, steps)
@@ -108,6 +114,39 @@ def run(layers: int, memory: str, steps: int) -> Iterator[Result]:
             yield Result(section, case, contender, value, unit, note)
 
 
+def run_on_text(data: Path, steps: int) -> Iterator[Result]:
+    """Losses of the last tenth of the steps: in bfloat16 from two seeds, and by each recipe from the first."""
+    for contender, seed in ((BASE, 0), (BASE, 1), *((recipe, 0) for recipe in CONTENDERS[1:])):
+        if wanted(contender):
+            losses = on_text(contender, data, steps, seed)
+            loss = sum(losses[-(steps // 10) :]) / (steps // 10)
+            yield Result(f"{steps} steps on text", f"seed {seed}", contender, loss, "mean loss of the last tenth")
+
+
+def on_text(precision: str, data: Path, steps: int, seed: int) -> list[float]:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    with data.open(encoding="utf-8") as lines:
+        texts = [f"{r['prompt']}\n{r['completion']}" for r in map(json.loads, lines)]
+    order = np.random.default_rng(seed).permutation(len(texts))[: steps * 40]
+    documents = [np.frombuffer(texts[i].encode(), np.uint8).astype(np.int64) for i in order]
+    row = 2_048 if TOY else 8_192
+    packed, collate = pack(documents, row, seed=seed), PackedCollator(capacity=row)
+    wide = {"hidden_size": 576, "intermediate_size": 1_536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    narrow = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+    size = {**narrow, "num_hidden_layers": 4} if TOY else {**wide, "num_hidden_layers": 30}
+    torch.manual_seed(seed)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**size, vocab_size=256, tie_word_embeddings=True))
+    patch(model.float().train(), verify=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    named: Any = {} if precision == BASE else {"precision": precision}
+    if not TOY:  # on the CPU torchao does not follow autocast
+        named["autocast"] = torch.bfloat16
+    step = make_train_step(model, optimizer, max_grad_norm=1.0, **named)
+    return [float(step(collate(packed[n % len(packed) : n % len(packed) + 1]))["loss"]) for n in range(steps)]
+
+
 def verdict(results: Sequence[Result]) -> str:
     """Compares rates and memory of each recipe with those of bfloat16."""
     found = {(r.contender, r.unit): r.value for r in results if r.value}
@@ -124,10 +163,13 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     options.add_argument("--layers", type=int, default=16)
     options.add_argument("--memory", default="none", help="the level of memory, see make_train_step")
-    options.add_argument("--steps", type=int, default=2 if TOY else 16, help="timed, after the warm-up")
+    options.add_argument("--steps", type=int, default=2 if TOY else 10, help="timed, after the warm-up")
+    options.add_argument("--text", type=int, metavar="STEPS", help="train on text for so many steps instead")
+    options.add_argument("--data", type=Path, default=GSM8K, help="a .jsonl file of prompt and completion")
     chosen = parsed(options, arguments)
     float8.EMULATED = TOY
-    found = survived("float8", run(chosen.layers, chosen.memory, chosen.steps))
+    on = run_on_text(chosen.data, chosen.text) if chosen.text else run(chosen.layers, chosen.memory, chosen.steps)
+    found = survived("float8", on)
     results = collected(found, chosen.output, "gpu_float8")
     print(verdict(results), flush=True)
     return results
