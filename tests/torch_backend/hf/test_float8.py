@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
-from torchao.float8 import convert_to_float8_training
+from torch._dynamo.backends.common import aot_autograd
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
 from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
@@ -22,6 +24,7 @@ from tests.torch_backend.trainers.test_trainer import peft
 from torch_backend import audit, explain, make_train_step, patch, unpatch
 from torch_backend.hf import float8
 from torch_backend.hf.float8 import RECIPES, check_float8, describe_float8, to_bfloat16, to_float8
+from torch_backend.steps.memory import marked
 
 OWN_SCALES = "float8"  # the recipe in which every document has its own
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -246,3 +249,23 @@ def test_products_have_multiples_of_16_whatever_the_length_of_a_row(
         found[emulated] = [float(step(collate(documents((5, 19, 33)), capacity=None))["loss"]) for _ in range(2)]
     assert sizes and all(size % 16 == 0 for size in sizes)
     assert found[True] == pytest.approx(found[False], rel=1e-3)
+
+
+@pytest.mark.parametrize(("level", "again"), [("none", 0), ("selective", 1), ("full", 3)])
+def test_levels_of_memory_keep_products_of_float8_as_they_keep_others(level: Any, again: int) -> None:
+    """Columns: 64, 64, 192, 64. The selective level makes the wide product again, and no narrow one."""
+    products: list[int] = []
+
+    def counted(graph: torch.fx.GraphModule, _: Any) -> Any:
+        products.append(sum(node.target is torch.ops.aten._scaled_mm.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    sizes = ((64, 64), (64, 192), (192, 64))
+    layers = [layer for size in sizes for layer in (nn.Linear(*size, bias=False), nn.SiLU())]
+    model = nn.Sequential(*layers).to(torch.bfloat16)
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=counted, partition_fn=min_cut_rematerialization_partition)
+    call = torch.compile(model, backend=marked(backend, level), fullgraph=True)
+    call(torch.randn(1, 37, 64, dtype=torch.bfloat16, requires_grad=True)).float().square().sum().backward()
+    assert products == [3, 3 + again]
