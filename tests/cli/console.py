@@ -9,8 +9,6 @@ from typer.testing import CliRunner
 
 from crosspack.cli import app
 
-PNG = b"\x89PNG"
-
 
 def run(*arguments: object):
     return CliRunner(env={"NO_COLOR": "1"}).invoke(app, [str(argument) for argument in arguments])

@@ -24,10 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from typer.testing import CliRunner
-
-from crosspack.cli import app
 from tests import processes
+from tests.cli.console import run
 
 EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir", "os.rmdir", "os.chmod", "os.link", "os.symlink")
 FORMATS = ("parquet", "arrow")
@@ -50,7 +48,7 @@ def killed_at(operation: int, arguments: Sequence[object], folder: Path) -> int:
 
     def work() -> int:
         sys.addaudithook(count)
-        return CliRunner().invoke(app, list(map(str, arguments))).exit_code
+        return run(*arguments).exit_code
 
     return processes.forked(work)
 
@@ -111,7 +109,7 @@ def kill_everywhere(
 
     shutil.rmtree(out, ignore_errors=True)
     for command in commands:  # in this process, so that its copies find every module imported
-        assert CliRunner().invoke(app, list(map(str, command))).exit_code == 0, command
+        assert run(*command).exit_code == 0, command
     expected = content(out, ignored)
     operation = 1
     while True:

@@ -11,16 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
 import crosspack
-from crosspack.cli import app
+from tests.cli.console import run
 
 WORDS = np.array(["fox", "dog", "box", "jugs", "quick", "lazy", "zebras", "jump"])
 
 
 def pack(*arguments: object, code: int = 0) -> str:
-    result = CliRunner(env={"NO_COLOR": "1"}).invoke(app, ["pack", *map(str, arguments)])
+    result = run("pack", *arguments)
     assert result.exit_code == code, result.output + result.stderr
     return " ".join((result.output if not code else result.stderr).split())
 

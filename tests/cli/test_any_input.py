@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from crosspack.cli import app, options
+from crosspack.cli import options
 from crosspack.cli.records import open_records
+from tests.cli.console import run
 
 EXAMPLES = int(os.environ.get("CROSSPACK_EXAMPLES", "0"))
 generated = settings(
@@ -130,7 +130,7 @@ def loaded(tokenizer, monkeypatch) -> None:
 
 def outcome(*arguments: object) -> bool:
     """Returns whether the command succeeded; fails unless it did, or ended with one line and status 2."""
-    result = CliRunner(env={"NO_COLOR": "1"}).invoke(app, ["pack", *map(str, arguments)])
+    result = run("pack", *arguments)
     if result.exit_code == 0:
         return True
     if result.exception is not None and not isinstance(result.exception, SystemExit):

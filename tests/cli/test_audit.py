@@ -8,16 +8,11 @@ import json
 import pytest
 import transformers
 from rich.console import Console
-from typer.testing import CliRunner
 
-from crosspack.cli import app
 from crosspack.cli.audit import _model_table
 from packing_core.errors import PackingError
+from tests.cli.console import run
 from torch_backend.stacks.paths import PATHS, PathResult, config_of, survey
-
-
-def run(*arguments: str):
-    return CliRunner().invoke(app, ["audit", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -39,12 +34,12 @@ def test_every_path_has_a_verdict(family, verdicts) -> None:
 
 def test_the_exit_status_and_the_json_tell_contamination(tmp_path) -> None:
     transformers.Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
-    result = run(str(tmp_path), "--json")
+    result = run("audit", str(tmp_path), "--json")
     assert result.exit_code == 1
     assert "contaminated" in result.stderr and "exact" in result.stderr
     rows = json.loads(result.stdout)["families"][str(tmp_path)]
     assert {row["path"]: row["verdict"] for row in rows}["patched"] == "exact"
-    assert run(str(tmp_path), "--path", "patched").exit_code == 0
+    assert run("audit", str(tmp_path), "--path", "patched").exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -58,19 +53,19 @@ def test_the_exit_status_and_the_json_tell_contamination(tmp_path) -> None:
 def test_trl_is_judged_as_people_build_it(family, verdicts) -> None:
     pytest.importorskip("trl", reason="it is what is audited")
     enabled = "SFTTrainer(packing=True), enable_packing"
-    result = run(family, "--trainer", "trl", "--json", "--path", enabled)
+    result = run("audit", family, "--trainer", "trl", "--json", "--path", enabled)
     assert result.exit_code == 0, result.output
     rows = {row["path"]: row for row in json.loads(result.stdout)["families"][family]}
     assert [rows[path]["verdict"] for path in ("SFTTrainer(packing=True)", enabled)] == verdicts
     assert rows[enabled]["logits"] is None and rows[enabled]["gradients"] < 1e-4
     assert "SFTTrainer(packing=True), enable_packing" in result.stderr
-    alone = run(family, "--trainer", "trl", "--path", "SFTTrainer(packing=True)")
+    alone = run("audit", family, "--trainer", "trl", "--path", "SFTTrainer(packing=True)")
     assert alone.exit_code == (rows["SFTTrainer(packing=True)"]["verdict"] == "contaminated")
 
 
 def test_the_table_says_what_was_audited_and_what_its_numbers_mean(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    result = run("lfm2", "--trainer", "trl", "--path", "patched")
+    result = run("audit", "lfm2", "--trainer", "trl", "--path", "patched")
     text = " ".join(result.output.split())
     assert "Audited: a tiny random clone of lfm2 with every layer kind, on the CPU in float32" in text
     assert "contaminated above 1e-3, and refused if it raises an error" in text
@@ -97,7 +92,7 @@ def test_what_a_path_raised_is_shown_as_it_is() -> None:
     ],
 )
 def test_bad_options_end_with_one_line(arguments, text) -> None:
-    result = run(*arguments)
+    result = run("audit", *arguments)
     assert result.exit_code == 2
     assert text in " ".join(result.output.split())
 

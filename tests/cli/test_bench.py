@@ -8,12 +8,11 @@ from functools import partial
 
 import pytest
 from transformers import CONFIG_MAPPING
-from typer.testing import CliRunner
 
-from crosspack.cli import app
 from crosspack.cli import bench as command
 from packing_core.errors import ContaminationError
 from packing_core.training import job, timing
+from tests.cli import console
 from torch_backend.auditing.tiny import tiny_config
 from torch_backend.job import bench as torch_bench
 
@@ -21,8 +20,7 @@ Measured = partial(job.Measured, judged=1)
 WAYS = ["padded", "stock packed", "stock packed, use_cache=False", "crosspack"]
 
 
-def run(*arguments: str):
-    return CliRunner().invoke(app, ["bench", "--seconds", "0", "--capacity", "96", *arguments])
+run = partial(console.run, "bench", "--seconds", 0, "--capacity", 96)
 
 
 @pytest.fixture

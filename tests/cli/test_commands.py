@@ -16,7 +16,7 @@ from packing_core.training.job import Audit, TrainResult
 from packing_core.training.records import StepRecord
 from tests import processes
 from tests.cli.conftest import LLAMA
-from tests.cli.console import PNG, done, losses, one_line, run, words
+from tests.cli.console import done, losses, one_line, run, words
 
 
 def test_train_prints_the_plan_first_and_leaves_a_folder_to_go_on_with(small, tmp_path):
@@ -45,7 +45,7 @@ def test_compare_shows_equal_losses_and_draws_the_picture(small, tmp_path):
         np.testing.assert_allclose(losses(out, other), losses(out), rtol=1e-4)
     shares = [float(share) for share in re.findall(r"([\d.]+)%", result.output.split("│ padding")[1].splitlines()[0])]
     assert shares[0] > shares[1] > shares[2]
-    assert (out / "compare.png").read_bytes().startswith(PNG)
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_titles_of_a_comparison_follow_from_its_figures():

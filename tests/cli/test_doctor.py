@@ -7,19 +7,15 @@ import sys
 from importlib.metadata import EntryPoint
 
 import pytest
-from typer.testing import CliRunner
 
-from crosspack.cli import app, doctor
+from crosspack.cli import doctor
 from packing_core import extras
 from packing_core.diagnosis import Diagnosis, LayerChoice, first_served
 from packing_core.errors import MissingExtraError
 from tests import processes
+from tests.cli.console import run
 from tests.house.test_import_hygiene import BLOCK
 from torch_backend.doctor import RECURRENT
-
-
-def run(*arguments: str):
-    return CliRunner().invoke(app, ["doctor", *arguments])
 
 
 def examined() -> Diagnosis:
@@ -48,7 +44,7 @@ def backends(monkeypatch):
 
 
 def test_the_installed_backends_say_what_every_kind_of_layer_runs_on():
-    result = run("--json")
+    result = run("doctor", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["backends"]
     assert set(found) == {"torch", "jax"}
@@ -62,7 +58,7 @@ def test_the_installed_backends_say_what_every_kind_of_layer_runs_on():
 def test_it_prints_versions_choices_and_what_is_missing(backends, monkeypatch):
     backends("examined", "absent", "broken")
     monkeypatch.setenv("COLUMNS", "80")
-    result = run()
+    result = run("doctor")
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     assert "crosspack[hf]" in text and ">=2.11" in text and ">=5.0" in text and ">=0.10" in text
@@ -76,7 +72,7 @@ def test_what_is_too_old_or_missing_is_named(backends, monkeypatch):
     backends()
     monkeypatch.setitem(extras.MINIMUM, "torch", "99.0")
     monkeypatch.setattr(doctor, "version", lambda name: "1.0" if name == "torch" else extras.version(name))
-    packages = {package["name"]: package for package in json.loads(run("--json").stdout)["packages"]}
+    packages = {package["name"]: package for package in json.loads(run("doctor", "--json").stdout)["packages"]}
     assert packages["torch"] == {"name": "torch", "installed": "1.0", "needed": ">=99.0", "extra": "torch"} | {
         "state": "too old"
     }

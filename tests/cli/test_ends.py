@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from crosspack.cli import app
 from crosspack.cli.outputs import writing
 from crosspack.encoding.text import Encoder, Policy
 from crosspack.encoding.tokenizer import load_tokenizer
 from crosspack.packing.workers import Failed, Processes
 from packing_core.errors import PackingError
 from packing_core.training.checkpoints import FOLDER
+from tests.cli.console import run
 
 
 def crosspack(*arguments: object, code: int = 0) -> str:
-    result = CliRunner(env={"NO_COLOR": "1"}).invoke(app, list(map(str, arguments)))
+    result = run(*arguments)
     assert result.exit_code == code, result.output + result.stderr
     return " ".join((result.stderr if code else result.output).split())
 

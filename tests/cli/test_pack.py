@@ -5,20 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from crosspack.cli import app
 from crosspack.cli.records import open_records
 from crosspack.encoding.text import Encoder, Policy
 from crosspack.encoding.tokenizer import load_tokenizer
+from tests.cli import console
 
-
-def pack(*arguments: object):
-    return CliRunner(env={"NO_COLOR": "1"}).invoke(app, ["pack", *map(str, arguments)])
+pack = partial(console.run, "pack")
 
 
 @pytest.fixture
@@ -159,7 +157,7 @@ def test_a_column_that_packed_files_have_themselves_cannot_be_kept(tmp_path, nam
     """It stood in the files in place of what was packed."""
     (tmp_path / "data.jsonl").write_text('{"text": "a b", "labels": 1, "input_ids": 2, "seq_lengths": 3}\n')
     options = ["--capacity", "16", "--output", str(tmp_path / "out"), "--keep", name]
-    result = CliRunner().invoke(app, ["pack", "--data", str(tmp_path / "data.jsonl"), *options])
+    result = pack("--data", tmp_path / "data.jsonl", *options)
     assert result.exit_code == 2 and f"--keep {name}: packed files have a column of that name" in result.output
     assert not (tmp_path / "out").exists()
 

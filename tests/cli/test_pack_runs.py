@@ -14,10 +14,8 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import crosspack
-from crosspack.cli import app
 from crosspack.cli.packjob import PART_FILE
 from crosspack.cli.progress import Ticker
 from crosspack.encoding.text import Encoded
@@ -29,6 +27,7 @@ from packing_core.planning.plan import plan
 from packing_core.planning.rule import RowRule
 from packing_core.training.schedule import Document
 from tests import processes
+from tests.cli.console import run
 from tests.cli.kills import killed_at
 from tests.cli.packs import arguments, documents, pack, result, rows_of
 from tests.cli.packs import corpus as corpus
@@ -217,7 +216,7 @@ def test_data_sets_are_mixed_by_weight_in_every_unit(corpus, tmp_path):
         pack(*data, *more, "--output", tmp_path / "two", "--workers", 2)
     assert result(tmp_path / "two") == result(tmp_path / "out")
     halves = ("--data", f"{paths[0]}:1", "--data", f"{paths[1]}:1", *data[4:])
-    said = CliRunner(env={"NO_COLOR": "1"}).invoke(app, list(map(str, ["pack", *halves, "--output", tmp_path / "1"])))
+    said = run("pack", *halves, "--output", tmp_path / "1")
     assert f"about 67% of {paths[0]} is not read" in " ".join(said.stderr.split()), said.stderr
     origins = [origin for row in rows_of(tmp_path / "out") for origin in row["from"]]
     assert len(origins) > 1100 and abs(origins.count("a") / len(origins) - 0.75) < 0.01

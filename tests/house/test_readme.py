@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import transformers
-from typer.testing import CliRunner
 
 from benchmarks import real_weights
-from crosspack.cli import app
 from crosspack.encoding.tokenizer import train_tokenizer
 from crosspack.reading.corpus import standard_library_records
 from packing_core.extras import MINIMUM
+from tests.cli.console import run
 from torch_backend.stacks.paths import config_of, survey
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +82,7 @@ def commands(page: str) -> list[list[str]]:
 def test_console_commands_run(command, folder, monkeypatch) -> None:
     monkeypatch.chdir(folder)
     extra = ["--overflow", "split", "--steps", "2", "--capacity", "256"] if command[1] == "train" else []
-    result = CliRunner().invoke(app, command[1:] + extra)
+    result = run(*command[1:], *extra)
     contaminated_stock_path = command[1] == "audit"
     assert result.exit_code == int(contaminated_stock_path), result.output
 
@@ -101,7 +100,7 @@ def test_the_commands_from_a_clone_to_a_model_of_ones_own_chats_run(folder, monk
     assert [command[1] for command in named] == ["report", "train"]
     for command in named:
         short = ["--overflow", "truncate", "--steps", "2"] if command[1] == "train" else []
-        result = CliRunner().invoke(app, command[1:] + short)
+        result = run(*command[1:], *short)
         assert result.exit_code == 0, result.output
     assert "audit: exact" in result.output and (folder / "runs/chats/adapter_model.safetensors").is_file()
 
