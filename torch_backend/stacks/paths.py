@@ -22,10 +22,9 @@ from packing_core.extras import require
 from torch_backend.auditing.compare import Computation, gradients_error, outputs_error
 from torch_backend.auditing.probe import Probe, RowLayout
 from torch_backend.auditing.tiny import all_families, family_config, tiny_config, tiny_model
-from torch_backend.auditing.trainer import TrainerReport
 from torch_backend.packed_tokens import plain
 from torch_backend.patching import patch
-from torch_backend.stacks.trainers import audits, trainer_paths
+from torch_backend.stacks.trainers import audit_sft, trainer_paths
 
 # One row without padding; the first two documents fit into tiny windows, the last does not.
 ROW = RowLayout((21, 9, 30), 60)
@@ -118,7 +117,7 @@ def survey(config: Any, trainer: str | None = None) -> list[PathResult]:
     results = [_measure(path, probe, choose, wanted) for path, choose in STOCK.items()]
     if trainer is not None:
         lists = [document.tolist() for document in probe.documents]
-        results += [_measure_trainer(path, audit) for path, audit in audits(trainer, config, lists)]
+        results += [_measure_trainer(path, config, lists, on) for path, on in trainer_paths(trainer).items()]
     try:
         patch(model, verify=False)
     except UnsupportedModelError as error:
@@ -166,9 +165,9 @@ def _measure(path: str, probe: Probe, choose: Callable[[Batch], Batch], wanted: 
     return PathResult(path, outputs_error(found, wanted), gradients_error(found.gradients, wanted.gradients)[0])
 
 
-def _measure_trainer(path: str, audit: Callable[[], TrainerReport]) -> PathResult:
+def _measure_trainer(path: str, config: Any, documents: list[list[int]], enabled: bool) -> PathResult:
     try:
-        report = audit()
+        report = audit_sft(config, documents, enabled)
     except Exception as error:  # as above
         return PathResult(path, raises=f"{type(error).__name__}: {first_line(error)}")
     return PathResult(path, gradients=max(report.gradients, report.loss, report.leak))

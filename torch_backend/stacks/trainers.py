@@ -6,7 +6,7 @@ A config -> a tiny random model -> ``SFTTrainer(packing=True)`` on a few documen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,55 +18,41 @@ from torch_backend.auditing.trainer import TrainerReport, audit_trainer
 from torch_backend.trainers.enable_packing import enable_packing
 
 CAPACITY = 64
+_SFT = "SFTTrainer(packing=True)"
+# path of the table -> whether enable_packing is called
+TRAINERS = {"trl": {_SFT: False, f"{_SFT}, enable_packing": True}}
 
 
-def _sft_trainer(config: Any, documents: list[list[int]], folder: str) -> Any:
-    datasets, trl = require("datasets", extra="hf"), require("trl", extra="hf")
-    arguments = trl.SFTConfig(
-        folder,
-        packing=True,
-        max_length=CAPACITY,
-        per_device_train_batch_size=1,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    data = datasets.Dataset.from_dict({"input_ids": documents})
-    return trl.SFTTrainer(
-        tiny_model(tiny_config(config)), arguments, train_dataset=data, processing_class=placeholder_tokenizer()
-    )
-
-
-# name -> what builds it, and how its two rows of the table are called
-TRAINERS: dict[str, tuple[Callable[..., Any], str]] = {"trl": (_sft_trainer, "SFTTrainer(packing=True)")}
-
-
-def trainer_paths(name: str) -> tuple[str, str]:
-    """Returns the names of a trainer in the table, as it is and after ``enable_packing``.
+def trainer_paths(name: str) -> dict[str, bool]:
+    """Returns the paths of a trainer in the table, and of each whether ``enable_packing`` is called.
 
     Raises:
         PackingError: there is no trainer of that name.
     """
     if name not in TRAINERS:
         raise PackingError(f"--trainer {name}: there is {', '.join(TRAINERS)}")
-    path = TRAINERS[name][1]
-    return path, f"{path}, enable_packing"
+    return TRAINERS[name]
 
 
-def audits(name: str, config: Any, documents: list[list[int]]) -> Iterator[tuple[str, Callable[[], TrainerReport]]]:
-    """Lists each path of a trainer with the call that audits it; the trainer's errors pass through."""
-    build = TRAINERS[name][0]
-
-    def audit(packed: bool) -> TrainerReport:
-        with TemporaryDirectory() as folder, _quiet():
-            trainer = build(config, documents, folder)
-            return audit_trainer(enable_packing(trainer, verify=False) if packed else trainer)
-
-    stock, enabled = trainer_paths(name)
-    yield stock, lambda: audit(packed=False)
-    yield enabled, lambda: audit(packed=True)
+def audit_sft(config: Any, documents: list[list[int]], enabled: bool) -> TrainerReport:
+    """Audits TRL's ``SFTTrainer`` over documents, whose errors pass through."""
+    datasets, trl = require("datasets", extra="hf"), require("trl", extra="hf")
+    with TemporaryDirectory() as folder, _quiet():
+        arguments = trl.SFTConfig(
+            folder,
+            packing=True,
+            max_length=CAPACITY,
+            per_device_train_batch_size=1,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        data, tokenizer = datasets.Dataset.from_dict({"input_ids": documents}), placeholder_tokenizer()
+        model = tiny_model(tiny_config(config))
+        trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+        return audit_trainer(enable_packing(trainer, verify=False) if enabled else trainer)
 
 
 def placeholder_tokenizer() -> Any:
