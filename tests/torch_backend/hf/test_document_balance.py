@@ -45,7 +45,7 @@ def balance_alone(scores: Tensor, chosen: int) -> Tensor:
 
 
 def balance_of(model: Any, docs: list[Tensor], kind: str) -> float:
-    """Returns the mean over documents that run by themselves, added up over layers."""
+    """Averages over documents that run by themselves, and adds up over layers."""
     chosen, layers = model.config.num_experts_per_tok, [scores_of(model, ids, kind) for ids in docs]
     return float(sum(sum(balance_alone(x, chosen) for x in scores) for scores in layers) / len(docs))
 
