@@ -24,7 +24,6 @@ from conformance.reference_documents import DocumentMethods
 from conformance.reference_experts import ExpertMethods
 from conformance.reference_scans import ScanMethods
 from conformance.reference_trees import TreeMethods
-from packing_core import pack, plan
 from packing_core.protocol import (
     Array,
     BackendFactory,
@@ -37,6 +36,7 @@ from packing_core.protocol import (
     segments,
     takes_call,
 )
+from packing_core.protocol.backend import PackingMethods
 
 
 def backends() -> Mapping[str, BackendFactory]:
@@ -44,20 +44,10 @@ def backends() -> Mapping[str, BackendFactory]:
     return {"reference": Reference}
 
 
-class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, CutMethods):
+class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, CutMethods, PackingMethods):
     """Every level and every option of the protocol, in dense numpy."""
 
     description = f"numpy {np.__version__}"
-
-    # -- collator ------------------------------------------------------------------------------------------------
-
-    def plan(self, lengths: Sequence[int], capacity: int, *, strategy: str) -> list[list[int]]:
-        return plan(lengths, capacity, strategy=strategy, seed=None).to_lists()  # type: ignore[arg-type]
-
-    def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
-        packed = pack([d.input_ids for d in documents], capacity, labels=[d.labels for d in documents])
-        arrays = (packed.input_ids, packed.segment_ids, packed.position_ids, packed.targets)
-        return Batch(*(np.asarray(x, np.int64) for x in arrays))
 
     # -- attention -----------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from conformance.draws import round_to
-from packing_core import pack
 from packing_core.protocol import Array, Backend, Batch, Decoder, Document, Gradients, Place
+from packing_core.protocol.backend import batch_of, pack_documents
 
 
 class DocumentMethods(Backend):
@@ -90,9 +90,8 @@ class DocumentMethods(Backend):
         counts = [len(documents) // 2 for documents in microbatches]
         for number, documents in enumerate(microbatches):
             share = self.share_of_pair(counts, number)
-            packed = pack([d.input_ids for d in documents], capacity, labels=[d.labels for d in documents])
-            arrays = (packed.input_ids, packed.segment_ids, packed.position_ids, packed.targets)
-            found, backward = self.token_logprobs(decoder, Batch(*(np.asarray(x, np.int64) for x in arrays)))
+            packed = pack_documents(documents, capacity)
+            found, backward = self.token_logprobs(decoder, batch_of(packed))
             chosen, rejected = packed.reduce(found, "sum").reshape(-1, 2).T
             margin = beta * (chosen - rejected)
             total += share * np.logaddexp(0.0, -margin).sum()

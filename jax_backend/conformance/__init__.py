@@ -18,14 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 
 from jax_backend.attention import IMPLEMENTATIONS, segment_attention
 from jax_backend.batches import to_batch
 from jax_backend.compilation import compile_quickly
-from jax_backend.conformance.operations import out_and_gradients
+from jax_backend.conformance.operations import RULES, out_and_gradients
 from jax_backend.conformance.reductions import DocumentMethods, arithmetic
 from jax_backend.conformance.scans import ScanMethods
 from jax_backend.context_parallel import context_attention
@@ -35,9 +34,10 @@ from jax_backend.model.decoder import Decoder, DecoderConfig
 from jax_backend.model.rope import apply_rope
 from jax_backend.model.rope_scaling import RopeParameters
 from jax_backend.training.train_step import TrainStep, make_train_step
-from packing_core import pack, plan, protocol
+from packing_core import protocol
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
+from packing_core.protocol.backend import PackingMethods, pack_documents
 
 _LACKING = {"alibi", "both_ways", "dynamic_rope", "nonfinite_padding", "context_parallel", "channel_decay"}
 _LACKING |= {"continued_segments"}
@@ -177,16 +177,8 @@ class AttentionStack(Backend):
         )
 
 
-class Stack(AttentionStack, DocumentMethods, ScanMethods):
-    """Everything: the attention's levels, and the operations, collator and trainer that do not depend on it."""
-
-    def plan(self, lengths: Sequence[int], capacity: int, *, strategy: str) -> list[list[int]]:
-        return plan(lengths, capacity, strategy=strategy, seed=None).to_lists()  # type: ignore[arg-type]
-
-    def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
-        packed = _pack(documents, capacity)
-        arrays = (packed.input_ids, packed.segment_ids, packed.position_ids, packed.targets)
-        return Batch(*(np.asarray(x, np.int64) for x in arrays))
+class Stack(AttentionStack, DocumentMethods, ScanMethods, PackingMethods):
+    """Everything: the attention's levels, and the operations and the trainer that do not depend on it."""
 
     def rope(
         self,
@@ -285,7 +277,7 @@ def _train(
     weights.assign(state.params, start)
     for microbatches in steps:
         sums = None
-        batches = [to_batch(_pack(documents, capacity)) for documents in microbatches]
+        batches = [to_batch(pack_documents(documents, capacity)) for documents in microbatches]
         for first in range(0, len(batches), ranks):
             sums = train_step.accumulate(state, sums, _side_by_side(batches[first : first + ranks], ranks))
         assert sums is not None
@@ -308,17 +300,9 @@ def _side_by_side(batches: Sequence[Mapping[str, Array]], ranks: int) -> dict[st
 @lru_cache(maxsize=8)
 def _train_step(config: DecoderConfig, dtype: str, optimizer: str, learning_rate: float, ranks: int) -> TrainStep:
     """Makes one step for all runs of a shape, so that it is compiled once; the weights are arguments."""
-    rules: dict[str, Callable[[float], optax.GradientTransformation]] = {
-        "sgd": optax.sgd,
-        "adamw": partial(optax.adamw, eps=protocol.ADAMW_EPSILON, weight_decay=0.0),
-    }
     mesh = None if ranks == 1 else jax.make_mesh((ranks,), ("data",))
     precision = "highest" if dtype == "float32" else None
-    return make_train_step(_decoder(config, dtype, "xla"), rules[optimizer](learning_rate), mesh, precision=precision)
-
-
-def _pack(documents: Sequence[Document], capacity: int) -> Any:
-    return pack([d.input_ids for d in documents], capacity, labels=[d.labels for d in documents])
+    return make_train_step(_decoder(config, dtype, "xla"), RULES[optimizer](learning_rate), mesh, precision=precision)
 
 
 def _attend(operands: dict[str, Any], segment_ids: jax.Array, **options: Any) -> jax.Array:

@@ -17,11 +17,10 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jax_backend.conformance.operations import RULES
 from jax_backend.losses.cross_entropy import packed_cross_entropy, shift_labels
-from packing_core import pack
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import (
-    ADAMW_EPSILON,
     Array,
     Backend,
     Batch,
@@ -31,12 +30,9 @@ from packing_core.protocol import (
     Gradients,
     require_declared,
 )
+from packing_core.protocol.backend import batch_of, pack_documents
 
 Inputs = dict[str, jax.Array]
-_RULES: dict[str, Callable[[float], optax.GradientTransformation]] = {
-    "sgd": optax.sgd,
-    "adamw": partial(optax.adamw, eps=ADAMW_EPSILON, weight_decay=0.0),
-}
 
 
 class FlaxStack(Backend):
@@ -110,10 +106,12 @@ class FlaxStack(Backend):
             raise UnsupportedError(f"it trains in float32 on one rank, not in {dtype} on {ranks}")
         losses = []
         with _arithmetic(dtype):
-            params, tx = self._cast(dtype), _RULES[optimizer](learning_rate)
+            params, tx = self._cast(dtype), RULES[optimizer](learning_rate)
             state = tx.init(params)
             for microbatches in steps:
-                parts = [self._sums(params, _packed(documents, capacity)) for documents in microbatches]
+                parts = [
+                    self._sums(params, batch_of(pack_documents(documents, capacity))) for documents in microbatches
+                ]
                 weight = sum(part[1] for part in parts)
                 share = 1 / weight if weight else 0.0
                 gradients = jax.tree.map(lambda *g, share=share: share * sum(g), *(part[2] for part in parts))
@@ -151,12 +149,6 @@ def _arithmetic(dtype: str) -> Any:
 
 def _inputs(batch: Batch) -> Inputs:
     return {name: jnp.asarray(getattr(batch, name), jnp.int32) for name in ("input_ids", "segment_ids", "position_ids")}
-
-
-def _packed(documents: Sequence[Document], capacity: int) -> Batch:
-    packed = pack([d.input_ids for d in documents], capacity, labels=[d.labels for d in documents])
-    arrays = (packed.input_ids, packed.segment_ids, packed.position_ids, packed.targets)
-    return Batch(*(np.asarray(x, np.int64) for x in arrays))
 
 
 def _named(tree: Any) -> Gradients:

@@ -1,4 +1,4 @@
-"""Operations of the conformance adapter: numpy float32 in, the named dtype inside, numpy float32 out."""
+"""Operations of the conformance adapters: numpy float32 in, the named dtype inside, numpy float32 out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jax_backend.conformance.reductions import arithmetic
-from packing_core.protocol import Array, Gradients
+from packing_core.protocol import ADAMW_EPSILON, Array, Gradients
+
+# the optimizers that the suite names
+RULES: dict[str, Callable[[float], optax.GradientTransformation]] = {
+    "sgd": optax.sgd,
+    "adamw": partial(optax.adamw, eps=ADAMW_EPSILON, weight_decay=0.0),
+}
 
 
 def out_and_gradients(

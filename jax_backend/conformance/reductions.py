@@ -17,8 +17,9 @@ from jax_backend.losses.cross_entropy import shift_labels
 from jax_backend.losses.reduction import reduce
 from jax_backend.losses.token_logprobs import token_logprobs
 from jax_backend.model import weights
-from packing_core import pack, protocol
+from packing_core import protocol
 from packing_core.protocol import Array, Backend, Batch, Document, Gradients, Place
+from packing_core.protocol.backend import batch_of, pack_documents
 
 
 class DocumentMethods(Backend):
@@ -78,9 +79,8 @@ class DocumentMethods(Backend):
         pairs = sum(len(documents) // 2 for documents in microbatches)
         total, sums = 0.0, dict[str, Array]()
         for documents in microbatches:
-            packed = pack([d.input_ids for d in documents], capacity, labels=[d.labels for d in documents])
-            arrays = (packed.input_ids, packed.segment_ids, packed.position_ids, packed.targets)
-            parts = self._model(decoder, dtype, Batch(*arrays))
+            packed = pack_documents(documents, capacity)
+            parts = self._model(decoder, dtype, batch_of(packed))
             with arithmetic(dtype):
                 loss, gradients = _pair_sums(*parts, to_batch(packed), beta, documents=len(documents))
             total += float(loss)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from packing_core.batches.batch import PackedBatch
+from packing_core.batches.dataset import pack
 from packing_core.errors import UnsupportedError
+from packing_core.planning.plan import plan
 from packing_core.protocol.capabilities import Capabilities
 from packing_core.protocol.data import Array, Batch, Decoder, Document, Gradients
 from packing_core.protocol.operations import Operations
@@ -180,3 +185,24 @@ def require_declared(backend: Backend, **request: Any) -> None:
     reason = backend.capabilities.refusal(**request)
     if reason is not None:
         raise UnsupportedError(f"{type(backend).__name__}: {reason}")
+
+
+class PackingMethods(Backend):
+    """`plan` and `collate` of a stack that packs by `packing_core`."""
+
+    def plan(self, lengths: Sequence[int], capacity: int, *, strategy: str) -> list[list[int]]:
+        return plan(lengths, capacity, strategy=strategy, seed=None).to_lists()  # type: ignore[arg-type]
+
+    def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
+        return batch_of(pack_documents(documents, capacity))
+
+
+def pack_documents(documents: Sequence[Document], capacity: int) -> PackedBatch:
+    """Packs documents with their labels."""
+    return pack([d.input_ids for d in documents], capacity, labels=[d.labels for d in documents])
+
+
+def batch_of(packed: PackedBatch) -> Batch:
+    """Returns packed rows under the suite's names."""
+    arrays = (packed.input_ids, packed.segment_ids, packed.position_ids, packed.targets)
+    return Batch(*(np.asarray(x, np.int64) for x in arrays))

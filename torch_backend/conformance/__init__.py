@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig
 
-from packing_core import plan, protocol
+from packing_core import protocol
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import (
     Array,
@@ -31,6 +31,7 @@ from packing_core.protocol import (
     ScanCall,
     takes_call,
 )
+from packing_core.protocol.backend import PackingMethods
 from torch_backend.collate import PackedCollator, with_boundaries
 from torch_backend.conformance.experts import ExpertMethods
 from torch_backend.conformance.ranks import ContextMethods, on_ranks
@@ -257,11 +258,8 @@ def _patched(config: protocol.DecoderConfig, name: str, dtype: str, device: torc
     return patch(model, implementation=name, verify=False)
 
 
-class Stack(AttentionStack, DocumentMethods, ScanMethods, ExpertMethods, ContextMethods):
+class Stack(AttentionStack, DocumentMethods, ScanMethods, ExpertMethods, ContextMethods, PackingMethods):
     """Everything: the attention's levels, and the operations, collator and trainer that do not depend on it."""
-
-    def plan(self, lengths: Sequence[int], capacity: int, *, strategy: str) -> list[list[int]]:
-        return plan(lengths, capacity, strategy=strategy, seed=None).to_lists()  # type: ignore[arg-type]
 
     def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
         # A column of the user's own is zero at padding, which tells it from a segment.
