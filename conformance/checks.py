@@ -15,18 +15,26 @@ Ask = Callable[[Mapping[str, Array]], tuple[Array, Gradients]]
 
 
 def visible_keys(
-    judge: Judge, rows: Rows, *, causal: bool = True, window: int | None = None, spans: Rows | None = None
+    judge: Judge,
+    rows: Rows,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    spans: Rows | None = None,
+    top_k: int | None = None,
+    changed: Mapping[str, Array] | None = None,
 ) -> Array:
     """bool ``[B, S, S]``: the mask, read off the backend's own output.
 
     With q = 0 every visible key weighs the same, and with v the identity the output at a query is its row of weights.
+    Other arrays of the call may be ``changed``.
     """
     ids = segment_ids(rows)
     width = ids.shape[1]
-    case = AttentionCase(rows, heads=1, kv_heads=1, width=width, causal=causal, window=window, spans=spans)
+    case = AttentionCase(rows, heads=1, kv_heads=1, width=width, causal=causal, window=window, spans=spans, top_k=top_k)
     identity = np.broadcast_to(np.eye(width, dtype=np.float32)[None, :, None], (len(ids), width, 1, width))
     zero = np.zeros((len(ids), width, 1, width), np.float32)
-    out, _ = judge.ask_attention(case, judge.dtype, {"q": zero, "v": identity.copy(), "dout": None})
+    out, _ = judge.ask_attention(case, judge.dtype, {"q": zero, "v": identity.copy(), "dout": None, **(changed or {})})
     return (out[:, :, 0] > 0.5 / width) & (ids > 0)[..., None]
 
 
@@ -64,7 +72,7 @@ def attention_forward_isolated(
 def attention_isolated(
     judge: Judge, case: AttentionCase, where: tuple[int, ...] | None = None, dtype: str | None = None
 ) -> None:
-    """No segment (of those in ``where``) moves another's output or gradients of q, k and v."""
+    """No segment (of those in ``where``) moves another's output or gradients of q, k and v, whatever it selects."""
     working, case = dtype or judge.dtype, _as_tried(judge, case)
 
     def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
@@ -73,7 +81,8 @@ def attention_isolated(
 
     judge.isolated(
         call, case.arguments(working), segment_ids(case.rows),
-        change=("q", "k", "v", "dout"), dtype=working, where=where, backward=True,
+        change=("q", "k", "v", "dout", *(("index_q", "index_k") if case.top_k else ())),
+        dtype=working, where=where, backward=True,
     )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ def attention(case: AttentionCase, dtype: WorkingDtype) -> Expected:
     dout = arguments.pop("dout")
     per_head = {name: arguments.pop(name) for name in ("sinks", "alibi_slopes") if name in arguments}
     spans = arguments.pop("spans", None)
+    index = [arguments.pop(name) for name in ("index_q", "index_k", "index_weights") if name in arguments]
     ids = segment_ids(case.rows)
 
     def compute(arithmetic: WorkingDtype) -> Result:
@@ -50,6 +51,8 @@ def attention(case: AttentionCase, dtype: WorkingDtype) -> Expected:
         q, k, v, d = (_take(x, real) for x in (*arguments.values(), dout))
         options: Any = {**case.options(), **per_head, "dtype": arithmetic}
         options.pop("context_ranks", None)
+        if (top_k := options.pop("top_k", None)) is not None:
+            options["selected"] = reference.select(*(_take(x, real) for x in index), bounds, top_k=top_k)
         if spans is not None:
             options["spans"] = _take(spans, real)
         out = reference.attention(q, k, v, bounds, **options)

@@ -88,6 +88,13 @@ class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, CutMet
         after: Array = (spans[:, :, None] == spans[:, None, :]) & (spans[:, :, None] >= 0)
         return after & self.visible(segment_ids, False, None) & (column[:, None] < column)
 
+    def chosen(self, segment_ids: Array, seen: Array, scores: Array, top_k: int) -> Array:
+        """bool ``[B, S, S]``: the keys of the largest scores among those that a query sees."""
+        order = np.argsort(-np.where(seen, scores, -np.inf), axis=-1, kind="stable")
+        best = np.zeros_like(seen)
+        np.put_along_axis(best, order[..., :top_k], True, axis=-1)
+        return best & seen
+
     def kv_head(self, heads: int, kv_heads: int) -> Array:
         """int ``[H]``: the key/value head that each query head reads."""
         return np.arange(heads) // (heads // kv_heads)
@@ -117,6 +124,10 @@ class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, CutMet
         alibi_slopes: Array | None = None,
         scale: float | None = None,
         spans: Array | None = None,
+        index_q: Array | None = None,
+        index_k: Array | None = None,
+        index_weights: Array | None = None,
+        top_k: int | None = None,
     ) -> tuple[Array, Callable[[Array], Gradients]]:
         heads, kv_heads = q.shape[2], k.shape[2]
         kv = self.kv_head(heads, kv_heads)
@@ -127,6 +138,10 @@ class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, CutMet
             column = np.arange(q.shape[1])
             z = z - alibi_slopes.astype(np.float64)[:, None, None] * np.abs(column[:, None] - column)
         seen = self.visible(segment_ids, causal, window)[:, None]
+        if top_k is not None:
+            products = np.maximum(np.einsum("bihf,bjf->bihj", index_q, index_k, dtype=np.float64), 0)
+            scores = np.einsum("bih,bihj->bij", index_weights, products)
+            seen = self.chosen(segment_ids, seen[:, 0], scores, top_k)[:, None]
         if spans is not None:
             seen = seen | self.ahead_in_span(segment_ids, spans)[:, None]
         z = np.where(seen, z, -np.inf)

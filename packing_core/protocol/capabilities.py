@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         "gqa": "fewer key/value heads than query heads",
         "narrow_values": "values narrower than keys",
         "both_ways": "spans=[B, S], tokens that see one another in both directions",
+        "selected_keys": "top_k=K, the keys that an indexer scores highest",
         "context_parallel": "context_ranks above 1",
         "arbitrary_ids": "segment ids that are any positive numbers; a promise",
         "nonfinite_padding": "NaN and Inf may stand at padding; a promise",

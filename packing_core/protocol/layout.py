@@ -21,6 +21,7 @@ def attention_options(
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
     spans: Array | None = None,
+    top_k: int | None = None,
     context_ranks: int = 1,
     **_: Any,
 ) -> set[str]:
@@ -34,6 +35,7 @@ def attention_options(
         "gqa": k.shape[-2] < q.shape[-2],
         "narrow_values": v.shape[-1] < q.shape[-1],
         "both_ways": spans is not None,
+        "selected_keys": top_k is not None,
         "context_parallel": context_ranks > 1,
     }
     return {name for name, is_taken in taken.items() if is_taken}

@@ -27,6 +27,10 @@ class Operations:
         alibi_slopes: Array | None = None,
         scale: float | None = None,
         spans: Array | None = None,
+        index_q: Array | None = None,
+        index_k: Array | None = None,
+        index_weights: Array | None = None,
+        top_k: int | None = None,
         context_ranks: int = 1,
         dout: Array | None = None,
     ) -> tuple[Array, Gradients]:
@@ -49,6 +53,12 @@ class Operations:
                 segment with the same number, 0 or above, are a span (an image, a prefix): they see one another in both
                 directions. A window counts keys behind the query alone. The same number in another segment is another
                 span; -1 is none, also at padding.
+            index_q: float32 ``[B, S, I, F]`` takes the option "selected_keys", and comes with the next three and causal
+                attention alone. A query sees the ``top_k`` keys of its segment, none after it, with the largest scores
+                ``sum_h index_weights[h] relu(index_q[h] . index_k)``, any of equal ones. They have no gradients.
+            index_k: ``[B, S, F]``.
+            index_weights: ``[B, S, I]``.
+            top_k: at least 1.
             context_ranks: above 1 takes the option "context_parallel": so many ranks each hold ``S / context_ranks``
                 neighbouring tokens of every row. The adapter splits the arrays and joins the answers.
             dout: ``[B, S, H, E]``, zero at padding; None for the forward alone.

@@ -13,6 +13,7 @@ from packing_core.reference.logprobs import token_logprobs, token_logprobs_vjp
 from packing_core.reference.loss import cross_entropy, cross_entropy_vjp
 from packing_core.reference.rope import rope, rope_vjp
 from packing_core.reference.scan import selective_scan, selective_scan_vjp
+from packing_core.reference.selection import select
 
 __all__ = [
     "AttentionOptions",
@@ -29,6 +30,7 @@ __all__ = [
     "gated_delta_rule_vjp",
     "rope",
     "rope_vjp",
+    "select",
     "selective_scan",
     "selective_scan_vjp",
     "short_convolution",

@@ -15,7 +15,8 @@ Key j is visible to query i when both are of the same document, ``j <= i`` if ca
 is a window (Beltagy et al. 2020, https://arxiv.org/abs/2004.05150): a window of W shows W keys, the query's own among
 them. Tokens of one span, such as an image or a prefix, also see those after them in causal attention (Gemma 3,
 https://arxiv.org/abs/2503.19786; prefix-LM: Raffel et al. 2020, https://arxiv.org/abs/1910.10683, section 3.2.1): j is
-visible when ``j <= i`` or both are of the same span, and ``i - j < window``.
+visible when ``j <= i`` or both are of the same span, and ``i - j < window``. Where keys are selected
+(:mod:`.selection`), no others are visible.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class _AttentionOptions:
     scale: float
     dtype: WorkingDtype
     spans: npt.NDArray[np.int64] | None  # [T]
+    selected: npt.NDArray[np.bool_] | None  # [T, T]
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class AttentionOptions(TypedDict, total=False):
     dtype: working dtype that every operation is rounded to (default "float64").
     spans: ``[T]`` integers; tokens of one document with the same number, 0 or above, see each other both ways. None for
         no such tokens. Causal attention alone.
+    selected: ``[T, T]`` booleans, the keys that each query may see; None for all.
     """
 
     causal: bool
@@ -79,6 +82,7 @@ class AttentionOptions(TypedDict, total=False):
     scale: float | None
     dtype: WorkingDtype
     spans: npt.ArrayLike | None
+    selected: npt.ArrayLike | None
 
 
 def attention(
@@ -247,9 +251,11 @@ def _softmax(q: Array, k: Array, options: _AttentionOptions, tokens: slice | npt
         visible |= (span[:, None] == span) & (span >= 0)
     if options.window is not None:
         visible &= (ahead if options.causal else np.abs(ahead)) < options.window
+    if options.selected is not None:
+        visible &= options.selected[tokens][:, tokens]
     z = np.where(visible, z, -np.inf)
 
-    # The largest logit comes off first, or exp overflows. A query always sees itself, so it is finite.
+    # The largest logit comes off first, or exp overflows. A query always sees some key, so it is finite.
     largest = z.max(axis=-1, keepdims=True)
     weight = np.exp(z - largest)
     total = weight.sum(axis=-1, keepdims=True)
@@ -288,6 +294,7 @@ def _checked(
     scale: float | None = None,
     dtype: WorkingDtype = "float64",
     spans: npt.ArrayLike | None = None,
+    selected: npt.ArrayLike | None = None,
 ) -> tuple[Array, Array, Array, _AttentionOptions]:
     q, k, v = operands(dtype, q, k, v)
     check_shape("q", q, (None, None, None), "[T, H, D]")
@@ -307,6 +314,9 @@ def _checked(
         check_shape("spans", spans, (tokens,), "[T]")
         if not causal:
             raise PackingError("spans need causal attention: without it every token sees both ways")
+    if selected is not None:
+        selected = np.asarray(selected, np.bool_)
+        check_shape("selected", selected, (tokens, tokens), "[T, T]")
 
     def per_head(name: str, x: npt.ArrayLike | None) -> Array | None:
         if x is None:
@@ -324,5 +334,6 @@ def _checked(
         scale=width**-0.5 if scale is None else scale,
         dtype=dtype,
         spans=None if spans is None else spans.astype(np.int64),
+        selected=selected,
     )
     return q, k, v, options

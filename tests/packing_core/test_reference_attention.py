@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from packing_core.errors import LayoutError, PackingError
-from packing_core.reference import attention, attention_lse, attention_vjp
+from packing_core.reference import attention, attention_lse, attention_vjp, select
 from tests.packing_core.finite_differences import assert_gradients
 
 # Three documents of 4, 1 and 3 tokens, and 2 tokens that belong to none:  aaaa b ccc ..
@@ -189,3 +189,27 @@ def test_the_gradients_shape_is_checked():
         attention_vjp(q, k, v, CU_SEQLENS, np.zeros((TOKENS, HEADS, V_WIDTH + 1)))
     with pytest.raises(LayoutError, match="dlse must have shape"):
         attention_vjp(q, k, v, CU_SEQLENS, np.zeros((TOKENS, HEADS, V_WIDTH)), dlse=np.zeros(TOKENS))
+
+
+def test_a_query_sees_the_keys_that_score_highest_in_its_document() -> None:
+    """| 4 | 2 |: the second document has the best keys of all, and the first one's last key is the best of its own."""
+    k = np.array([[1.0], [3.0], [2.0], [4.0], [9.0], [8.0]])
+    q, weights = np.ones((6, 1, 1)), np.ones((6, 1))
+    seen = select(q, k, weights, [0, 4, 6], top_k=2)
+    assert [np.flatnonzero(row).tolist() for row in seen] == [[0], [0, 1], [1, 2], [1, 3], [4], [4, 5]]
+    # a negative weight turns the order around, and equal scores go to the earlier key
+    seen = select(q, k, -weights, [0, 4, 6], top_k=1)
+    assert [np.flatnonzero(row).tolist() for row in seen] == [[0], [0], [0], [0], [4], [5]]
+    assert np.flatnonzero(select(-q, k, weights, [0, 6], top_k=3)[5]).tolist() == [0, 1, 2]
+    with pytest.raises(PackingError, match="top_k is 0: a query sees at least one key"):
+        select(q, k, weights, [0, 6], top_k=0)
+
+
+def test_attention_over_selected_keys_is_that_of_the_keys_alone() -> None:
+    q, k, v = (np.random.default_rng(i).standard_normal((5, 2, 4)) for i in range(3))
+    selected = np.eye(5, dtype=bool)
+    selected[4] = [False, True, False, True, False]
+    out = attention(q, k, v, [0, 5], selected=selected)
+    np.testing.assert_allclose(out[:4], v[:4])
+    alone = attention(q[[1, 3, 4]], k[[1, 3, 4]], v[[1, 3, 4]], [0, 3], selected=[[1, 1, 0]] * 3)
+    np.testing.assert_allclose(out[4], alone[2])

@@ -41,8 +41,9 @@ from torch_backend.conformance.tensors import TensorMethods, to_numpy
 from torch_backend.interpretation import interpret_quickly
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
-from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections
+from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections, request_of
 from torch_backend.ops.attention.probe import Probed
+from torch_backend.ops.attention.selected import LongDocuments, select, selected_attention
 from torch_backend.ops.document_batches import per_document
 from torch_backend.ops.rope import apply_rope
 from torch_backend.patching import patch
@@ -105,6 +106,8 @@ def capabilities(name: str, device: torch.device) -> Capabilities:
         options -= {"shared_prefixes"}
     if not getattr(served, "both_ways", False):
         options -= {"both_ways"}
+    if name == "sdpa":  # selected keys run on torch's function, whatever runs the other documents
+        options |= {"selected_keys"}
     if device.type == "cuda":  # gloo has no all-to-all of its tensors
         options -= {"cut_documents"}
     if "window" not in options:
@@ -163,6 +166,9 @@ class AttentionStack(TensorMethods):
         sinks: Array | None = None,
         alibi_slopes: Array | None = None,
         spans: Array | None = None,
+        index_q: Array | None = None,
+        index_k: Array | None = None,
+        index_weights: Array | None = None,
         context_ranks: int = 1,
         dout: Array | None = None,
         **options: Any,
@@ -177,8 +183,17 @@ class AttentionStack(TensorMethods):
         if spans is not None:
             packed = packed.with_spans(torch.tensor(spans, device=self.device).flatten())
 
+        top_k = options.pop("top_k", None)
+        long = None if top_k is None else LongDocuments.of(packed, top_k)
+        index = [torch.tensor(x, device=self.device).flatten(0, 1) for x in (index_q, index_k, index_weights) if long]
+
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+            if long is not None:
+                request = request_of(q, k, v, packed, sinks=sinks, **options)
+                selected = select(*index, long, top_k=top_k)
+                found = selected_attention(q, k, v, selected, long, request, sinks=sinks, implementation=self.name)
+                return found.unflatten(0, segment_ids.shape)
             chosen = {"sinks": sinks, "alibi_slopes": slopes, "implementation": self.name, **options}
             return attention(q, k, v, packed, **chosen).unflatten(0, segment_ids.shape)
 

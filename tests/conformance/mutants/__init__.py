@@ -20,6 +20,7 @@ for _name in (
     "trees",
     "context",
     "spans",
+    "selection",
     "larger",
     "combined",
     "sizes",

@@ -1,0 +1,76 @@
+"""SPARSE: attention in which each query sees the keys of its segment that an indexer scores highest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.checks import attention_isolated, compare_mask, visible_keys
+from conformance.draws import FULL, PADDED, AttentionCase, Rows, segment_ids
+from conformance.judge import Judge
+
+requirement = pytest.mark.requirement
+
+# | 3 | 4 | 7 | 1 | 9 | 8 of padding |: below, at and above a top-k of 4.
+AROUND: Rows = ((3, 4, 7, 1, 9, -8),)
+TOP_K = 4
+
+
+@requirement("SPARSE-01")
+@pytest.mark.parametrize("top_k", [1, TOP_K])
+def test_a_query_sees_the_best_keys_of_its_segment(judge: Judge, top_k: int) -> None:
+    case = AttentionCase(AROUND, heads=1, kv_heads=1, width=32, top_k=top_k)
+    index = {name: x for name, x in case.arguments(judge.dtype).items() if name.startswith("index")}
+    seen = visible_keys(judge, AROUND, top_k=top_k, changed=index)
+    products = np.einsum("bihf,bjf->bihj", index["index_q"], index["index_k"])
+    (scores,) = np.einsum("bih,bihj->bij", index["index_weights"], np.maximum(products, 0))
+    expected = np.zeros_like(seen)
+    start = 0
+    for length in (3, 4, 7, 1, 9):
+        for query in range(start, start + length):
+            own = scores[query, start : query + 1]
+            expected[0, query, start + np.argsort(-own)[:top_k]] = True
+        start += length
+    compare_mask(judge, seen, expected)
+
+
+@requirement("SPARSE-02")
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        pytest.param(AROUND, {"top_k": TOP_K}, id="around the budget"),
+        pytest.param(AROUND, {"top_k": 1}, id="one key"),
+        pytest.param(FULL, {"top_k": 96}, id="above every segment"),
+        pytest.param(PADDED, {"top_k": 9, "heads": 6, "kv_heads": 2}, id="padding and gqa"),
+        pytest.param(FULL, {"top_k": 17, "sinks": True}, id="sinks"),
+    ],
+)
+def test_selected_keys_are_those_of_the_segments_alone(judge: Judge, rows: Rows, options: dict[str, Any]) -> None:
+    judge.attention(AttentionCase(rows, **options))
+
+
+@requirement("SPARSE-03")
+def test_what_a_segment_selects_moves_no_other(judge: Judge) -> None:
+    attention_isolated(judge, AttentionCase(AROUND, top_k=TOP_K), where=(0, 2, 4))
+
+
+@requirement("SPARSE-04")
+def test_of_equal_scores_as_many_are_seen_as_there_is_room_for(judge: Judge) -> None:
+    """Keys score 2 where their place in the segment is a multiple of 3, else 1."""
+    ids = segment_ids(AROUND)
+    place = np.concatenate([np.arange(abs(length)) for length in AROUND[0]])
+    high = (place % 3 == 0)[None]
+    index = {
+        "index_q": np.ones((*ids.shape, 2, 1), np.float32),
+        "index_k": np.where(high, 2, 1)[..., None].astype(np.float32),
+        "index_weights": np.ones((*ids.shape, 2), np.float32),
+    }
+    seen = visible_keys(judge, AROUND, top_k=TOP_K, changed=index)
+    own = (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] > 0) & np.tri(ids.shape[1], dtype=bool)
+    judge.holds(not (seen & ~own).any(), "a query sees a key after it or of another segment")
+    counts, room = seen.sum(-1), np.minimum(own.sum(-1), TOP_K)
+    judge.equal("keys that queries see", counts, room)
+    better = (seen & high[:, None]).sum(-1)
+    judge.equal("keys of the larger score that queries see", better, np.minimum((own & high[:, None]).sum(-1), room))
