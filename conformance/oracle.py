@@ -52,7 +52,8 @@ def attention(case: AttentionCase, dtype: WorkingDtype) -> Expected:
         options: Any = {**case.options(), **per_head, "dtype": arithmetic}
         options.pop("context_ranks", None)
         if (top_k := options.pop("top_k", None)) is not None:
-            options["selected"] = reference.select(*(_take(x, real) for x in index), bounds, top_k=top_k)
+            index_q, index_k, weights = (_take(x, real) for x in index)
+            options["selected"] = reference.select(index_q, index_k, weights, bounds, top_k=top_k)
         if spans is not None:
             options["spans"] = _take(spans, real)
         out = reference.attention(q, k, v, bounds, **options)

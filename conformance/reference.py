@@ -138,7 +138,7 @@ class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, CutMet
             column = np.arange(q.shape[1])
             z = z - alibi_slopes.astype(np.float64)[:, None, None] * np.abs(column[:, None] - column)
         seen = self.visible(segment_ids, causal, window)[:, None]
-        if top_k is not None:
+        if index_q is not None and index_k is not None and index_weights is not None and top_k is not None:
             products = np.maximum(np.einsum("bihf,bjf->bihj", index_q, index_k, dtype=np.float64), 0)
             scores = np.einsum("bih,bihj->bij", index_weights, products)
             seen = self.chosen(segment_ids, seen[:, 0], scores, top_k)[:, None]

@@ -185,13 +185,14 @@ class AttentionStack(TensorMethods):
 
         top_k = options.pop("top_k", None)
         long = None if top_k is None else LongDocuments.of(packed, top_k)
-        index = [torch.tensor(x, device=self.device).flatten(0, 1) for x in (index_q, index_k, index_weights) if long]
+        of_index = (torch.tensor(x, device=self.device) for x in (index_q, index_k, index_weights) if x is not None)
+        index = [x.flatten(0, 1) for x in of_index]
 
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
             if long is not None:
                 request = request_of(q, k, v, packed, sinks=sinks, **options)
-                selected = select(*index, long, top_k=top_k)
+                selected = select(index[0], index[1], index[2], long, top_k=top_k)
                 found = selected_attention(q, k, v, selected, long, request, sinks=sinks, implementation=self.name)
                 return found.unflatten(0, segment_ids.shape)
             chosen = {"sinks": sinks, "alibi_slopes": slopes, "implementation": self.name, **options}

@@ -155,8 +155,10 @@ def _packed(
     alibi_slopes: Tensor | None = None,
     is_causal: bool | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
+    indices = next((x for x in (indices, block_indices, mask.selected) if x is not None), None)
     harmless = {*HARMLESS, *WITHOUT_EFFECT}
     unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in harmless)
     if unknown:

@@ -26,6 +26,7 @@ from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.seen import CHANGED, Seen
 from torch_backend.hf.edits.experts import experts_overrides
 from torch_backend.hf.edits.head_rows import HeadRows
+from torch_backend.hf.edits.indexers import block_of
 from torch_backend.hf.edits.late_hooks import accept_hooks, hook_numbers, watch_hooks
 from torch_backend.hf.entry import running
 from torch_backend.hf.forward import PackedForward
@@ -202,7 +203,7 @@ class BatchReader:
         )
         budget = self.anatomy.budget
         if budget is not None and (within is None or within > budget):
-            forward.long = LongDocuments.of(segments, budget, numbers)
+            forward.long = LongDocuments.of(segments, budget, numbers, block=block_of(self.anatomy.indexers[0]))
         add_spans(self.root, kwargs, forward, self.guard, wait=wait)
         if self.experts and shared is None and (mask := kwargs.get("attention_mask")) is not None:
             forward.real = mask.reshape(-1) != 0

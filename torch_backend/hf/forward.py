@@ -9,6 +9,7 @@ thread the backward runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -112,6 +113,7 @@ class PackedForward(BlockMask):
         encoded: the last hidden states [B, S, D], for a pooler that gets the first token of each row alone.
         real: bool [B * S], whether a token is not padding; None if the batch does not say, or nothing asks.
         experts: what each module of experts chose, by ``id``; shared by the copies.
+        selected: what an indexer selected for one layer; None where that reaches attention otherwise.
         shared_row: the documents of the row whose common beginnings the layers compute once; None without.
         layers_of_spans: the kind of layers in which spans of the segments see both ways; None for all.
         image_sizes: sizes and grids of the images on the host, by the name of the argument, as the batch carries them.
@@ -121,6 +123,8 @@ class PackedForward(BlockMask):
         router_logits: of the decoder's output, if it has them.
         share: of the step's targets that are in this batch, None where it was not asked for.
     """
+
+    dtype = torch.bool  # what layers ask a mask for
 
     def __init__(
         self,
@@ -144,6 +148,7 @@ class PackedForward(BlockMask):
         self.router_logits: tuple[Tensor | None, ...] | None = None
         self.shared_row: SharedRow | None = None
         self.long: LongDocuments | None = None
+        self.selected: Tensor | None = None
         self.encoded: Tensor | None = None
         self.layers_of_spans: str | None = None
         self.real: Tensor | None = None
@@ -221,6 +226,16 @@ class PackedForward(BlockMask):
         if not all(full):
             raise UnsupportedModelError("a packed forward computes all logits: leave logits_to_keep out")
         return self
+
+    def __and__(self, selected: Tensor) -> PackedForward:
+        """This forward with what an indexer selected, for a layer that joins it to its mask and hands on that alone."""
+        found = copy(self)
+        found.selected = selected
+        return found
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of a layer that was handed this object in place of a cache."""
+        return key, value
 
     def record(self, layer: nn.Module, choice: Choice) -> None:
         """Remember what a layer chose. Compiled layers leave no record: a graph would be guarded on the layer's id."""

@@ -77,6 +77,51 @@ def test_layers_share_what_one_of_them_selected(family: str) -> None:
     assert_as_alone(indexed(family, 8, **SHARED))
 
 
+BLOCKS = {"layer_types": ["minimax_m3_sparse"] * 2, "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8}
+PLE = {"ple_layer_ids": [1], "ple_embed_dim": 16, "eos_token_id": 2, "ngram_vocab_size_base": 97}
+PLE |= {"split_ngram_parts": 1, "make_ngram_vocab_size_divisible_by": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("minimax_m3_vl_text", {**BLOCKS, "index_topk_blocks": 2}),
+        ("minimax_m3_vl_text", {**BLOCKS, "index_topk_blocks": 8}),
+        ("minimax_m3_vl_text", {**BLOCKS, "index_topk_blocks": 3, "index_local_blocks": 2}),
+        ("minimax_m3_vl_text", {**BLOCKS, "index_topk_blocks": 1, "index_local_blocks": 0, "index_block_size": 4}),
+        ("qwen4_exp_text", {}),
+        ("qwen4_exp_text", {"indexer_budget": 64}),
+        ("qwen4_exp_text", {"indexer_budget": 6, "indexer_compress_ratio": 3}),
+        ("qwen4_exp_text", {"indexer_budget": 32, "indexer_compress_ratio": 8}),  # of 39 and 40 tokens, one is long
+        ("qwen4_exp_text", PLE),
+    ],
+)
+def test_blocks_begin_anew_in_every_document(family: str, changes: dict[str, Any]) -> None:
+    model, docs = tiny(family, **changes), documents((5, 19, 33, 7, 40, 1, 2, 21, 39))
+    want = alone(model, docs, use_cache=False)
+    found = packed(patch(model, verify=False), docs, collate(docs, capacity=64))
+    assert_same_gradients(found.gradients, want.gradients)
+    found.gradients = want.gradients
+    assert_same(found, want)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("minimax_m3_vl_text", BLOCKS), ("qwen4_exp_text", {})])
+def test_equal_scores_of_blocks_are_chosen_among_as_alone(family: str, kind: dict[str, Any]) -> None:
+    model = tiny(family, **kind, **({"index_topk_blocks": 2} if kind else {}))
+    for indexer in indexers(model):
+        nn.init.zeros_((indexer.q_proj if kind else indexer.index_qk_proj).weight)
+    want = alone(model, documents(), use_cache=False)
+    assert_same(packed(patch(model, verify=False), documents()), want)
+
+
+@pytest.mark.parametrize("family", ["minimax_m3_vl_text", "qwen4_exp_text"])
+def test_checkpointed_layers_select_the_same_blocks(family: str) -> None:
+    model = tiny(family, **({**BLOCKS, "index_topk_blocks": 2} if "minimax" in family else {}))
+    want = alone(model, documents(), use_cache=False)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same(packed(patch(model, verify=False), documents()), want, 2e-5)
+
+
 def test_documents_within_the_budget_need_no_scores() -> None:
     model = patched("deepseek_v32", index_topk=40)
     for indexer in indexers(model):

@@ -24,10 +24,7 @@ DOCUMENTS = {
     "esm": "its rotary embedding counts along the row",
     "inkling2_text": "a relative position bias runs along the row",
     "inkling_text": "a relative position bias runs along the row",
-    "minimax_m3_vl_text": "an indexer picks blocks of keys along the row",
     "mobilebert": "its embeddings join neighbouring tokens of the row",
-    "qwen4_exp": "an indexer picks keys along the row",
-    "qwen4_exp_text": "an indexer picks keys along the row",
     "squeezebert": "its layers are convolutions",
     "zaya": "a convolution inside its attention does not receive the segments",
 }
@@ -190,8 +187,13 @@ STATEFUL_LAYERS: dict[str, Callable[[Any], bool]] = {
     "MiniMaxLightningAttention": lambda layer: True,
     "Llama4TextAttention": lambda layer: layer.attn_temperature_tuning and not layer.use_rope,  # counts along the row
 }
-# Decoder layers that pass nothing but a mask on to their mixer, which is None for packed rows.
-PASS_A_MASK = ("JambaMambaDecoderLayer",)
+# Decoder layers that pass on to their mixer or indexer a single argument by which segments can travel: a mask, which is
+# None for packed rows, or the cache that they do not have.
+PASS_ON = {
+    "JambaMambaDecoderLayer": "attention_mask",
+    "MiniMaxM3VLDecoderLayer": "past_key_values",
+    "Qwen4ExpTextDecoderLayer": "conv_mask",
+}
 # Global names of functions in modeling files, by what they do.
 CONVOLUTION = "causal_conv1d_fn"
 SCANS = {  # the libraries with a kernel for each, in the order they are tried; transformers uses the last
@@ -227,8 +229,14 @@ STATE_ARGUMENTS = (
 
 # -- attention ------------------------------------------------------------------------------------------------------
 
-# Modules that select the ``index_topk`` keys of each query (DeepSeek's sparse attention), see hf/edits/indexers.py.
-INDEXERS = ("AXK2Indexer", "DeepseekV32Indexer", "Dots3NoteTextIndexer", "GlmMoeDsaIndexer", "HYV4Indexer")
+# Modules that select keys of each query, by what they select (hf/edits/indexers.py): ``index_topk`` tokens (DeepSeek's
+# sparse attention), ``topk_blocks`` blocks by their best key, or ``block_topk`` blocks by the mean of their keys.
+INDEXERS = {
+    **dict.fromkeys(("AXK2Indexer", "DeepseekV32Indexer", "Dots3NoteTextIndexer", "GlmMoeDsaIndexer"), "tokens"),
+    "HYV4Indexer": "tokens",
+    "MiniMaxM3VLIndexer": "blocks",
+    "Qwen4ExpTextQSAIndexer": "pooled blocks",
+}
 ROTATION = "apply_rotary_pos_emb"
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 ALIBI = ("bloom", "mpt")  # families whose attention adds it

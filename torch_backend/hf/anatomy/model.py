@@ -26,7 +26,7 @@ from torch_backend.hf.anatomy.families import SEE_PADDING, Route, both_ways_of, 
 from torch_backend.hf.anatomy.heads import Head, head_of
 from torch_backend.hf.anatomy.structure import decoder_of, own_modules
 from torch_backend.hf.attention import uses_interface
-from torch_backend.hf.edits.indexers import find_indexers
+from torch_backend.hf.edits.indexers import budget_of, find_indexers
 from torch_backend.hf.edits.mixers import find_mixers, why_not_on_the_row
 from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.edits.own_attention import computes_attention, passes_segments
@@ -75,8 +75,7 @@ class Anatomy:
     @property
     def budget(self) -> int | None:
         """The length up to which a document selects all of its keys in every layer; None where nothing selects."""
-        budgets: list[int] = [indexer.index_topk for indexer in self.indexers]  # type: ignore[misc]
-        return min(budgets, default=None)
+        return min(map(budget_of, self.indexers), default=None)
 
     @property
     def numbers_tokens(self) -> bool:

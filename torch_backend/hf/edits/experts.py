@@ -17,7 +17,7 @@ from torch import nn
 from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, is_spread, layout_of, makes_weights
 from torch_backend.hf.anatomy.unchanged import has_foreign_hooks
 from torch_backend.hf.attention import DecoderLayer
-from torch_backend.hf.edits.mixers import passes_a_mask, segments_for_mask
+from torch_backend.hf.edits.mixers import passes_on, segments_passed_on
 from torch_backend.hf.edits.override import has_own_forward, is_reached, original_class, override
 from torch_backend.hf.experts import LAYOUT, packed_around, run_experts, run_within
 from torch_backend.hf.forward import forward_among
@@ -96,7 +96,7 @@ def override_adapter(wrapper: nn.Module) -> None:
 
 def override_layer(layer: nn.Module) -> None:
     """Let a decoder layer say whose tokens its experts get."""
-    override(layer, _masked_layer_forward if passes_a_mask(layer) else _layer_forward)
+    override(layer, _passing_layer_forward if passes_on(layer) else _layer_forward)
 
 
 def _inside_layers(decoder: nn.Module) -> set[int]:
@@ -122,8 +122,8 @@ def _layer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwa
     return run_within(forward_among((*args, *kwargs.values())), call, *args, **kwargs)
 
 
-def _masked_layer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _layer_forward(layer, partial(segments_for_mask, layer, call), *args, **kwargs)
+def _passing_layer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _layer_forward(layer, partial(segments_passed_on, layer, call), *args, **kwargs)
 
 
 def _experts_forward(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,18 +1,20 @@
-"""Indexers of DeepSeek's sparse attention in packed forwards: what they select inside the documents of a row.
+"""Indexers of sparse attention in packed forwards: what they select inside the documents of a row.
 
 Modeling files hand an indexer the hidden states of the row and the attention mask, and what it returns to the attention
 function, or through the outputs of a layer to the attention of the next ones. In a packed forward it returns
 
 - int32 [B, S, 0], made of nothing, where no document is longer than its budget: attention is dense then;
-- else int32 [N, top_k], as :func:`torch_backend.ops.attention.selected.select` makes it of the long documents.
+- else places of the long documents, as :mod:`torch_backend.ops.attention.selected` makes and takes them.
 
 Index queries, keys and weights come from the indexer's own forward, with the products of queries and keys left out: a
-TorchFunctionMode sees its two calls of ``torch.matmul``. So no rotation, norm or scale of a family is repeated here.
+TorchFunctionMode sees its calls of ``torch.matmul``. So no rotation, norm or scale of a family is repeated here.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,12 +25,37 @@ from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.anatomy.families import INDEXERS
 from torch_backend.hf.edits.override import override
 from torch_backend.hf.forward import PackedForward, forward_among
-from torch_backend.ops.attention.selected import LongDocuments, select
+from torch_backend.ops.attention.selected import LongDocuments, select, select_blocks, select_pooled
 
 
 def find_indexers(decoder: nn.Module) -> list[nn.Module]:
     """The indexers inside a decoder, known by the names of their classes."""
-    return [m for m in decoder.modules() if any(c.__name__ in INDEXERS for c in type(m).__mro__)]
+    return [module for module in decoder.modules() if _selects(module)]
+
+
+def _selects(module: nn.Module) -> str | None:
+    """Says what a module selects; None if it is no indexer. By the names of all base classes, as FSDP renames it."""
+    return next((INDEXERS[c.__name__] for c in type(module).__mro__ if c.__name__ in INDEXERS), None)
+
+
+def budget_of(indexer: Any) -> int:
+    """The length up to which a document selects all of its keys."""
+    match _selects(indexer):
+        case "tokens":
+            return int(indexer.index_topk)
+        case "blocks":
+            return int(indexer.topk_blocks * indexer.block_size)
+    return int((indexer.block_topk + 1) * indexer.compress_ratio - 1)  # a query also sees the block that it stands in
+
+
+def block_of(indexer: Any) -> int:
+    """The keys that an indexer selects together."""
+    match _selects(indexer):
+        case "tokens":
+            return 1
+        case "blocks":
+            return int(indexer.block_size)
+    return int(indexer.compress_ratio)
 
 
 def override_indexer(indexer: nn.Module) -> None:
@@ -51,6 +78,13 @@ def _forward(indexer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs:
 def _selected(
     indexer: Any, call: Callable[..., Any], long: LongDocuments, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
+    if (kind := _selects(indexer)) == "blocks":
+        with _Projections(last=1) as seen, suppress(_AllSeen):
+            call(*(None if isinstance(x, PackedForward) else x for x in args), **kwargs)
+        q, k = seen.q.transpose(1, 2).flatten(0, 1), seen.k.flatten(0, 1)
+        return select_blocks(q, k, long, top_k=indexer.topk_blocks, local=indexer.local_blocks)
+    if kind == "pooled blocks":
+        return _by_pooled_keys(indexer, long, *args[:2])
     nothing = torch.zeros(1, 1, 1, device=long.places.device)  # a mask that hides none of the one key that is left
     args = tuple(nothing if isinstance(x, PackedForward) else x for x in args)
     kwargs = {name: nothing if isinstance(x, PackedForward) else x for name, x in kwargs.items()}
@@ -65,16 +99,39 @@ def _selected(
     return select(q, k, weights, long, top_k=indexer.index_topk)
 
 
+def _by_pooled_keys(indexer: Any, long: LongDocuments, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """As the forward of Qwen 4's indexer, which asks for the blocks of one query after the other."""
+    rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    heads, width, size = indexer.index_n_heads, indexer.index_head_dim, indexer.compress_ratio
+    q, keys = indexer.index_qk_proj(hidden).split([heads * width, width], -1)
+    q = rotate(indexer.q_layernorm(q.unflatten(-1, (heads, width))), cos=rotation[0], sin=rotation[1], unsqueeze_dim=2)
+    keys, cos, sin = (x.flatten(0, 1).index_select(0, long.places) for x in (keys, *rotation))
+    pooled = []
+    for k, c, s in zip(*(x.split(long.lengths) for x in (keys, cos, sin)), strict=True):
+        whole = slice(0, len(k) // size * size)
+        means = k[whole].unflatten(0, (-1, size)).float().mean(1).to(k.dtype)
+        at = {"cos": c[whole][::size], "sin": s[whole][::size]}
+        pooled.append(rotate(indexer.k_layernorm(means).unsqueeze(1), **at).squeeze(1).float())
+    return select_pooled(q.flatten(0, 1).float(), pooled, long, top_k=indexer.block_topk)
+
+
+class _AllSeen(Exception):
+    """The last product of interest was seen; the forward need not go on."""
+
+
 class _Projections(TorchFunctionMode):
     """Takes the operands of an indexer's two products, queries by keys and weights by what became of these.
 
+    Args:
+        last: the product at which the forward ends.
+
     Attributes:
-        q, k, weights: [B, S, H, D], [B, S, D], [B, S, H].
+        q, k, weights: [B, S, H, D], or as the forward has it, [B, S, D], [B, S, H].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last: int = 0) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls, self.last = 0, last
         self.q = self.k = self.weights = torch.empty(0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,6 +140,8 @@ class _Projections(TorchFunctionMode):
         self.calls += 1
         if self.calls == 1:
             self.q, self.k = args[0], args[1].squeeze(1).transpose(-1, -2)
+            if self.last == 1:
+                raise _AllSeen
         else:
             self.weights = args[0].squeeze(-2)
         return args[0].new_zeros(*args[0].shape[:-1], 1)

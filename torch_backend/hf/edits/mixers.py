@@ -27,7 +27,7 @@ from torch_backend.hf.anatomy.families import (
     CONVOLUTION,
     FUSED_STEPS,
     ONLY_WITH_A_CACHE,
-    PASS_A_MASK,
+    PASS_ON,
     SCANS,
     SELECTIVE_SCAN,
     STATEFUL_LAYERS,
@@ -75,13 +75,13 @@ def overrides(
     for mixer in mixers:
         yield mixer, override_mixer
     for layer in decoder.modules():
-        if passes_a_mask(layer):
-            yield layer, override_mask
+        if passes_on(layer):
+            yield layer, override_argument
 
 
-def passes_a_mask(layer: nn.Module) -> bool:
-    """Returns whether a decoder layer passes its mask on to a mixer, and nothing else that the segments are in."""
-    return any(c.__name__ in PASS_A_MASK for c in type(layer).__mro__)
+def passes_on(layer: nn.Module) -> str | None:
+    """The argument of a decoder layer that alone brings segments to its mixer or indexer; None if others do."""
+    return next((PASS_ON[c.__name__] for c in type(layer).__mro__ if c.__name__ in PASS_ON), None)
 
 
 def override_mixer(layer: nn.Module) -> None:
@@ -92,9 +92,9 @@ def override_mixer(layer: nn.Module) -> None:
         _warn_once(type(layer).__name__, reason)
 
 
-def override_mask(layer: nn.Module) -> None:
-    """Make a decoder layer pass the segments on to its mixer, in place of the mask."""
-    override(layer, segments_for_mask)
+def override_argument(layer: nn.Module) -> None:
+    """Make a decoder layer pass the segments on, in place of the argument of :func:`passes_on`."""
+    override(layer, segments_passed_on)
 
 
 def why_not_on_the_row(layer: nn.Module) -> str | None:
@@ -239,10 +239,10 @@ def _run_on_row(
         return on_row(with_fast_norms(layer), *args, **kwargs)
 
 
-def segments_for_mask(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The call of such a layer with the segments in place of the mask."""
-    forward = forward_among(kwargs.values())
-    return call(*args, **kwargs) if forward is None else call(*args, **kwargs | {"attention_mask": forward})
+def segments_passed_on(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call of such a layer with the segments in place of its argument."""
+    forward, name = forward_among(kwargs.values()), passes_on(layer)
+    return call(*args, **kwargs) if forward is None or name is None else call(*args, **kwargs | {name: forward})
 
 
 def run_per_document(

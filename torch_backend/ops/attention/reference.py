@@ -36,7 +36,7 @@ def scores_attention(
         sinks, alibi_slopes: [H].
         first_query: where the first query stands among the S keys.
         ahead: integers [..., L], the keys that a query sees from its own on, causal attention alone; None for its own.
-        visible: bool [..., L, S], the keys that a query may see at all; None for every one.
+        visible: bool, broadcast to [..., K, H // K, L, S], the keys that a query may see at all; None for every one.
 
     Returns:
         [..., L, H, Dv], dtype of q.
@@ -58,7 +58,7 @@ def scores_attention(
     if request.window is not None:
         hidden = hidden | ((distance if request.causal else distance.abs()) >= request.window)
     if visible is not None:
-        hidden = hidden | ~visible[..., None, None, :, :]
+        hidden = hidden | ~visible
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         sink = sinks.to(working).view(*heads, 1, 1).expand(*scores.shape[:-1], 1)

@@ -1,7 +1,7 @@
 """Attention of queries to the keys of their document that an indexer scores highest (DeepSeek's sparse attention).
 
     a row and a budget       -> LongDocuments.of, the documents that are longer; None where there are none
-    index queries and keys   -> select, the places of the best keys of each query
+    index queries and keys   -> select or select_blocks, the places of the best keys, or blocks of keys, of each query
     q, k, v and these places -> selected_attention, [T, H, Dv]
 
 A document within the budget sees all of its earlier tokens, so packed dense attention serves it without scores. Longer
@@ -11,13 +11,14 @@ the length of a document and not with its square. Blocks depend on the length of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torch_backend.ops.attention.dispatch import choose, run
@@ -34,7 +35,8 @@ class LongDocuments:
     """The documents of a row that are longer than the budget of an indexer.
 
     Attributes:
-        budget: the tokens that a query may select.
+        budget: the longest document that selects all of its keys.
+        block: keys that are selected together; blocks are counted from the beginning of a document.
         lengths: of these documents, in the order of the row.
         places: int64 [N], their tokens among the T of the row.
         others: int64 [T - N], all other tokens; rest: their segments, None if there are none.
@@ -42,6 +44,7 @@ class LongDocuments:
     """
 
     budget: int
+    block: int
     lengths: tuple[int, ...]
     places: Tensor
     others: Tensor
@@ -50,12 +53,13 @@ class LongDocuments:
 
     @classmethod
     def of(
-        cls, packed: PackedMetadata, budget: int, documents: Sequence[Sequence[int]] | None = None
+        cls, packed: PackedMetadata, budget: int, documents: Sequence[Sequence[int]] | None = None, *, block: int = 1
     ) -> LongDocuments | None:
         """The documents above a budget, found on the host; None if there are none.
 
         Args:
             packed: their lengths are read from the device where nothing else tells that all are short.
+            block: keys that are selected together.
             documents: the segments of each document; what is in none is padding, and dense. None: all are documents.
 
         >>> long = LongDocuments.of(PackedMetadata.from_lengths([2, 4, 1]), budget=3)
@@ -75,6 +79,7 @@ class LongDocuments:
         rest = [length for length, long in zip(lengths, above, strict=True) if not long]
         return cls(
             budget,
+            block,
             lengths=tuple(length for length, long in zip(lengths, above, strict=True) if long),
             places=to_device(torch.from_numpy(places), packed.device),
             others=to_device(torch.from_numpy(others), packed.device),
@@ -86,7 +91,7 @@ class LongDocuments:
         """The same documents on another device."""
         rest = None if self.rest is None else self.rest.to(device)
         places, others, order = (to_device(each, device) for each in (self.places, self.others, self.order))
-        return LongDocuments(self.budget, self.lengths, places, others, rest, order)
+        return LongDocuments(self.budget, self.block, self.lengths, places, others, rest, order)
 
     def __str__(self) -> str:
         number = f"{len(self.lengths)} documents" if len(self.lengths) > 1 else "1 document"
@@ -110,18 +115,93 @@ def select(q: Tensor, k: Tensor, weights: Tensor, long: LongDocuments, *, top_k:
     """
     q, k, weights = (x.index_select(0, long.places) for x in (q, k, weights))
     found = q.new_full((len(q), top_k), -1, dtype=torch.int32)
-    for end, length in zip(accumulate(long.lengths), long.lengths, strict=True):
-        first = end - length
-        keys = k[first:end].transpose(0, 1)
-        kept = min(top_k, length)
-        for start, stop in _blocks(length, q.shape[1] * length, q.device):
-            block = slice(first + start, first + stop)
-            scores = torch.matmul(weights[block, None], torch.matmul(q[block], keys).relu()).squeeze(1)
-            query = torch.arange(start, stop, device=q.device)[:, None]
-            later = torch.arange(length, device=q.device) > query
-            best = scores.masked_fill(later, float("-inf")).topk(kept).indices
-            found[block, :kept] = best.masked_fill(best > query, -1).int()
+    for block, keys, query in _tiles(q, k, long):
+        scores = torch.matmul(weights[block, None], torch.matmul(q[block], keys).relu()).squeeze(1)
+        later = torch.arange(keys.shape[1], device=q.device) > query[:, None]
+        best = scores.masked_fill(later, float("-inf")).topk(min(top_k, keys.shape[1])).indices
+        found[block, : best.shape[1]] = best.masked_fill(best > query[:, None], -1).int()
     return found
+
+
+@torch.no_grad()
+def select_blocks(q: Tensor, k: Tensor, long: LongDocuments, *, top_k: int, local: int) -> Tensor:
+    """The blocks of keys of its own document that each query of a long document sees (MiniMax-M3).
+
+    The score of a block is the largest ``q[i, g] . k[j]`` of its keys that are not after query i.
+
+    Args:
+        q, k: [T, G, D], [T, D] of the whole row; each of G groups of heads selects for itself.
+        long: of the row.
+        top_k: blocks of a query.
+        local: the block of a query and those right before it, so many in all, come first.
+
+    Returns:
+        int32 [N, G, top_k], blocks counted from the beginning of the document; -1 where a query has fewer.
+    """
+    q, k = (x.index_select(0, long.places) for x in (q, k))
+    found = q.new_full((*q.shape[:2], top_k), -1, dtype=torch.int32)
+    for tile, keys, query in _tiles(q, k, long):
+        later = torch.arange(keys.shape[1], device=q.device) > query[:, None, None]
+        scores = torch.matmul(q[tile], keys).masked_fill(later, float("-inf"))
+        scores = F.pad(scores, (0, -keys.shape[1] % long.block), value=float("-inf")).unflatten(-1, (-1, long.block))
+        own = (query[:, None] // long.block - torch.arange(local, device=q.device)).clamp(min=0)
+        best = scores.amax(-1).scatter_(2, own[:, None].expand(-1, q.shape[1], -1), float("inf"))
+        best = best.topk(min(top_k, best.shape[2]))
+        found[tile, :, : best.indices.shape[2]] = best.indices.masked_fill(best.values == float("-inf"), -1).int()
+    return found
+
+
+@torch.no_grad()
+def select_pooled(q: Tensor, pooled: Sequence[Tensor], long: LongDocuments, *, top_k: int) -> Tensor:
+    """The blocks of keys that each query of a long document sees, chosen among those that end before it (Qwen 4).
+
+    The score of a block is ``sum_h relu(q[i, h] . k)`` with its pooled key k. A query also sees the block in which it
+    stands, unless it is the last token of it, in which case that block is one of those to choose from.
+
+    Args:
+        q: [T, H, D] of the whole row.
+        pooled: [L // block, D] of each long document.
+        long: of the row.
+        top_k: blocks of a query, beside its own.
+
+    Returns:
+        int32 [N, 1, top_k + 1], blocks counted from the beginning of the document; -1 where a query has fewer.
+    """
+    q = q.index_select(0, long.places)
+    found = q.new_full((len(q), 1, top_k + 1), -1, dtype=torch.int32)
+    for end, length, keys in zip(accumulate(long.lengths), long.lengths, pooled, strict=True):
+        for start, stop in _blocks(length, q.shape[1] * length, q.device):
+            tile, query = slice(end - length + start, end - length + stop), torch.arange(start, stop, device=q.device)
+            scores = torch.matmul(q[tile], keys.transpose(0, 1)).relu().sum(1)
+            complete = (query + 1) // long.block
+            best = _best_before(scores, complete, top_k)
+            found[tile, 0, : best.shape[1]] = best.int()
+            found[tile, 0, top_k] = complete.masked_fill((query + 1) % long.block == 0, -1).int()
+    return found
+
+
+def _best_before(scores: Tensor, ends: Tensor, top_k: int) -> Tensor:
+    """The places of the best of the first ``ends`` [L] scores [L, S] in each row, -1 where there are fewer.
+
+    A GPU takes the first of equal scores, and a CPU whichever its algorithm finds among so many: so it gets as many.
+    """
+    if not scores.is_cuda:
+        best = scores.new_full((len(scores), top_k), -1, dtype=torch.long)
+        for end in range(max(int(ends.min()), 1), int(ends.max()) + 1):
+            (rows,) = (ends == end).nonzero(as_tuple=True)
+            best[rows, : min(top_k, end)] = scores[rows, :end].topk(min(top_k, end)).indices
+        return best
+    later = torch.arange(scores.shape[1], device=scores.device) >= ends[:, None]
+    best = scores.masked_fill(later, float("-inf")).topk(min(top_k, scores.shape[1])).indices
+    return best.masked_fill(best >= ends[:, None], -1)
+
+
+def _tiles(q: Tensor, k: Tensor, long: LongDocuments) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some queries of a long document, its keys [D, L], and where these queries stand in it."""
+    for end, length in zip(accumulate(long.lengths), long.lengths, strict=True):
+        first, keys = end - length, k[end - length : end].transpose(0, 1)
+        for start, stop in _blocks(length, q.shape[1] * length, q.device):
+            yield slice(first + start, first + stop), keys, torch.arange(start, stop, device=q.device)
 
 
 @torch.compiler.disable  # each batch has other documents
@@ -140,7 +220,7 @@ def selected_attention(
 
     Args:
         q, k, v: [T, H, D], [T, K, D], [T, K, Dv] of the whole row.
-        selected: int32 [N, top_k], as :func:`select` returns it.
+        selected: int32 [N, top_k] or [N, G, top_k], as :func:`select` or :func:`select_blocks` returns it.
         long: of the row.
         request: softcap, dropout and scale are read.
         sinks: [H].
@@ -156,11 +236,13 @@ def selected_attention(
     of_sinks = None if sinks is None else sinks.to(exact)
 
     def block(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sinks: Tensor | None, start: int) -> Tensor:
-        stop, k, v = start + len(q), k.to(dtype), v.to(dtype)
-        # -1 marks a column of its own, which is dropped
-        column = selected.long() % (stop + 1)
-        visible = torch.zeros(len(q), stop + 1, dtype=torch.bool, device=q.device).scatter_(1, column, True)[:, :stop]
+        k, v = k.to(dtype), v.to(dtype)
+        visible = _visible(selected, start, long.block)
+        if visible.ndim == 3:
+            visible = visible.repeat_interleave(q.shape[1] // len(visible), 0)
         if has_no_kernel(request):
+            if visible.ndim == 3:
+                visible = visible.unflatten(0, (k.shape[1], -1))
             return scores_attention(q, k, v, request=request, sinks=sinks, first_query=start, visible=visible)
         return fused(q[None], k[None], v[None], request, visible)[0]
 
@@ -181,6 +263,20 @@ def selected_attention(
         name, dense = choose(dense, rest, implementation)
         parts.insert(0, run(name, dense, q, k, v, rest, sinks=sinks))
     return torch.cat(parts).index_select(0, long.order)
+
+
+def _visible(selected: Tensor, start: int, size: int) -> Tensor:
+    """bool [L, S] or [G, L, S]: the keys that L queries from ``start`` on see, the last of which is key S - 1."""
+    queries = selected.shape[0]
+    stop = start + queries
+    blocks = -(-stop // size)
+    column = selected.long() % (blocks + 1)  # -1 marks a column of its own, which is dropped
+    seen = torch.zeros(*selected.shape[:-1], blocks + 1, dtype=torch.bool, device=selected.device)
+    seen = seen.scatter_(-1, column, True)[..., :blocks]
+    if size > 1:
+        seen = seen.repeat_interleave(size, -1)[..., :stop]
+        seen = seen.movedim(0, -2) & torch.ones(queries, stop, dtype=torch.bool, device=seen.device).tril(start)
+    return seen
 
 
 def _blocks(length: int, scores_of_a_query: int, device: torch.device) -> list[tuple[int, int]]:
