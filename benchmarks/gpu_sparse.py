@@ -73,7 +73,7 @@ def sparse(layers: int, experts: int) -> Any:
 
 
 def shape(name: str, config: Callable[[int, int], Any]) -> Shape:
-    return Shape(name, lambda few: config(2 if few or TOY else 3, 8 if few or TOY else 32), ROWS, steps=4)
+    return Shape(name, lambda few: config(2 if few or TOY else 3, 8 if TOY else 32), ROWS, steps=4)  # in 8 groups
 
 
 def by_documents(model: Any) -> Loss:
