@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
 from packing_core.errors import UnsupportedError, UnsupportedModelError
@@ -141,6 +142,27 @@ def test_ranks_have_the_gradients_of_one_process(kind: str, precision: str) -> N
     loss, found = on_ranks(gradients_of_rank, kind, precision)
     assert loss == pytest.approx(right, rel=1e-5)
     assert all(error(found[name], p.grad) < 1e-4 for name, p in model.named_parameters() if p.grad is not None)
+
+
+def trained_as_torchao_converts(gathers_float8: bool) -> tuple[list[float], str]:
+    model = tiny("llama").to(torch.bfloat16)
+    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=gathers_float8)
+    convert_to_float8_training(model.model.layers, config=config)
+    patch(model, verify=False)
+    for layer in (*model.model.layers, model):
+        fully_shard(layer)
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    documents = tiny_documents()
+    batch = collate(documents[:4] if torch.distributed.get_rank() == 0 else documents[4:])
+    return [float(step(batch)["loss"]) for _ in range(3)], str(explain(step))
+
+
+@pytest.mark.slow
+def test_a_model_that_torchao_converted_gathers_float8_under_fsdp2() -> None:
+    losses, explained = on_ranks(trained_as_torchao_converts, True)
+    assert "14 linear layers multiply in float8 (as torchao converted them)" in explained
+    assert losses[2] < losses[0] - 0.5
+    assert losses == pytest.approx(on_ranks(trained_as_torchao_converts, False)[0], rel=1e-6)
 
 
 def refused(kind: str) -> None:
