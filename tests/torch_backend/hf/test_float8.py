@@ -27,6 +27,10 @@ from torch_backend.hf.float8 import RECIPES, check_float8, describe_float8, to_b
 from torch_backend.steps.memory import marked
 
 OWN_SCALES = "float8"  # the recipe in which every document has its own
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -79,20 +83,23 @@ def test_unpatch_takes_it_back() -> None:
     assert torch.equal(patch(model, verify=False)(**batch).logits, right)
 
 
-def changed_neighbours(precision: str) -> tuple[list[Tensor], list[Tensor]]:
+def changed_neighbours(precision: str, device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
     """Losses of the first document of a row, and gradients of its loss, beside two sets of other documents.
 
     Returns:
         For each set, the logits, the gradient of the document's embeddings, and those of all weights.
     """
-    first, *others = documents((19, 33, 7))
+    first, *others = (document.to(device) for document in documents((19, 33, 7)))
     found = []
     for behind in (others, [other.flip(0) % 80 + 5 for other in others]):
-        model = patch(bfloat16(), verify=False)
+        attention = "auto" if device == "cpu" else "triton"  # which adds up in one order
+        model = patch(bfloat16().to(device), implementation=attention, verify=False)
         to_float8(model, precision)
         with torch.no_grad():  # so that other documents have the largest values
             model.get_input_embeddings().weight[:4] *= 4
-        batch = collate([first, *(other.where(torch.arange(len(other)) % 5 > 0, 1) for other in behind)])
+        large = [other.where(torch.arange(len(other), device=device) % 5 > 0, 1) for other in behind]
+        given = collate([document.cpu() for document in (first, *large)])
+        batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
         embedded: list[Tensor] = []
         model.get_input_embeddings().register_forward_hook(lambda *x, kept=embedded: kept.append(x[2]) or None)
         logits = model(**batch).logits[0, : len(first)]
@@ -103,9 +110,11 @@ def changed_neighbours(precision: str) -> tuple[list[Tensor], list[Tensor]]:
     return found[0], found[1]
 
 
-@pytest.mark.usefixtures("emulated")
-def test_a_document_does_not_move_with_what_stands_behind_it() -> None:
-    one, other = changed_neighbours(OWN_SCALES)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_document_does_not_move_with_what_stands_behind_it(device: str, request: pytest.FixtureRequest) -> None:
+    if device == "cpu":
+        request.getfixturevalue("emulated")
+    one, other = changed_neighbours(OWN_SCALES, device)
     assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
@@ -225,6 +234,21 @@ def test_a_model_of_transformers_saves_ordinary_weights(emulated: None, tmp_path
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert describe_float8(loaded) is None
     assert all(torch.equal(x, y) for x, y in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("precision", [OWN_SCALES, "float8:rowwise", "float8:tensorwise"])
+def test_a_gpu_has_the_numbers_of_bfloat16_but_for_rounding(precision: str, autocast: torch.dtype | None) -> None:
+    """Compiled and captured, from weights in bfloat16 and from weights in float32 under autocast."""
+    found = {}
+    for name in (None, precision):
+        model = patch((tiny("llama") if autocast else bfloat16()).to("cuda"), verify=False)
+        step = stepped(model, precision=name, autocast=autocast)
+        found[name] = [float(step(collate(documents()))["loss"]) for _ in range(8)]
+        assert step.parts["layers"] == "compiled" and step.parts["graph"] == "CUDA graph"
+    assert found[precision] != found[None] and found[precision] == pytest.approx(found[None], rel=5e-2)
 
 
 @pytest.mark.parametrize("precision", [OWN_SCALES, "float8:rowwise", "float8:tensorwise"])
