@@ -41,17 +41,17 @@ log = logging.getLogger("crosspack")
 PARTS = 16  # lengths of rows between a power of two and the next: padding is at most a sixteenth of a row
 OFTEN = 4  # times that a form comes before it has graphs of its own, where longer ones can serve it
 MOST_PADDED = 1.25  # times its tokens may be those of a row whose graphs serve it
-MOST_WAITED = 1.25  # times the host's time of a call may be the device's where the device waits for the host
+MOST_WAITED = 3.0  # times the host's time of a call may be the device's where a graph is worth its recording
 CHANGED = "the activations of this call were overwritten by a later one: call backward once, before the next call"
 
 
 class RecordedRows:
     """Runs packed calls of one patched decoder as CUDA graphs, a pair for every :class:`RowForm`.
 
-    The first call of a form runs as usual, the second one is recorded, unless the first kept the device busy for longer
-    than the host: a graph would save nothing there, and its padding costs. Where graphs of longer rows can serve a
-    form, they do until it has come :data:`OFTEN`. Graphs of one model share their memory, so while the backward of a
-    call is to come, the next one with gradients runs as usual.
+    The first call of a form runs as usual, the second one is recorded, unless the first kept the device busy for much
+    longer than the host: a graph would save little there, and recording and padding cost. Where graphs of longer rows
+    can serve a form, they do until it has come :data:`OFTEN`. Graphs of one model share their memory, so while the
+    backward of a call is to come, the next one with gradients runs as usual.
 
     Args:
         model: what is called, with all its wrappers.
@@ -268,7 +268,7 @@ class CallTimer:
 
     @property
     def waited(self) -> bool:
-        """Returns whether the device waited for the host, which a graph would spare it."""
+        """Returns whether the device waits for the host in such calls, or in their losses, which graphs spare it."""
         if not self.events:
             return True
         begin, end = self.events
