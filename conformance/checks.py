@@ -56,17 +56,15 @@ def _as_tried(judge: Judge, case: AttentionCase) -> AttentionCase:
     return replace(case, heads=1, kv_heads=1) if judge.backend.capabilities.interpreted and alike else case
 
 
-def attention_forward_isolated(
-    judge: Judge, case: AttentionCase, where: tuple[int, ...] | None = None, dtype: str | None = None
-) -> None:
-    """No segment (of those in ``where``) moves another's output; no gradient is asked for."""
-    working, case = dtype or judge.dtype, _as_tried(judge, case)
+def attention_forward_isolated(judge: Judge, case: AttentionCase) -> None:
+    """No segment moves another's output; no gradient is asked for."""
+    working, case = judge.dtype, _as_tried(judge, case)
 
     def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
         return {"output": judge.ask_attention(case, working, {**arguments, "dout": None})[0]}
 
     ids = segment_ids(case.rows)
-    judge.isolated(call, case.arguments(working), ids, change=("q", "k", "v"), dtype=working, where=where)
+    judge.isolated(call, case.arguments(working), ids, change=("q", "k", "v"), dtype=working)
 
 
 def attention_isolated(

@@ -248,9 +248,9 @@ def untrained(document: Document) -> Document:
     return replace(document, labels=np.full_like(document.labels, -100))
 
 
-def altered(document: Document, words: int = 64) -> Document:
+def altered(document: Document) -> Document:
     """A document of the same length and mask that differs at every token."""
-    ids = (document.input_ids + 1 + generator("altered", len(document.input_ids)).integers(0, words - 1)) % words
+    ids = (document.input_ids + 1 + generator("altered", len(document.input_ids)).integers(0, 63)) % 64
     return Document(ids, np.where(document.labels == -100, -100, ids))
 
 

@@ -32,7 +32,7 @@ from packing_core.training.files import replace, sync
 
 OnError = Literal["stop", "skip", "quarantine"]
 
-# What a unit hands on at most: an eighth of its tokens, or so many rows, if they are few tokens.
+# A unit defers at most max(tokens / 8, min(64 rows, 2**20 tokens)).
 HANDED_ON, FEW_ROWS, FEW_TOKENS = 8, 64, 1 << 20
 SHOWN = 1 << 16  # characters of a bad record that are kept
 KEY = "order key"  # among the values of documents that are handed on to be ordered

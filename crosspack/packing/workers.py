@@ -1,6 +1,6 @@
 """Processes that run jobs: a job goes in, results come out one by one, in any order.
 
-Each worker has a pipe of its own, so one that dies, for want of memory say, is noticed at once. A worker whose parent
+Each worker has a pipe of its own, so one that dies, out of memory say, is noticed at once. A worker whose parent
 is killed ends at once too.
 """
 
@@ -22,7 +22,7 @@ from packing_core.errors import PackingError, first_line
 
 Job = Any
 _KILLED = (
-    "a worker process was killed, most likely for want of memory: pass fewer --workers; the same command goes on where "
+    "a worker process was killed, probably out of memory: pass fewer --workers; the same command goes on where "
     "this one stopped"
 )
 Work = Callable[[Job], Iterator[Any]]

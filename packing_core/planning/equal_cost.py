@@ -19,7 +19,7 @@ from packing_core.planning.cost import Cost
 
 Int64 = NDArray[np.int64]
 
-DEARER = 1.1  # cost by the token of the next piece of a row over what the row lacks: shorter ones that follow cost less
+MAX_COST_RATIO = 1.1  # next piece's cost per token over the row's remaining budget per token
 
 
 def equal_cost_rows(
@@ -110,7 +110,7 @@ def _step_of_long_pieces(pieces: _Pieces, capacity: int, limit: int, ranks: int,
         row, room, lacking = [lead], capacity - pieces.sizes[lead], level - pieces.costs[lead]
         while room > 0 and lacking > 0 and len(row) < limit:
             fitting = min(bisect_right(pieces.sizes, room), bisect_right(pieces.costs, lacking))
-            cheap = bisect_right(pieces.rates, DEARER * lacking / room) or every
+            cheap = bisect_right(pieces.rates, MAX_COST_RATIO * lacking / room) or every
             piece = pieces.take(min(fitting, cheap))
             if piece < 0:
                 break

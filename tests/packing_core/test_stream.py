@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packing_core.errors import CapacityError, LayoutError, PackingError
-from packing_core.streaming.stream import PackStream, stream
+from packing_core.streaming.stream import stream
 
 
 def documents(lengths) -> list[np.ndarray]:
@@ -262,7 +262,6 @@ def test_columns_and_prompts_are_cut_with_their_document(overflow) -> None:
             PackingError,
             "a list_iterator, which can be read once: to go on",
         ),
-        (lambda: list(stream({"a": [1]}, 4)), PackingError, "source is a dict: pass a sequence of documents"),
         (lambda: stream([[1]], 4, shard=(2, 2)), PackingError, r"shard is \(2, 2\): pass \(index, count\)"),
         (lambda: stream([[1]], 4, shard=(0, 2.0)), PackingError, r"shard is \(0, 2.0\): pass \(index, count\)"),
         (lambda: stream([[1]], 4, seed=-1), PackingError, "seed must be an integer of at least 0, or None"),
@@ -316,7 +315,3 @@ def test_an_iterable_is_read_from_its_start_to_go_on() -> None:
     continued.load_state_dict(stopped.state_dict())
     assert contents(continued) == whole[9:]
     assert sorted(segments(continued)) == sorted(tuple(d.tolist()) for d in source)
-
-
-def test_the_type_is_public() -> None:
-    assert isinstance(stream([[1]], 4), PackStream)

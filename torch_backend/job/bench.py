@@ -64,7 +64,7 @@ def race(job: TrainJob, seconds: float) -> Iterator[Measured]:
 def _measure(
     job: TrainJob, way: str, device: torch.device, seconds: float, clock: Clock
 ) -> Generator[None, None, Measured]:
-    """One way, a step per ``next``; what fails, for want of memory say, is a Measured too."""
+    """One way, a step per ``next``; what fails, out of memory say, is a Measured too."""
     memory = Memory(device)
     model = build_model(job)
     job.on_phase(f"{way}: comparing its logits with each document alone")

@@ -111,14 +111,14 @@ class Recording(TrainerCallback):
 
 
 @torch.no_grad()
-def continuation(trainer: JobTrainer, prompt: Sequence[int], tokens: int = 64) -> list[int]:
-    """Returns the most probable continuation of a prompt, up to the end of text or ``tokens`` tokens."""
+def continuation(trainer: JobTrainer, prompt: Sequence[int]) -> list[int]:
+    """Returns the most probable continuation of a prompt, up to the end of text or 64 tokens."""
     model, ids = trainer.model, torch.tensor([prompt], device=trainer.args.device)
     with in_mode(model, training=False), trainer.compute_loss_context_manager():
         generated = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens,
+            max_new_tokens=64,
             do_sample=False,
             use_cache=True,
             pad_token_id=trainer.job.schedule.pad_id,
