@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
-from tests.torch_backend.kernels import FLOAT32, ONE_DTYPE, Where, assert_within_budget, numpy
-from tests.torch_backend.ops.test_triton_attention import OPTIONS, SMALL, drawn, with_tensors
+from tests.torch_backend.kernels import FLOAT32, ONE_DTYPE, Where
+from tests.torch_backend.ops.test_triton_attention import OPTIONS, SMALL, assert_is_the_oracle, drawn
 from torch_backend.ops.attention import IMPLEMENTATIONS, attention, triton_work
 from torch_backend.ops.attention.triton import TRITON
 from torch_backend.segments import PackedMetadata
@@ -40,12 +39,12 @@ def forest(where: Where, **options) -> PackedMetadata:
 @pytest.mark.parametrize("name", ["sdpa", "triton"])
 @pytest.mark.parametrize("options", CAUSAL.values(), ids=CAUSAL)
 def test_every_option_is_the_oracle(where, name, options):
-    assert_is_the_oracle(where, name, options, forest(where, **ROOM), LENGTHS, parents=PARENTS)
+    assert_is_that_of_the_paths(where, name, options)
 
 
 @pytest.mark.parametrize("where", FLOAT32, indirect=True)
 def test_the_plain_reference_is_the_oracle(where):
-    assert_is_the_oracle(where, "reference", CAUSAL["all at once"], forest(where, **ROOM), LENGTHS, parents=PARENTS)
+    assert_is_that_of_the_paths(where, "reference", CAUSAL["all at once"])
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def short_walks(monkeypatch) -> int:
 @pytest.mark.usefixtures("short_walks")
 @pytest.mark.parametrize("options", [CAUSAL[name] for name in ("causal", "all at once")])
 def test_walks_over_answers_that_are_cut_are_the_oracle(where, options):
-    assert_is_the_oracle(where, "triton", options, forest(where, **ROOM), LENGTHS, parents=PARENTS)
+    assert_is_that_of_the_paths(where, "triton", options)
 
 
 @pytest.mark.usefixtures("short_walks")
@@ -89,27 +88,9 @@ def test_shares_cover_each_walk_once_and_no_more_than_are_asked_for_are_cut(shor
     assert len(triton_work.key_tiles(whole, 4, 2)) == len(shares) and not triton_work.key_sums(whole, 4, 2).any()
 
 
-def assert_is_the_oracle(
-    where: Where, name: str, options: dict, packed: PackedMetadata, lengths: tuple[int, ...], **relation: Any
-) -> None:
-    """Compares attention and its gradients with the oracle, which gets the ``relation`` between tokens as well."""
-    q, k, v, dout = drawn(where, 4, 2, 16, 16, tokens=sum(lengths))
-    given = with_tensors(where, options, 4)
-    inputs = {"q": q, "k": k, "v": v} | ({"sinks": given["sinks"]} if "sinks" in given else {})
-    for x in inputs.values():
-        x.requires_grad_()
-    out = attention(q, k, v, packed, implementation=name, **given)
-    found = {"out": out, **dict(zip(inputs, torch.autograd.grad(out, list(inputs.values()), dout), strict=True))}
-    as_given = options | {key: numpy(x) for key, x in given.items() if torch.is_tensor(x)} | relation
-    arrays, boundaries = [numpy(x) for x in (q, k, v)], np.cumsum([0, *lengths])
-
-    def oracle(dtype: str) -> dict[str, np.ndarray]:
-        gradients = reference.attention_vjp(*arrays, boundaries, numpy(dout), dtype=dtype, **as_given)
-        gradients.pop("alibi_slopes", None)
-        return {"out": reference.attention(*arrays, boundaries, dtype=dtype, **as_given), **gradients}
-
-    working = str(where.dtype).removeprefix("torch.")
-    assert_within_budget(found, oracle("float64"), oracle(working), where.dtype)
+def assert_is_that_of_the_paths(where: Where, name: str, options: dict) -> None:
+    packed = forest(where, **ROOM)
+    assert_is_the_oracle(where, (4, 2, 16, 16), options, LENGTHS, name=name, packed=packed, parents=PARENTS)
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)

@@ -10,8 +10,7 @@ import torch
 
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.torch_backend.kernels import FLOAT32, ONE_DTYPE, Where
-from tests.torch_backend.ops.test_forest_attention import assert_is_the_oracle
-from tests.torch_backend.ops.test_triton_attention import OPTIONS, SMALL, drawn
+from tests.torch_backend.ops.test_triton_attention import OPTIONS, SMALL, assert_is_the_oracle, drawn
 from torch_backend.ops.attention import IMPLEMENTATIONS, attention
 from torch_backend.ops.attention.flex import block_mask
 from torch_backend.ops.attention.triton import TRITON
@@ -41,16 +40,21 @@ def with_spans(where: Where, **options: Any) -> PackedMetadata:
     return PackedMetadata.from_lengths(LENGTHS, device=where.device, **options).with_spans(SPANS.to(where.device))
 
 
+def assert_is_that_of_spans(where: Where, name: str, options: dict[str, Any]) -> None:
+    packed = with_spans(where, **ROOM)
+    assert_is_the_oracle(where, (4, 2, 16, 16), options, LENGTHS, name=name, packed=packed, spans=SPANS)
+
+
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("name", ["sdpa", "triton"])
 @pytest.mark.parametrize("options", CAUSAL.values(), ids=CAUSAL)
 def test_every_option_is_the_oracle(where: Where, name: str, options: dict[str, Any]) -> None:
-    assert_is_the_oracle(where, name, options, with_spans(where, **ROOM), LENGTHS, spans=SPANS)
+    assert_is_that_of_spans(where, name, options)
 
 
 @pytest.mark.parametrize("where", FLOAT32, indirect=True)
 def test_the_plain_reference_is_the_oracle(where: Where) -> None:
-    assert_is_the_oracle(where, "reference", CAUSAL["all at once"], with_spans(where, **ROOM), LENGTHS, spans=SPANS)
+    assert_is_that_of_spans(where, "reference", CAUSAL["all at once"])
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)

@@ -63,28 +63,30 @@ def with_tensors(where: Where, options: dict, heads: int) -> dict:
 
 
 def assert_is_the_oracle(
-    where: Where, shape: tuple[int, int, int, int], options: dict, lengths=LENGTHS, queries=None
+    where: Where, shape, options: dict, lengths=LENGTHS, queries=None, *, name="triton", packed=None, **relation
 ) -> None:
-    """Values and gradients are the oracle's, of all tokens or of the last ``queries`` of each segment."""
+    """Values and gradients are the oracle's, of all tokens or of the last ``queries`` of each segment.
+
+    The oracle gets the ``relation`` between tokens as well, which ``packed`` has.
+    """
     q, k, v, dout = drawn(where, *shape, tokens=sum(lengths))
-    given = with_tensors(where, options, shape[0])
-    if queries is None:
-        rows = np.arange(sum(lengths))
+    given, rows = with_tensors(where, options, shape[0]), np.arange(sum(lengths))
+    if queries is not None:
+        ends = np.cumsum(lengths)
+        rows = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, queries, strict=True)])
+        packed = PackedMetadata.of_last_tokens(queries, lengths, device=where.device)
+    elif packed is None:
         # a zero-length segment at the end and a rounded-up maximum, as in batches of fixed shape
         packed = PackedMetadata.from_lengths(
             lengths, device=where.device, entries=len(lengths) + 1, max_seqlen=max(lengths) + 3
         )
-    else:
-        ends = np.cumsum(lengths)
-        rows = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, queries, strict=True)])
-        packed = PackedMetadata.of_last_tokens(queries, lengths, device=where.device)
     inputs = {"q": q[rows], "k": k, "v": v} | ({"sinks": given["sinks"]} if "sinks" in given else {})
     for x in inputs.values():
         x.requires_grad_()
-    out = attention(inputs["q"], k, v, packed, implementation="triton", **given)
+    out = attention(inputs["q"], k, v, packed, implementation=name, **given)
     gradients = torch.autograd.grad(out, list(inputs.values()), dout[rows])
     found = {"out": out, **dict(zip(inputs, gradients, strict=True))}
-    as_given = options | {name: numpy(x) for name, x in given.items() if torch.is_tensor(x)}
+    as_given = options | {key: numpy(x) for key, x in given.items() if torch.is_tensor(x)} | relation
     arrays, boundaries = [numpy(x) for x in (q, k, v)], np.cumsum([0, *lengths])
     of_rows = np.zeros_like(numpy(dout))
     of_rows[rows] = numpy(dout)[rows]
