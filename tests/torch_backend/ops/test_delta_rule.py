@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
-from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget, numpy
-from tests.torch_backend.scans import LENGTHS, NAMES, assert_moved_alone, continued, packed_on, working
+from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget
+from tests.torch_backend.scans import (
+    LENGTHS,
+    NAMES,
+    assert_continues,
+    assert_moved_alone,
+    oracle,
+    packed_on,
+    quadratic,
+    working,
+)
 from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule, gated_delta_rule_with_states
 from torch_backend.ops.scan.gated_delta.operators import chunk_length
 from torch_backend.segments import PackedMetadata
@@ -33,17 +41,6 @@ def run(where: Where, inputs, packed, delta: bool = True, dout=None):
     return {"out": out, **dict(zip(NAMES, torch.autograd.grad(out, wanted, dout)))}, dout
 
 
-def oracle(inputs, dout, dtype: str, lengths=LENGTHS) -> dict[str, np.ndarray]:
-    """Heads of q and k repeated, their gradients summed."""
-    q, k, v, g, beta = (numpy(x) for x in inputs)
-    shared = v.shape[1] // q.shape[1]
-    arguments = q.repeat(shared, 1), k.repeat(shared, 1), v, g, beta, np.cumsum([0, *lengths])
-    found = reference.gated_delta_rule_vjp(*arguments, numpy(dout), dtype=dtype)
-    for name in ("q", "k"):
-        found[name] = found[name].reshape(len(q), -1, shared, q.shape[2]).sum(2)
-    return {"out": reference.gated_delta_rule(*arguments, dtype=dtype), **found}
-
-
 def test_forward_and_backward_are_the_recurrence(where):
     inputs = drawn(where, shared=2)
     found, dout = run(where, inputs, packed_on(where))
@@ -61,28 +58,13 @@ def test_wide_heads_in_half_precision_are_the_recurrence_in_longer_chunks(where,
     assert_within_budget(found, exact, rounded, where.dtype)
 
 
-def quadratic(inputs, dout, dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """Without corrections, by a score matrix per document: o_i = s sum_j exp(c_i - c_j) (q_i . k_j) v_j."""
-    q, k, v, g = (x.detach().cpu().to(dtype).requires_grad_() for x in inputs[:4])
-    parts = []
-    for document in zip(*(x.split(LENGTHS) for x in (q, k, v, g)), strict=True):
-        a, b, values, gate = document
-        c = gate.cumsum(0)
-        decay = (c[:, None] - c[None]).masked_fill(torch.ones(len(a), len(a)).triu(1).bool()[..., None], -torch.inf)
-        scores = torch.einsum("ihk,jhk->ijh", a, b) * decay.exp() * q.shape[2] ** -0.5
-        parts.append(torch.einsum("ijh,jhv->ihv", scores, values))
-    out = torch.cat(parts)
-    found = torch.autograd.grad(out, (q, k, v, g), dout.cpu().to(dtype))
-    return {"out": numpy(out), **{name: numpy(x) for name, x in zip(NAMES, found)}}
-
-
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("chunk", [32, 64])  # the longer ones are for wider heads in half precision
 def test_without_corrections_it_is_linear_attention_with_a_decay(where, chunk, monkeypatch):
     monkeypatch.setattr("torch_backend.ops.scan.linear_attention.any_width.chunk_length", lambda *arguments: chunk)
     inputs = drawn(where)
     found, dout = run(where, inputs, packed_on(where), delta=False)
-    exact, rounded = quadratic(inputs, dout, torch.float64), quadratic(inputs, dout, where.dtype)
+    exact, rounded = (quadratic((*inputs[:4], None, None), dout, dtype) for dtype in (torch.float64, where.dtype))
     assert_within_budget(found, exact, rounded, where.dtype)
 
 
@@ -92,17 +74,8 @@ def test_values_may_be_written_with_a_strength_and_without_corrections(where):
     out = gated_delta_rule(q, k, v, g, beta, packed_on(where), corrects=False)
     dout = where.draw(*out.shape, seed=6)
     found = {"out": out, **dict(zip(NAMES, torch.autograd.grad(out, (q, k, v, g, beta), dout)))}
-
-    def written(dtype: torch.dtype) -> dict[str, np.ndarray]:
-        values, strength = (x.detach().cpu().to(dtype) for x in (v, beta))
-        wanted = quadratic((q, k, values * strength[..., None], g), dout, dtype)
-        dvalues = wanted["v"]
-        return wanted | {
-            "v": dvalues * numpy(strength)[..., None],
-            "beta": (dvalues * numpy(values)).sum(2),
-        }
-
-    assert_within_budget(found, written(torch.float64), written(where.dtype), where.dtype)
+    exact, rounded = (quadratic((q, k, v, g, beta, None), dout, dtype) for dtype in (torch.float64, where.dtype))
+    assert_within_budget(found, exact, rounded, where.dtype)
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
@@ -137,12 +110,8 @@ def test_states_enter_and_leave_every_segment(where, delta):
     initial = (0.3 * where.draw(entries, 2, 16, 32, seed=7).float()).requires_grad_()
     boundaries = torch.tensor(np.cumsum([0, *lengths, 0, 0]), dtype=torch.int32, device=where.device)
     packed = PackedMetadata(boundaries, max(lengths), sum(lengths))
-    out, final = gated_delta_rule_with_states(*inputs, *([] if delta else [None]), packed, initial=initial)
-    douts = where.draw(*out.shape, seed=8), where.draw(*final.shape, seed=9).float()
-    found = torch.autograd.grad((out, final), (*inputs, initial), douts)
-    found = {"out": out, "final": final, **dict(zip([*NAMES[: len(inputs)], "initial"], found, strict=True))}
-    exact, rounded = (continued(inputs, initial, douts, (*lengths, 0, 0), x) for x in (torch.float64, where.dtype))
-    assert_within_budget(found, exact, rounded, where.dtype)
+    results = gated_delta_rule_with_states(*inputs, *([] if delta else [None]), packed, initial=initial)
+    assert_continues(where, results, inputs, initial, (*lengths, 0, 0))
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE[:1], indirect=True)

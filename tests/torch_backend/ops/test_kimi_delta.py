@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from packing_core import reference
 from packing_core.errors import LayoutError
-from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget, numpy
-from tests.torch_backend.scans import NAMES, assert_moved_alone, continued, packed_on, working
+from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget
+from tests.torch_backend.scans import NAMES, assert_continues, assert_moved_alone, oracle, packed_on, working
 from torch_backend.ops.scan.kimi_delta.operators import kimi_delta_rule, kimi_delta_rule_with_states
 from torch_backend.segments import PackedMetadata
 
@@ -31,17 +30,12 @@ def run(where: Where, inputs, dout=None):
     return {"out": out, **dict(zip(NAMES, torch.autograd.grad(out, inputs, dout), strict=True))}, dout
 
 
-def oracle(inputs, dout, dtype: str) -> dict[str, np.ndarray]:
-    arguments = *(numpy(x) for x in inputs), np.cumsum([0, *LENGTHS])
-    found = reference.gated_delta_rule_vjp(*arguments, numpy(dout), dtype=dtype)
-    return {"out": reference.gated_delta_rule(*arguments, dtype=dtype), **found}
-
-
 @pytest.mark.parametrize("where", EVERYWHERE, indirect=True)
 def test_forward_and_backward_are_the_recurrence(where):
     inputs = drawn(where)
     found, dout = run(where, inputs)
-    assert_within_budget(found, oracle(inputs, dout, "float64"), oracle(inputs, dout, working(where)), where.dtype)
+    exact, rounded = (oracle(inputs, dout, dtype, LENGTHS) for dtype in ("float64", working(where)))
+    assert_within_budget(found, exact, rounded, where.dtype)
 
 
 @pytest.mark.slow
@@ -65,12 +59,8 @@ def test_states_enter_and_leave_every_segment(where):
     entries = len(lengths) + 1  # an empty segment passes its state on
     initial = (0.3 * where.draw(entries, 2, 16, 32, seed=7).float()).requires_grad_()
     packed = PackedMetadata.from_lengths(lengths, device=where.device, entries=entries)
-    out, final = kimi_delta_rule_with_states(*inputs, packed, initial=initial)
-    douts = where.draw(*out.shape, seed=8), where.draw(*final.shape, seed=9).float()
-    found = torch.autograd.grad((out, final), (*inputs, initial), douts)
-    found = {"out": out, "final": final, **dict(zip([*NAMES, "initial"], found, strict=True))}
-    exact, rounded = (continued(inputs, initial, douts, (*lengths, 0), x) for x in (torch.float64, where.dtype))
-    assert_within_budget(found, exact, rounded, where.dtype)
+    results = kimi_delta_rule_with_states(*inputs, packed, initial=initial)
+    assert_continues(where, results, inputs, initial, (*lengths, 0))
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE[:1], indirect=True)

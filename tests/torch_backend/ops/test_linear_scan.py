@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from packing_core.errors import LayoutError
-from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
-from tests.torch_backend.scans import LENGTHS, NAMES, assert_moved_alone, packed_on
+from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget
+from tests.torch_backend.scans import LENGTHS, assert_moved_alone, names_of, packed_on, quadratic
 from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule
 from torch_backend.ops.scan.linear_attention import wide as linear
 from torch_backend.ops.scan.linear_attention.halves import HALVES
@@ -31,30 +31,7 @@ def drawn(where: Where, lengths=LENGTHS, heads: int = 2, shared: int = 1, width:
 def run(where: Where, inputs, packed, dout):
     given = [x for x in inputs if x is not None]
     out = linear.linear_attention(*inputs, packed)
-    return {"out": out, **dict(zip(_names(inputs), torch.autograd.grad(out, given, dout)))}
-
-
-def _names(inputs) -> list[str]:
-    return [name for name, x in zip((*NAMES, "skip"), inputs) if x is not None]
-
-
-def quadratic(inputs, dout, dtype: torch.dtype, lengths=LENGTHS) -> dict[str, np.ndarray]:
-    """o_i = s sum_j exp(c_i - c_j) (q_i . k_j) b_j v_j + d v_i, by a score matrix per document."""
-    leaves = [None if x is None else x.detach().to(dtype).requires_grad_() for x in inputs]
-    *rows, skip = leaves
-    parts = []
-    for document in zip(*(len(lengths) * [None] if x is None else x.split(lengths) for x in rows), strict=True):
-        q, k, v, g, strength = document
-        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
-        c = g.cumsum(0)
-        later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
-        decay = (c[:, None] - c[None]).masked_fill(later[..., None], -torch.inf)
-        scores = torch.einsum("ihk,jhk->ijh", q, k) * decay.exp() * q.shape[2] ** -0.5
-        out = torch.einsum("ijh,jhv->ihv", scores, v if strength is None else v * strength[..., None])
-        parts.append(out if skip is None else out + skip[:, None] * v)
-    out = torch.cat(parts)
-    found = torch.autograd.grad(out, [x for x in leaves if x is not None], dout.to(dtype))
-    return {"out": numpy(out), **{name: numpy(x) for name, x in zip(_names(inputs), found)}}
+    return {"out": out, **dict(zip(names_of(inputs), torch.autograd.grad(out, given, dout)))}
 
 
 @pytest.fixture
