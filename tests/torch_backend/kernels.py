@@ -7,11 +7,12 @@ product is wrong), and on a GPU with ``-m gpu`` (in bfloat16 as well).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from packing_core.budget import largest, over_budget
 from torch_backend.ops import operators
@@ -97,3 +98,21 @@ def assert_within_budget(
         assert x.shape == exact[name].shape, name
         over = over_budget(numpy(x), exact[name], rounded[name], scale=scale, dtype=working).max()
         assert over <= 1, f"{name} is {over:.3g} budgets away from the oracle"
+
+
+class Elements(TorchDispatchMode):
+    """The largest tensor that any operation makes, and all the multiplications of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.squares = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.largest = max(self.largest, x.numel())
+        if "scaled_dot_product" in str(func):
+            q, k = args[0], args[1]
+            self.squares += q.shape[0] * q.shape[-2] * k.shape[-2]
+        return out

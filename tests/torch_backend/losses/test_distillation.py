@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from tests.torch_backend.kernels import Elements
 from tests.torch_backend.models import collate, documents, patched, tiny
 from torch_backend import PackedCollator, patch
 from torch_backend.losses.cross_entropy import normalise
@@ -117,19 +118,12 @@ def test_weights_of_targets_and_a_bound_of_their_number(batch: dict[str, Any]) -
 
 def test_no_tensor_has_the_size_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher = patched("qwen2"), larger(hidden_size=48)
-    batch, entries, sizes = collate(documents((5, 9, 30) * 5), capacity=None), student.config.vocab_size, []
+    batch, entries = collate(documents((5, 9, 30) * 5), capacity=None), student.config.vocab_size
     monkeypatch.setitem(linear_divergence.__kwdefaults__, "chunk_bytes", 8 * entries)
-
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = function(*args, **(kwargs or {}))
-            sizes.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor))
-            return out
-
     causal_lm_divergence(student, teacher, batch)  # the first call looks at what the models do to their logits
-    with Sizes():
+    with Elements() as seen:
         causal_lm_divergence(student, teacher, batch)[0].backward()
-    assert sizes and max(sizes) < batch["labels"].numel() * entries
+    assert 0 < seen.largest < batch["labels"].numel() * entries
 
 
 def test_answers_that_share_a_prompt_have_the_gradients_of_whole_documents() -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from conformance.pairwise import pairwise
 from packing_core import reference as oracle
 from packing_core.errors import LayoutError, UnsupportedError
+from tests.torch_backend.kernels import Elements
 from torch_backend.ops.attention import attention, sdpa
 from torch_backend.ops.document_batches import COARSE, FINE, buckets, map_documents, padded_lengths
 from torch_backend.segments import PackedMetadata
@@ -229,29 +229,11 @@ def test_dropout_drops_and_keeps_the_mean() -> None:
         assert out.std() > 0.1 and abs(out.mean() - 1) < 0.1
 
 
-class _Elements(TorchDispatchMode):
-    """The largest tensor that any operation makes, and all the multiplications of attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest, self.squares = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(x, Tensor):
-                self.largest = max(self.largest, x.numel())
-        if "scaled_dot_product" in str(func):
-            q, k = args[0], args[1]
-            self.squares += q.shape[0] * q.shape[-2] * k.shape[-2]
-        return out
-
-
 def test_cost_follows_the_sum_of_squared_lengths_and_nothing_is_t_by_t() -> None:
     lengths = [128] * 32
     tokens = sum(lengths)
     q, k, v = (torch.randn(tokens, 1, 8) for _ in range(3))
-    with _Elements() as seen:
+    with Elements() as seen:
         attention(q, k, v, PackedMetadata.from_lengths(lengths), implementation="sdpa")
     assert seen.squares == sum(n * n for n in lengths)
     assert seen.largest < tokens * tokens / 100
@@ -259,7 +241,7 @@ def test_cost_follows_the_sum_of_squared_lengths_and_nothing_is_t_by_t() -> None
 
 def test_a_window_costs_length_times_window() -> None:
     q, k, v = (torch.randn(4096, 1, 8) for _ in range(3))
-    with _Elements() as seen:
+    with Elements() as seen:
         attention(q, k, v, PackedMetadata.from_lengths([4096]), window=64, implementation="sdpa")
     assert seen.squares <= 4096 * 128
     assert seen.largest < 4096 * 4096 / 100
