@@ -227,8 +227,12 @@ class PackedForward(BlockMask):
             raise UnsupportedModelError("a packed forward computes all logits: leave logits_to_keep out")
         return self
 
-    def __and__(self, selected: Tensor) -> PackedForward:
+    def __and__(self, other: PackedForward) -> PackedForward:
         """This forward with what an indexer selected, for a layer that joins it to its mask and hands on that alone."""
+        return other
+
+    def selecting(self, selected: Tensor) -> PackedForward:
+        """A copy of this forward for one layer, whose indexer selected so."""
         found = copy(self)
         found.selected = selected
         return found

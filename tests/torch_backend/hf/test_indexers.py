@@ -107,7 +107,8 @@ def test_blocks_begin_anew_in_every_document(family: str, changes: dict[str, Any
 
 @pytest.mark.parametrize(("family", "kind"), [("minimax_m3_vl_text", BLOCKS), ("qwen4_exp_text", {})])
 def test_equal_scores_of_blocks_are_chosen_among_as_alone(family: str, kind: dict[str, Any]) -> None:
-    model = tiny(family, **kind, **({"index_topk_blocks": 2} if kind else {}))
+    changes: dict[str, Any] = {**kind, "index_topk_blocks": 2} if kind else {}
+    model = tiny(family, **changes)
     for indexer in indexers(model):
         nn.init.zeros_((indexer.q_proj if kind else indexer.index_qk_proj).weight)
     want = alone(model, documents(), use_cache=False)
@@ -169,27 +170,36 @@ def test_documents_are_not_cut_over_ranks() -> None:
         refuse_context(state.anatomy)
 
 
-def test_compiled_layers_run_documents_within_the_budget(interpreted: None) -> None:
-    """As whole graphs, which longer documents break."""
-    changes = {**SHARED, "v_head_dim": 16}
-    model = patch(indexed("glm_moe_dsa", 19, **changes), implementation="triton", verify=False)
+@pytest.mark.parametrize(
+    ("family", "changes", "graphs"),
+    [
+        ("glm_moe_dsa", {**SHARED, "v_head_dim": 16, "index_topk": 19}, 3),
+        ("minimax_m3_vl_text", {**BLOCKS, "index_block_size": 19, "index_topk_blocks": 1}, 2),
+        ("qwen4_exp_text", {"layer_types": ["indexed_attention"] * 2, "indexer_budget": 18}, 1),
+    ],
+)
+def test_compiled_layers_run_documents_within_the_budget(
+    interpreted: None, family: str, changes: dict[str, Any], graphs: int
+) -> None:
+    """As whole graphs, which longer documents break: one of each kind of layer, and one of the last norm, if any."""
+    model = patch(tiny(family, **changes), implementation="triton", verify=False)
     state_of(model).guard = DeviceGuard()  # type: ignore[union-attr] # boundaries on the CPU would be read
     given = [collate(documents(lengths), max_seqlen=64, bucket=16) for lengths in ((19, 5, 1), (19, 40))]
     short, long = ({name: x for name, x in batch.items() if name != "packed_lengths"} for batch in given)
-    graphs: list[torch.fx.GraphModule] = []
+    made: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
+        made.append(graph)
         return graph
 
     with torch.no_grad():
         exact = [causal_lm_loss(model, batch)[0] for batch in (short, long)]
         compile_layers(model, backend=backend)
         found = [causal_lm_loss(model, short)[0]]
-        of_short = len(graphs)
+        of_short = len(made)
         found.append(causal_lm_loss(model, long)[0])
     torch.testing.assert_close(found, exact)
-    assert of_short == 3, "of layers that select, of those that share, and of the last norm"
+    assert of_short == graphs
 
 
 def test_steps_run_longer_documents_beside_their_graph(

@@ -6,6 +6,8 @@ function, or through the outputs of a layer to the attention of the next ones. I
 - int32 [B, S, 0], made of nothing, where no document is longer than its budget: attention is dense then;
 - else places of the long documents, as :mod:`torch_backend.ops.attention.selected` makes and takes them.
 
+Layers of Qwen 4 join it to their mask and hand on that alone, so theirs is a :class:`PackedForward` that holds it.
+
 Index queries, keys and weights come from the indexer's own forward, with the products of queries and keys left out: a
 TorchFunctionMode sees its calls of ``torch.matmul``. So no rotation, norm or scale of a family is repeated here.
 """
@@ -67,10 +69,14 @@ def _forward(indexer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs:
     forward = forward_among((*args, *kwargs.values()))
     if forward is None:
         return call(*args, **kwargs)
+    joined = _selects(indexer) == "pooled blocks"
+    if forward.long is None and joined:
+        return forward
     if forward.long is None:
         hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         return hidden.new_empty((*hidden.shape[:2], 0), dtype=torch.int32)
-    return _selected(indexer, call, forward.long, args, kwargs)
+    selected = _selected(indexer, call, forward.long, args, kwargs)
+    return forward.selecting(selected) if joined else selected
 
 
 @torch.compiler.disable  # each batch has other documents

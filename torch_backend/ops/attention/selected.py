@@ -155,8 +155,8 @@ def select_blocks(q: Tensor, k: Tensor, long: LongDocuments, *, top_k: int, loca
 def select_pooled(q: Tensor, pooled: Sequence[Tensor], long: LongDocuments, *, top_k: int) -> Tensor:
     """The blocks of keys that each query of a long document sees, chosen among those that end before it (Qwen 4).
 
-    The score of a block is ``sum_h relu(q[i, h] . k)`` with its pooled key k. A query also sees the block in which it
-    stands, unless it is the last token of it, in which case that block is one of those to choose from.
+    The score of a block is ``sum_h relu(q[i, h] . k)`` with its pooled key k. A query also sees the block after the
+    last one that it chooses from, up to itself.
 
     Args:
         q: [T, H, D] of the whole row.
@@ -176,7 +176,7 @@ def select_pooled(q: Tensor, pooled: Sequence[Tensor], long: LongDocuments, *, t
             complete = (query + 1) // long.block
             best = _best_before(scores, complete, top_k)
             found[tile, 0, : best.shape[1]] = best.int()
-            found[tile, 0, top_k] = complete.masked_fill((query + 1) % long.block == 0, -1).int()
+            found[tile, 0, top_k] = complete.int()
     return found
 
 
@@ -270,7 +270,7 @@ def _visible(selected: Tensor, start: int, size: int) -> Tensor:
     queries = selected.shape[0]
     stop = start + queries
     blocks = -(-stop // size)
-    column = selected.long() % (blocks + 1)  # -1 marks a column of its own, which is dropped
+    column = selected.long() % (blocks + 1)  # -1 has a column of its own, which is dropped
     seen = torch.zeros(*selected.shape[:-1], blocks + 1, dtype=torch.bool, device=selected.device)
     seen = seen.scatter_(-1, column, True)[..., :blocks]
     if size > 1:
