@@ -147,6 +147,15 @@ def visible_keys(segments: Segments, *, causal: bool, window: int | None, q_offs
     return Interval(begin, end)
 
 
+def keys_inside(
+    segments: Segments, keys: int, *, causal: bool, window: int | None, q_offset: int | jax.Array = 0
+) -> jax.Array:
+    """bool [B, S, T]: whether each query sees each of ``keys`` keys, by :func:`visible_keys`."""
+    begin, end = visible_keys(segments, causal=causal, window=window, q_offset=q_offset)
+    key = jnp.arange(keys, dtype=jnp.int32)[None, None]
+    return (begin[..., None] <= key) & (key < end[..., None])
+
+
 def seeing_queries(segments: Segments, *, causal: bool, window: int | None, q_offset: int | jax.Array = 0) -> Interval:
     """The queries that see each key, int32 [B, T] and [B, T]: :func:`visible_keys` read from the other side."""
     begin, end = segments.queries_of_keys

@@ -26,7 +26,7 @@ from jax_backend.attention.sharding import left_to_compiler, platform_of, shardi
 from jax_backend.differentiation import reverse_mode
 from jax_backend.lacking import lacking
 from jax_backend.placement import refuse_varying
-from jax_backend.segments import Segments, cap_segments, find_segments, is_concrete
+from jax_backend.segments import Segments, cap_segments, find_segments, is_concrete, keys_inside
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 
 IMPLEMENTATIONS = {
@@ -69,6 +69,7 @@ def segment_attention(
     return_lse: bool = False,
     parents: jax.Array | None = None,
     max_ancestors: int | None = None,
+    selected: jax.Array | None = None,
     contain_nonfinite: bool = False,
     implementation: str | None = None,
 ) -> Any:
@@ -109,6 +110,8 @@ def segment_attention(
             square of a row, or without a window by ``pallas`` and ``chunked``, one call for each level.
         max_ancestors: the most segments that one continues, its parent's parents counted. Concrete parents tell it;
             traced ones run by ``xla`` without it. A row with more raises, or is NaN when traced.
+        selected: bool [B, S, T], the keys that each query may see at all (:func:`.selection.select_keys`); None for
+            every one. On one device and by ``xla``, whose memory follows the square of a row.
         contain_nonfinite: keep NaN and infinities of one document out of the others, outputs and gradients, which
             costs the kernels a pass over q, k, v, the output and their gradients. ``chunked`` always does. Finite
             values never reach another document.
@@ -138,6 +141,8 @@ def segment_attention(
         max_segments=max_segments,
     )
     segments = _segments(q, k, segment_ids, kv_segment_ids, q_offset, max_segments)
+    if selected is not None:
+        implementation = _for_selected(selected, q, k, implementation, mesh or sharding_of(q, k, v))
     seen, levels = None, None
     if parents is not None:
         ids = _ids_with_parents(segment_ids, kv_segment_ids, causal, mesh or sharding_of(q, k, v))
@@ -151,6 +156,10 @@ def segment_attention(
         else:
             levels, valid = levels_above(segments, ids, parents, depth or 0)
         segments = replace(segments, valid=valid if segments.valid is None else segments.valid & valid)
+    if selected is not None:
+        if seen is None:
+            seen = keys_inside(segments, k.shape[1], causal=causal, window=window, q_offset=q_offset)
+        seen = seen & selected
     request = request_for(
         q,
         k,
@@ -225,6 +234,24 @@ def _on_one_device(
     if levels is None:
         return attend
     return over_levels(attend, partial(run, request=above), levels, merge_attention)
+
+
+def _for_selected(selected: Any, q: Any, k: Any, implementation: str | None, sharding: Any) -> str:
+    """The implementation that runs selected keys.
+
+    Raises:
+        LayoutError: the mask is not bool [B, S, T].
+        UnsupportedError: another implementation is named, or inputs are spread over devices.
+    """
+    shape = (*q.shape[:2], k.shape[1])
+    if getattr(selected, "shape", None) != shape or selected.dtype != jnp.bool_:
+        raise LayoutError(f"selected must be bool {list(shape)}, got {getattr(selected, 'shape', type(selected))}")
+    if implementation not in (None, "xla") or sharding is not None:
+        raise UnsupportedError(
+            "segment_attention with selected keys runs by implementation='xla' on one device: leave mesh out",
+            option="implementation",
+        )
+    return "xla"
 
 
 _PARENTS = "segment_attention with parents (shared prefixes)"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_backend.attention.request import Request
-from jax_backend.segments import Segments, visible_keys
+from jax_backend.segments import Segments, keys_inside
 
 
 def supports(request: Request) -> str | None:
@@ -35,9 +35,7 @@ def attend(
     if request.softcap is not None:
         logits = request.softcap * jnp.tanh(logits / request.softcap)
     if seen is None:
-        begin, end = visible_keys(segments, causal=request.causal, window=request.window, q_offset=q_offset)
-        key = jnp.arange(request.keys, dtype=jnp.int32)[None, None]
-        seen = (begin[..., None] <= key) & (key < end[..., None])
+        seen = keys_inside(segments, request.keys, causal=request.causal, window=request.window, q_offset=q_offset)
     logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
 
     # A query that sees nothing has largest -inf and total 0: both are replaced before they reach an exp, a log or a

@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jax_backend.attention import IMPLEMENTATIONS, segment_attention
+from jax_backend.attention.selection import select_keys
 from jax_backend.batches import to_batch
 from jax_backend.compilation import compile_quickly
 from jax_backend.conformance.operations import RULES, out_and_gradients
@@ -40,8 +41,8 @@ from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabil
 from packing_core.protocol.backend import PackingMethods, pack_documents
 
 _LACKING = {"alibi", "both_ways", "dynamic_rope", "nonfinite_padding", "context_parallel", "channel_decay"}
-_LACKING |= {"continued_segments", "selected_keys"}
-_ALL = protocol.ALL_OPTIONS - _LACKING
+_LACKING |= {"continued_segments"}
+_ALL = protocol.ALL_OPTIONS - _LACKING - {"selected_keys"}
 _RANKS = 4  # devices that a CPU is split into, as many as the suite wants ranks
 _PLAIN = _ALL - {"sinks"}  # without a differentiable log-sum-exp there are no sinks
 
@@ -71,6 +72,8 @@ def capabilities(implementation: str, platform: str) -> Capabilities:
     options = _ALL if platform == "cpu" else _ALL - {"ranks"}
     if implementation == "chunked":
         options = options | {"nonfinite_padding"} | ({"context_parallel"} if platform == "cpu" else set())
+    if implementation == "xla":
+        options = options | {"selected_keys"}
     return Capabilities(options=options, atomic_embedding=atomic)
 
 
@@ -104,6 +107,10 @@ class AttentionStack(Backend):
         sinks: Array | None = None,
         alibi_slopes: Array | None = None,
         spans: Array | None = None,
+        index_q: Array | None = None,
+        index_k: Array | None = None,
+        index_weights: Array | None = None,
+        top_k: int | None = None,
         context_ranks: int = 1,
         dout: Array | None = None,
         **options: Any,
@@ -112,14 +119,16 @@ class AttentionStack(Backend):
             raise UnsupportedError("segment_attention has no ALiBi")
         if spans is not None:
             raise UnsupportedError("segment_attention has no spans that see both ways")
-        if options.get("top_k") is not None:
-            raise UnsupportedError("segment_attention selects no keys")
-        protocol.require_declared(self, dtype=dtype, options=["context_parallel"] * (context_ranks > 1))
+        taken = ["context_parallel"] * (context_ranks > 1) + ["selected_keys"] * (top_k is not None)
+        protocol.require_declared(self, dtype=dtype, options=taken)
         operands = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
         options["implementation"] = self.implementation
         if self.implementation == "cudnn":
             options["max_segments"] = _segments_cap(segment_ids)
         ids = np.asarray(segment_ids, np.int32)
+        if top_k is not None:
+            index = [np.asarray(x) for x in (index_q, index_k, index_weights)]
+            return out_and_gradients(_attend_selected, operands, dout, ids, *index, dtype=dtype, top_k=top_k, **options)
         if context_ranks == 1:
             return out_and_gradients(_attend, operands, dout, ids, dtype=dtype, **options)
         options["ranks"] = context_ranks
@@ -309,6 +318,20 @@ def _train_step(config: DecoderConfig, dtype: str, optimizer: str, learning_rate
 
 def _attend(operands: dict[str, Any], segment_ids: jax.Array, **options: Any) -> jax.Array:
     return segment_attention(**operands, segment_ids=segment_ids, contain_nonfinite=True, **options)
+
+
+def _attend_selected(
+    operands: dict[str, Any],
+    segment_ids: jax.Array,
+    index_q: jax.Array,
+    index_k: jax.Array,
+    index_weights: jax.Array,
+    *,
+    top_k: int,
+    **options: Any,
+) -> jax.Array:
+    selected = select_keys(index_q, index_k, index_weights, segment_ids, top_k=top_k)
+    return _attend(operands, segment_ids, selected=selected, **options)
 
 
 def _attend_in_slices(operands: dict[str, Any], segment_ids: jax.Array, *, ranks: int, **options: Any) -> jax.Array:
