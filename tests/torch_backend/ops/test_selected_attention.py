@@ -9,7 +9,13 @@ from torch import Tensor
 from tests.torch_backend.models import error
 from torch_backend.ops.attention import AttentionRequest, request_of
 from torch_backend.ops.attention import selected as selected_keys
-from torch_backend.ops.attention.selected import LongDocuments, select, selected_attention
+from torch_backend.ops.attention.selected import (
+    LongDocuments,
+    select,
+    select_blocks,
+    select_pooled,
+    selected_attention,
+)
 from torch_backend.segments import PackedMetadata
 
 LENGTHS = (5, 12, 1, 9, 4, 13)  # of which 5, 12, 9 and 13 are above a budget of 4
@@ -27,8 +33,12 @@ def long_documents(packed: PackedMetadata) -> LongDocuments:
     return found
 
 
-def test_the_best_keys_are_those_of_the_document_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_number", [("cpu",), ()], ids=["as a CPU", "as a GPU"])
+def test_the_best_keys_are_those_of_the_document_alone(
+    monkeypatch: pytest.MonkeyPatch, by_number: tuple[str, ...]
+) -> None:
     monkeypatch.setattr(selected_keys, "_SCORES_ON_CPU", 60)  # some queries at a time
+    monkeypatch.setattr(selected_keys, "_BY_NUMBER", by_number)
     long = long_documents(PackedMetadata.from_lengths(LENGTHS))
     q, k, weights = operands((2, 8), (8,), (2,))
     q, k = q.abs(), k.abs()  # no score is 0, as several would be
@@ -75,6 +85,34 @@ def test_attention_is_that_over_the_selected_keys(
     gradient = torch.randn(want.shape, dtype=want.dtype)
     pairs = zip(*(torch.autograd.grad(x, leaves, gradient) for x in (found, want)), strict=True)
     assert all(error(got, exact) <= 1e-12 for got, exact in pairs)
+
+
+@pytest.mark.parametrize("by_number", [("cpu",), ()], ids=["as a CPU", "as a GPU"])
+def test_the_best_blocks_are_those_of_the_document_alone(
+    monkeypatch: pytest.MonkeyPatch, by_number: tuple[str, ...]
+) -> None:
+    """Three groups choose two blocks of two keys each, their own first; and one group among blocks that have ended."""
+    monkeypatch.setattr(selected_keys, "_SCORES_ON_CPU", 60)
+    monkeypatch.setattr(selected_keys, "_BY_NUMBER", by_number)
+    long = LongDocuments.of(PackedMetadata.from_lengths(LENGTHS), BUDGET, block=2)
+    assert long is not None
+    q, k = operands((3, 8), (8,))
+    k = k.abs()  # no score of one head is 0 for positive queries
+    documents = long.places.split(long.lengths)
+    found = select_blocks(q, k, long, top_k=2, local=1).split(long.lengths)
+    pooled = [k[document][: len(document) // 2 * 2].unflatten(0, (-1, 2)).mean(1) for document in documents]
+    ended = select_pooled(q.abs()[:, :1], pooled, long, top_k=2).split(long.lengths)
+    for chosen, earlier, document, keys in zip(found, ended, documents, pooled, strict=True):
+        scores = torch.einsum("ihd,jd->hij", q[document], k[document])
+        means = q.abs()[document, 0] @ keys.T
+        for i in range(len(document)):
+            for group in range(3):
+                of_blocks = [float(part.max()) for part in scores[group, i, : i + 1].split(2)]
+                best = sorted(range(len(of_blocks) - 1), key=lambda block: -of_blocks[block])[:1]
+                assert set(chosen[i, group].tolist()) - {-1} == {*best, i // 2}
+            best = means[i, : (i + 1) // 2].argsort(descending=True)[:2].tolist()
+            assert sorted(earlier[i, 0, :2].tolist()) == sorted([-1] * (2 - len(best)) + best)
+            assert earlier[i, 0, 2] == (i + 1) // 2
 
 
 def test_documents_within_the_budget_are_none() -> None:

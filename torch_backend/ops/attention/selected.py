@@ -27,6 +27,9 @@ from torch_backend.ops.attention.request import AttentionRequest, request_of
 from torch_backend.ops.attention.sdpa import fused, has_no_kernel
 from torch_backend.segments import PackedMetadata, host_lengths, to_device
 
+# Device types whose topk chooses among equal scores by how many scores there are, so that it gets as many as it does of
+# the document alone. A GPU takes the first of equal ones.
+_BY_NUMBER = ("cpu",)
 _SCORES, _SCORES_ON_CPU = 2**26, 2**22  # computed at a time: 256 MiB in float32, and what the caches of a CPU hold
 
 
@@ -181,11 +184,8 @@ def select_pooled(q: Tensor, pooled: Sequence[Tensor], long: LongDocuments, *, t
 
 
 def _best_before(scores: Tensor, ends: Tensor, top_k: int) -> Tensor:
-    """The places of the best of the first ``ends`` [L] scores [L, S] in each row, -1 where there are fewer.
-
-    A GPU takes the first of equal scores, and a CPU whichever its algorithm finds among so many: so it gets as many.
-    """
-    if not scores.is_cuda:
+    """The places of the best of the first ``ends`` [L] scores [L, S] in each row, -1 where there are fewer."""
+    if scores.device.type in _BY_NUMBER:
         best = scores.new_full((len(scores), top_k), -1, dtype=torch.long)
         for end in range(max(int(ends.min()), 1), int(ends.max()) + 1):
             (rows,) = (ends == end).nonzero(as_tuple=True)
@@ -197,11 +197,12 @@ def _best_before(scores: Tensor, ends: Tensor, top_k: int) -> Tensor:
 
 
 def _tiles(q: Tensor, k: Tensor, long: LongDocuments) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some queries of a long document, its keys [D, L], and where these queries stand in it."""
+    """Some queries of a long document, its keys [D, S] as far as the choice needs them, and where the queries stand."""
     for end, length in zip(accumulate(long.lengths), long.lengths, strict=True):
         first, keys = end - length, k[end - length : end].transpose(0, 1)
         for start, stop in _blocks(length, q.shape[1] * length, q.device):
-            yield slice(first + start, first + stop), keys, torch.arange(start, stop, device=q.device)
+            needed = keys if q.device.type in _BY_NUMBER else keys[:, :stop]
+            yield slice(first + start, first + stop), needed, torch.arange(start, stop, device=q.device)
 
 
 @torch.compiler.disable  # each batch has other documents
@@ -234,14 +235,15 @@ def selected_attention(
     # the gradients of a key and of a sink are sums over blocks, and are summed in float32
     keys, values = (x.index_select(0, long.places).to(exact).split(long.lengths) for x in (k, v))
     of_sinks = None if sinks is None else sinks.to(exact)
+    scored, grouped = has_no_kernel(request), selected.ndim == 3 and selected.shape[1] > 1
 
     def block(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sinks: Tensor | None, start: int) -> Tensor:
         k, v = k.to(dtype), v.to(dtype)
         visible = _visible(selected, start, long.block)
-        if visible.ndim == 3:
+        if grouped:
             visible = visible.repeat_interleave(q.shape[1] // len(visible), 0)
-        if has_no_kernel(request):
-            if visible.ndim == 3:
+        if scored:
+            if grouped:
                 visible = visible.unflatten(0, (k.shape[1], -1))
             return scores_attention(q, k, v, request=request, sinks=sinks, first_query=start, visible=visible)
         return fused(q[None], k[None], v[None], request, visible)[0]
@@ -249,7 +251,7 @@ def selected_attention(
     parts = []
     for own, key, value, chosen in zip(queries, keys, values, selected.split(long.lengths), strict=True):
         length = len(own)
-        for start, stop in _blocks(length, (request.heads if has_no_kernel(request) else 1) * length, q.device):
+        for start, stop in _blocks(length, length * (request.heads if scored or grouped else 1), q.device):
             parts.append(
                 checkpoint(
                     block, own[start:stop], key[:stop], value[:stop], chosen[start:stop], of_sinks, start,
