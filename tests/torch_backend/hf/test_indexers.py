@@ -89,7 +89,9 @@ PLE |= {"split_ngram_parts": 1, "make_ngram_vocab_size_divisible_by": 4}
         ("minimax_m3_vl_text", {**BLOCKS, "index_topk_blocks": 8}),
         ("minimax_m3_vl_text", {**BLOCKS, "index_topk_blocks": 3, "index_local_blocks": 2}),
         ("minimax_m3_vl_text", {**BLOCKS, "index_topk_blocks": 1, "index_local_blocks": 0, "index_block_size": 4}),
+        ("minimax_m3_vl_text", {**BLOCKS, "index_topk_blocks": 5, "index_block_size": 1}),
         ("qwen4_exp_text", {}),
+        ("qwen4_exp_text", {"indexer_budget": 3, "indexer_compress_ratio": 1}),
         ("qwen4_exp_text", {"indexer_budget": 64}),
         ("qwen4_exp_text", {"indexer_budget": 6, "indexer_compress_ratio": 3}),
         ("qwen4_exp_text", {"indexer_budget": 32, "indexer_compress_ratio": 8}),  # of 39 and 40 tokens, one is long

@@ -275,7 +275,7 @@ def _visible(selected: Tensor, start: int, size: int) -> Tensor:
     column = selected.long() % (blocks + 1)  # -1 has a column of its own, which is dropped
     seen = torch.zeros(*selected.shape[:-1], blocks + 1, dtype=torch.bool, device=selected.device)
     seen = seen.scatter_(-1, column, True)[..., :blocks]
-    if size > 1:
+    if seen.ndim == 3:
         seen = seen.repeat_interleave(size, -1)[..., :stop]
         seen = seen.movedim(0, -2) & torch.ones(queries, stop, dtype=torch.bool, device=seen.device).tril(start)
     return seen
