@@ -43,6 +43,8 @@ def remove_saved(home: Path) -> None:
     for folder in saved(home):
         shutil.rmtree(folder)
     (home / "README.md").unlink(missing_ok=True)  # of TRL, an empty form
+    if (home / "eval").is_dir():
+        (home / "eval").rmdir()  # of sentence-transformers, empty
     if home.is_dir() and not any(home.iterdir()):
         home.rmdir()
 

@@ -9,6 +9,8 @@ a TaskResult. No framework, no console.
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,7 +20,7 @@ from packing_core.training.job import Audit, ModelJob
 
 GROUP = "crosspack.tasks"
 
-TaskName = Literal["sft", "dpo", "kto", "reward", "grpo", "classify", "mlm", "embed"]
+TaskName = Literal["sft", "dpo", "kto", "reward", "grpo", "classify", "mlm", "embed", "rerank"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Task:
             if all(record.get(name) is not None for name in columns):
                 if task == "kto" and not isinstance(record["label"], bool | int):
                     raise PackingError(f"{where}: label is {record['label']!r}: --task kto reads true or false")
+                if task in ("embed", "rerank"):
+                    _check_values(record, columns, where, task)
                 return columns
         wanted = ", or ".join(" and ".join(columns) for columns in self.columns)
         raise PackingError(
@@ -74,8 +78,40 @@ TASKS: Mapping[TaskName, Task] = {
     "grpo": Task("a policy by its rewards, by GRPO", (("prompt",),), images=True),
     "classify": Task("classes of documents", (("text", "label"), ("input_ids", "label")), rows=True, reads=_ROWS),
     "mlm": Task("masked tokens", (("text",), ("input_ids",)), rows=True, reads=_ROWS),
-    "embed": Task("embeddings of texts, on pairs", (("anchor", "positive"),), reads=_CUT),
+    "embed": Task(
+        "embeddings of texts, on pairs",
+        (("anchor", "positive", "negative"), ("anchor", "positive"), ("sentence1", "sentence2", "score")),
+        reads=_CUT,
+    ),
+    "rerank": Task(
+        "scores of documents for a query",
+        (("query", "document", "label"), ("query", "documents", "labels")),
+        reads=_CUT,
+    ),
 }
+
+
+def _check_values(record: Mapping[str, Any], columns: Sequence[str], where: str, task: str) -> None:
+    """
+    Raises:
+        PackingError: a value is no text, number or list of them, as its column asks for, or documents lack labels.
+    """
+    for name in columns:
+        several, numbers = name in ("documents", "labels"), name in ("score", "label", "labels")
+        values = record[name] if several else [record[name]]
+        fits = isinstance(values, list | tuple) and len(values) > 0
+        if not fits or not all(_is_number(x) if numbers else isinstance(x, str) for x in values):
+            kind = "a number" if numbers else "a text"
+            reads = f"a list, each {kind}" if several else kind
+            raise PackingError(f"{where}: {name} is {reprlib.repr(record[name])}: --task {task} reads {reads}")
+    if "labels" in columns and len(record["labels"]) != len(record["documents"]):
+        raise PackingError(
+            f"{where} has {len(record['labels'])} labels and {len(record['documents'])} documents: give each one"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,77 +123,6 @@ def test_masked_tokens_are_trained_in_rows(tokenizer, write, tmp_path):
     assert result.exit_code == 0, result.output
 
 
-PAIRS_OF_TEXTS = [{"anchor": text, "positive": text[: 1 + len(text) // 2]} for text in ANSWERS]
-
-
-@pytest.fixture
-def encoder(tokenizer, tmp_path) -> Path:
-    """A folder with a small BERT and a tokenizer that pads."""
-    import torch
-    from transformers import AutoConfig, AutoModel
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        **BERT,
-        num_attention_heads=2,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    AutoModel.from_config(config).save_pretrained(tmp_path / "bert")
-    tokenizer.save_pretrained(tmp_path / "bert")
-    return tmp_path / "bert"
-
-
-@pytest.mark.parametrize("negatives", [False, True])
-def test_pairs_of_texts_are_trained_as_each_text_alone(negatives, encoder, write, tmp_path):
-    import torch
-    from transformers import AutoModel, AutoTokenizer
-
-    pairs = [{**pair, **({"negative": "jugs"} if negatives else {})} for pair in PAIRS_OF_TEXTS]
-    data = write("pairs.jsonl", pairs)
-    task = ("train", "--task", "embed", "--model", encoder, "--data", data, "--device", "cpu", "--batch-size", 4)
-    result = run(*task, "--eval-data", data, "--steps", 1, "--lr", 0.1, "--warmup", 0, "--output", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    about = json.loads((tmp_path / "out" / "crosspack.json").read_text())
-    trained, evaluated = (next(s[name] for s in about["steps"] if name in s) for name in ("loss", "eval_loss"))
-
-    @torch.no_grad()
-    def loss(folder: Path) -> float:
-        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).double()
-
-        def embedded(text: str) -> torch.Tensor:
-            hidden = model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[0]
-            return torch.nn.functional.normalize(hidden.mean(0), dim=0)
-
-        anchors = torch.stack([embedded(pair["anchor"]) for pair in pairs])
-        names = ["positive", "negative"] if negatives else ["positive"]
-        others = torch.stack([embedded(pair[name]) for name in names for pair in pairs])
-        return float(torch.nn.functional.cross_entropy(20 * anchors @ others.T, torch.arange(len(pairs))))
-
-    assert trained == pytest.approx(loss(encoder), rel=1e-5)
-    assert evaluated == pytest.approx(loss(tmp_path / "out"), rel=1e-5)  # of the model that was written
-    assert evaluated != pytest.approx(trained, rel=1e-3)
-
-
-def test_pairs_that_are_uneven_or_too_long_are_refused_or_cut(encoder, write):
-    def said(records: list[dict[str, str]], *more: object) -> Any:
-        data = write("pairs.jsonl", records)
-        given = ("train", "--task", "embed", "--model", encoder, "--data", data, "--device", "cpu", "--steps", 1)
-        return run(*given, *more)
-
-    uneven = said([*PAIRS_OF_TEXTS, {**PAIRS_OF_TEXTS[0], "negative": "fox"}])
-    assert "record 4 has a negative, other than those before it: give all records one, or none" in uneven.stderr
-    other = [{"title": pair["anchor"], "body": pair["positive"]} for pair in PAIRS_OF_TEXTS]
-    assert said(other, "--column", "anchor=title", "--column", "positive=body").exit_code == 0
-    assert "has no name, only title, body: check --column" in one_line(said(other, "--column", "anchor=name"))
-    long = [*PAIRS_OF_TEXTS, {"anchor": "zebras " * 80, "positive": "jump"}]
-    assert "the model takes 64: pass --overflow truncate or drop" in said(long).stderr
-    assert said(long, "--overflow", "truncate").exit_code == 0
-    assert "--task embed has no --capacity: leave it out" in one_line(said(long, "--capacity", 64))
-
-
 @pytest.mark.slow
 def test_a_run_that_was_saved_goes_on_and_its_checkpoints_go(weights, write, tmp_path, monkeypatch):
     out = ("--steps", 3, "--save-every", 1, "--output", tmp_path / "out")
@@ -264,13 +193,10 @@ def test_answers_longer_than_the_model_are_refused_truncated_or_dropped_and_neve
     assert run(*options, "--overflow", "drop").exit_code == 0
 
 
-def test_a_task_that_cannot_learn_anything_is_refused(weights, encoder, write):
+def test_classes_that_are_all_one_are_refused(weights, write):
     alike = write("alike.jsonl", [{"text": text, "label": "fox"} for text in ANSWERS])
     classify = run("train", "--task", "classify", "--model", weights, "--data", alike, "--device", "cpu")
     assert "the only label is 'fox': pass records of two classes or more" in classify.stderr
-    pairs = write("pairs.jsonl", PAIRS_OF_TEXTS)
-    alone = ("train", "--task", "embed", "--model", encoder, "--data", pairs, "--device", "cpu", "--batch-size", 1)
-    assert "--batch-size 1 leaves a pair alone on its process" in run(*alone).stderr
 
 
 REFUSED_REWARDS = {

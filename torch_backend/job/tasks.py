@@ -28,13 +28,12 @@ from packing_core.training.tasks import TASKS, TaskJob, TaskResult
 from torch_backend.auditing.model import verify
 from torch_backend.auditing.trainer import audit_trainer
 from torch_backend.collate import PackedCollator
-from torch_backend.hf.float8 import to_float8
-from torch_backend.job.embeddings import EmbeddingTrainer, PairCollator, tokenized
+from torch_backend.job import retrieval
 from torch_backend.job.images import image_dataset, image_rows
 from torch_backend.job.models import audit_of, load_model, naming, shared_arguments, with_adapters, write_model
+from torch_backend.job.retrieval import RETRIEVAL
 from torch_backend.job.train import device_name
-from torch_backend.patching import unpad
-from torch_backend.trainers.enable_packing import enable_packing
+from torch_backend.trainers.enable_packing import disable_packing, enable_packing
 
 require("transformers", extra="hf")
 
@@ -53,13 +52,8 @@ _HEADS = {
     "classify": "AutoModelForSequenceClassification",
     "reward": "AutoModelForSequenceClassification",
     "mlm": "AutoModelForMaskedLM",
-    "embed": "AutoModel",
 }
-_ADAPTERS = {
-    "classify": "SEQ_CLS",
-    "reward": "SEQ_CLS",
-    "embed": "FEATURE_EXTRACTION",
-}  # peft's names of tasks; others train no head
+_ADAPTERS = {"classify": "SEQ_CLS", "reward": "SEQ_CLS"}  # peft's names of tasks; others train no head
 
 
 def train(job: TaskJob) -> TaskResult:
@@ -75,11 +69,15 @@ def train(job: TaskJob) -> TaskResult:
             "CUDA_VISIBLE_DEVICES"
         )
     job.on_phase("building the model")
-    tokenizer = _tokenizer(job)
     labels = _labels(job)
-    model = _model(job, tokenizer, labels)
-    if job.options.lora:
-        model = with_adapters(model, job.options, _ADAPTERS.get(job.task, "CAUSAL_LM"))
+    if job.task in RETRIEVAL:
+        model = retrieval.load(job)
+        tokenizer = model.processor
+    else:
+        tokenizer = _tokenizer(job)
+        model = _model(job, tokenizer, labels)
+        if job.options.lora:
+            model = with_adapters(model, job.options, _ADAPTERS.get(job.task, "CAUSAL_LM"))
     skipped: list[str] = []
     with TemporaryDirectory() as scratch, _of_the_trainer(job):
         trainer = _trainer(
@@ -101,7 +99,12 @@ def train(job: TaskJob) -> TaskResult:
             device=device_name(trainer.args.device),
             skipped=skipped,
         )
+    if job.task in RETRIEVAL:
+        disable_packing(trainer)
     if job.output is not None and trainer.is_world_process_zero():
+        if job.task in RETRIEVAL:
+            retrieval.write(job, trainer.model)
+            return result
         write_model(job, trainer.accelerator.unwrap_model(trainer.model))
         tokenizer.save_pretrained(job.output)
     return result
@@ -172,7 +175,9 @@ def _trainer(
     data: dict[str, Any]
     if job.images:
         job.on_phase("reading the images")
-    if job.task == "sft":
+    if job.task in RETRIEVAL:
+        data = retrieval.parts(job, model, skipped)
+    elif job.task == "sft":
         data = {name: image_rows(job, records, model, tokenizer, skipped) for name, records in sets.items()}
     elif job.images:
         data = {name: image_dataset(job, records, skipped) for name, records in sets.items()}
@@ -194,15 +199,20 @@ def _trainer(
         trainer = kind(args=_arguments(job, config, folder, limit), **rewards, **common)
         if limit is not None and "max_length" not in job.arguments:
             _fit(job, trainer, limit)
-    elif job.task == "embed":
-        arguments = _arguments(job, transformers.TrainingArguments, folder)
-        texts = len(data["train_dataset"].column_names)
-        if texts == 2 and arguments.per_device_train_batch_size < 2:
+    elif job.task in RETRIEVAL:
+        kind = "SentenceTransformer" if job.task == "embed" else "CrossEncoder"
+        arguments = _arguments(job, getattr(retrieval.library(), f"{kind}TrainingArguments"), folder)
+        if (
+            data["train_dataset"].column_names[-1] in ("positive", "score")
+            and arguments.per_device_train_batch_size < 2
+        ):
             raise PackingError(
                 f"--batch-size {job.batch_size} leaves a pair alone on its process, and the other pairs of a batch are "
                 "what it is told apart from: pass at least 2 for each process, or records with a negative"
             )
-        trainer = EmbeddingTrainer(args=arguments, data_collator=PairCollator(tokenizer), texts=texts, **common)
+        trainer = getattr(retrieval.library(), f"{kind}Trainer")(args=arguments, **common)
+        if job.options.lora:
+            retrieval.resumes_adapters(trainer)
     else:
         collators: dict[str, Callable[[], Any]] = {
             "sft": lambda: PackedCollator(model, processor=tokenizer),
@@ -227,8 +237,6 @@ def _dataset(
 ) -> Any:
     """The records as the trainer of the task reads them."""
     datasets = require("datasets", extra="hf")
-    if job.task == "embed":
-        return datasets.Dataset.from_list(tokenized(records, tokenizer, longest=longest, overflow=job.overflow))
     if not TASKS[job.task].rows:
         return datasets.Dataset.from_list([dict(record) for record in records])
     numbers = {label: number for number, label in enumerate(labels)}
@@ -319,10 +327,12 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path, longest: int | None 
             job.gradient_checkpointing
         ),
         "use_cpu": job.device == "cpu" or not torch.cuda.is_available(),
-        "remove_unused_columns": job.task not in ("embed", "sft"),
+        "remove_unused_columns": job.task not in (*RETRIEVAL, "sft"),
         **evaluates,
         **saves,
     }
+    if job.task == "rerank":  # DDP's search for them does not find what the library's outputs use
+        settled["ddp_find_unused_parameters"] = False
     if longest is not None:
         settled["max_length"] = longest if job.overflow == "truncate" else None
     with naming(f"--task {job.task}: {kind.__name__}", (TypeError, ValueError)):
@@ -344,7 +354,13 @@ def _of_the_trainer(job: TaskJob) -> Iterator[None]:
     except (TypeError, ValueError, KeyError, IndexError, NotImplementedError) as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         module = str(frames[-1].f_globals.get("__name__", "")).split(".")[0]
-        if isinstance(error, PackingError) or module not in ("trl", "transformers", "datasets", "accelerate"):
+        if isinstance(error, PackingError) or module not in (
+            "trl",
+            "transformers",
+            "datasets",
+            "accelerate",
+            "sentence_transformers",
+        ):
             raise
         raise PackingError(f"--task {job.task}: {type(error).__name__}: {first_line(error)}") from error
 
@@ -356,14 +372,12 @@ def _packed(job: TaskJob, trainer: Any) -> Audit:
     if job.task in _OF_TRL or job.task == "sft":  # their batches, or their rows, are there
         enable_packing(trainer, **options)
         report: Any = audit_trainer(trainer)
+    elif job.task in RETRIEVAL:
+        report = verify(trainer.model.transformers_model, job.attention)
+        enable_packing(trainer, **options)
     else:
         report = verify(trainer.model, job.attention)
-        if job.task == "embed":
-            unpad(trainer.model, implementation=job.attention, verify=False)
-            if precision is not None:
-                to_float8(trainer.model, precision)
-        else:
-            enable_packing(trainer, capacity=job.capacity, overflow=job.overflow, **options)
+        enable_packing(trainer, capacity=job.capacity, overflow=job.overflow, **options)
     return audit_of(report)
 
 
