@@ -27,11 +27,12 @@ CAPACITIES = (7, 8, 16, 64)
 # Families that transformers gives an auxiliary loss, and whose routers run on whole rows.
 WITH_ROUTERS = (
     *("dbrx", "ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
-    *("granitemoeshared", "jamba", "jetmoe", "laguna", "mellum", "minimax", "minimax_m2", "mixtral", "olmoe", "phimoe"),
+    *("granitemoeshared", "jamba", "jetmoe", "laguna", "mellum", "minimax", "minimax_m2", "minimax_m3_vl_text"),
+    *("mixtral", "olmoe", "phimoe", "qwen4_exp", "qwen4_exp_text"),
     *("qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
 )
 # Their routers run inside layers or decoders that run per document.
-PER_DOCUMENT = ("deepseek_v4", "minimax_m3_vl_text", "qwen4_exp", "qwen4_exp_text")
+PER_DOCUMENT = ("deepseek_v4",)
 
 
 def load_balance(router_logits: list[Tensor], top_k: int) -> float:
