@@ -141,7 +141,7 @@ def test_a_router_loss_is_no_contamination_and_reported_by_itself(family: str) -
 
 def test_a_router_loss_that_would_count_padding_is_refused_at_the_patch() -> None:
     with pytest.raises(UnsupportedModelError, match="routes inside layers that run per document"):
-        torch_backend.patch(tiny("inkling_text", output_router_logits=True))
+        torch_backend.patch(tiny("deepseek_v4", output_router_logits=True))
 
 
 def test_a_padding_dependent_router_loss_shows(monkeypatch: pytest.MonkeyPatch) -> None:

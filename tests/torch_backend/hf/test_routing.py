@@ -390,7 +390,6 @@ def test_a_forward_that_ends_in_an_error_adds_no_documents() -> None:
             "phimoe",
             "PhimoeForCausalLM does not choose its experts by topk, .*: train it without routing replay",
         ),
-        ("qwen4_exp_text", "the layers of Qwen4ExpForCausalLM run per document"),
         ("inkling_text", "the layers of InklingForCausalLM run per document"),
         ("zaya", "the layers of ZayaForCausalLM run per document"),
     ],
