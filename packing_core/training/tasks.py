@@ -13,7 +13,10 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal
+
+import numpy as np
 
 from packing_core.errors import PackingError
 from packing_core.training.job import Audit, ModelJob
@@ -99,7 +102,7 @@ def _check_values(record: Mapping[str, Any], columns: Sequence[str], where: str,
     for name in columns:
         several, numbers = name in ("documents", "labels"), name in ("score", "label", "labels")
         values = record[name] if several else [record[name]]
-        fits = isinstance(values, list | tuple) and len(values) > 0
+        fits = isinstance(values, list | tuple | np.ndarray) and len(values) > 0
         if not fits or not all(_is_number(x) if numbers else isinstance(x, str) for x in values):
             kind = "a number" if numbers else "a text"
             reads = f"a list, each {kind}" if several else kind
@@ -111,7 +114,7 @@ def _check_values(record: Mapping[str, Any], columns: Sequence[str], where: str,
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)

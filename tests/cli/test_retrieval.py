@@ -93,6 +93,8 @@ def test_losses_are_those_of_padded_batches_and_the_library_loads_the_model(
     for name in ("loss", "eval_loss"):
         assert figures(packed, name) == pytest.approx(figures(padded, name), rel=1e-5)
     assert len(set(figures(packed, "loss"))) > 2
+    name = "eval_spearman_cosine" if kind == "similarities" else "eval_mrr@10"
+    assert figures(packed, name) or figures(packed, "eval_cosine_mrr@10")
     if RECORDS[kind][0] == "embed":
         outputs = [sentence_transformers.SentenceTransformer(str(x)).encode(TEXTS) for x in (packed, padded, encoder)]
     else:
@@ -258,6 +260,15 @@ def test_texts_of_one_token_and_of_one_length_are_trained_as_others(encoder, wri
     words = [{"anchor": x, "positive": y, "negative": "c"} for x, y in zip("abde", "edba", strict=True)]
     data = write("short.jsonl", words)
     done("train", "--task", "embed", "--model", encoder, "--data", data, "--eval-data", data, "--device", "cpu")
+
+
+@pytest.mark.parametrize("kind", ["labels", "lists"])
+def test_parquet_is_read_as_json_lines_are(kind, encoder, write, tmp_path):
+    for suffix in ("jsonl", "parquet"):
+        data = write(f"records.{suffix}", RECORDS[kind][1])
+        given = ("--data", data, "--device", "cpu", "--output", tmp_path / suffix)
+        done("train", "--task", "rerank", "--model", encoder, *given)
+    assert figures(tmp_path / "parquet", "loss") == pytest.approx(figures(tmp_path / "jsonl", "loss"), rel=1e-6)
 
 
 def test_columns_are_read_under_other_names(encoder, write):

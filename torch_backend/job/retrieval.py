@@ -51,13 +51,15 @@ def load(job: TaskJob) -> Any:
     inner, tokenizer = model.transformers_model, model.tokenizer
     if inner is None:
         raise PackingError(f"--model {job.model} runs no transformers model, so nothing in it is padded: nothing to do")
-    if embeds and len(model) == 1 and model[0].module_output_name == "token_embeddings":
+    if embeds and len(model) == 1 and getattr(model[0], "module_output_name", "") == "token_embeddings":
         raise PackingError(f"--model {job.model} has no pooling: add sentence-transformers' Pooling to its modules")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if inner.config.pad_token_id is None:  # a decoder's scores are read before the first of them
         inner.config.pad_token_id = tokenizer.pad_token_id
     if job.options.lora:
+        if getattr(model[0], "model", None) is not inner:
+            raise UnsupportedError(f"--lora adapts one model, and --model {job.model} routes texts to several")
         model[0].model = with_adapters(inner, job.options, "FEATURE_EXTRACTION" if embeds else "SEQ_CLS")
     return model
 
@@ -185,9 +187,10 @@ def _evaluator(job: TaskJob, records: Sequence[Mapping[str, Any]], columns: Sequ
             relevant[record["anchor"]].add(record["positive"])
         texts = {record[name]: record[name] for name in columns[1:] for record in records}
         queries = {anchor: anchor for anchor in relevant}
-        return evaluation.InformationRetrievalEvaluator(
-            queries, texts, relevant, accuracy_at_k=[1], precision_recall_at_k=[10], **options
-        )
+        given = job.arguments.get("prompts") or {}
+        query, corpus = (given if isinstance(given, str) else given.get(name) for name in ("anchor", "positive"))
+        options |= {"query_prompt": query, "corpus_prompt": corpus, "accuracy_at_k": [1], "precision_recall_at_k": [10]}
+        return evaluation.InformationRetrievalEvaluator(queries, texts, relevant, **options)
     labels = [label for record in records for label in _labels(record, columns[-1])]
     middle = (min(labels) + max(labels)) / 2
     samples: dict[str, dict[str, Any]] = {}
