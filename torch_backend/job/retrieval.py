@@ -19,6 +19,7 @@ from torch_backend.collate.vision import place_of
 from torch_backend.job.models import naming, with_adapters
 
 RETRIEVAL = ("embed", "rerank")
+_WHOLE = 2**30  # tokens of a text that is not cut
 
 
 def library(part: str = "") -> Any:
@@ -60,7 +61,7 @@ def load(job: TaskJob) -> Any:
     if job.options.lora:
         if getattr(model[0], "model", None) is not inner:
             raise UnsupportedError(f"--lora adapts one model, and --model {job.model} routes texts to several")
-        model[0].model = with_adapters(inner, job.options, "FEATURE_EXTRACTION" if embeds else "SEQ_CLS")
+        model[0].model = with_adapters(model[0].model, job.options, "FEATURE_EXTRACTION" if embeds else "SEQ_CLS")
     return model
 
 
@@ -96,12 +97,7 @@ def _usable(
     job: TaskJob, model: Any, records: Sequence[Mapping[str, Any]], columns: Sequence[str], skipped: list[str]
 ) -> list[Mapping[str, Any]]:
     """Returns the records whose texts the model takes."""
-    tokenizer, usable = model.tokenizer, []
-    prompts = job.arguments.get("prompts") or ""
-    prompts = prompts.values() if isinstance(prompts, dict) else [prompts]
-    longest = model.max_seq_length - max(
-        len(tokenizer(each, add_special_tokens=False)["input_ids"]) for each in prompts
-    )
+    named, usable = [], []
     for number, record in enumerate(records):
         where = place_of(record, number)
         try:
@@ -111,32 +107,58 @@ def _usable(
                     f"{where} has {', '.join(own)}, and the first record of --data {', '.join(columns)}: give all the "
                     "same columns"
                 )
-            lengths = [len(ids) for ids in tokenizer(*_texts(record, columns))["input_ids"]]
-            if not min(lengths):
-                raise PackingError(f"{where} has a text without tokens: leave it out, or pass --on-error skip")
         except PackingError as error:
             if job.on_error == "stop":
                 raise
             skipped.append(str(error))
             continue
-        if max(lengths) > longest and job.overflow == "error":
-            raise CapacityError(
-                f"{where} has {max(lengths):,} tokens in one text and the model takes {longest:,}: pass --overflow "
-                "truncate or drop"
-            )
-        if max(lengths) <= longest or job.overflow == "truncate":
+        named.append((where, record))
+    for (where, record), lengths in zip(named, _lengths(job, model, [x for _, x in named], columns), strict=True):
+        if not min(lengths):
+            skipped.append(f"{where} has a text without tokens: leave it out, or pass --on-error skip")
+            if job.on_error == "stop":
+                raise PackingError(skipped[-1])
+        elif max(lengths) <= model.max_seq_length or job.overflow == "truncate":
             usable.append(record)
+        elif job.overflow == "error":
+            raise CapacityError(
+                f"{where} has {max(lengths):,} tokens in one text and the model takes {model.max_seq_length:,}: pass "
+                "--overflow truncate or drop"
+            )
     if records and not usable:
         raise PackingError(f"none of the {len(records):,} records can be used{f': {skipped[0]}' if skipped else ''}")
     return usable
 
 
-def _texts(record: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[str], ...]:
-    """Returns the texts of a record, as the tokenizer takes them: of a query, one for each document."""
-    if columns[0] != "query":
-        return ([record[name] for name in columns if name != "score"],)
-    documents = record["documents"] if "documents" in columns else [record["document"]]
-    return [record["query"]] * len(documents), list(documents)
+def _lengths(job: TaskJob, model: Any, records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[int]]:
+    """Counts the tokens of each text of each record, or query with document: as trained, with prompt and template."""
+    lengths: list[list[int]] = [[] for _ in records]
+    inputs: dict[str, list[tuple[int, Any]]] = defaultdict(list)
+    for number, record in enumerate(records):
+        for name in columns if job.task == "embed" else ():
+            inputs[name].append((number, record[name]))
+        for document in _documents(record, columns) if job.task == "rerank" else ():
+            inputs["query"].append((number, (record["query"], document)))
+    inputs.pop("score", None)
+    longest, model.max_seq_length = model.max_seq_length, _WHOLE
+    for name, numbered in inputs.items():
+        for start in range(0, len(numbered), 256):
+            part = numbered[start : start + 256]
+            mask = model.preprocess([text for _, text in part], prompt=_prompt(job, name))["attention_mask"]
+            for (number, _), count in zip(part, mask.sum(1).tolist(), strict=True):
+                lengths[number].append(count)
+    model.max_seq_length = longest
+    return lengths
+
+
+def _prompt(job: TaskJob, column: str) -> str | None:
+    """Returns what ``--set prompts`` puts before the texts of a column."""
+    given = job.arguments.get("prompts") or {}
+    return given if isinstance(given, str) else given.get(column)
+
+
+def _documents(record: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
+    return list(record["documents"]) if "documents" in columns else [record["document"]]
 
 
 def _labels(record: Mapping[str, Any], column: str) -> list[float]:
@@ -187,15 +209,14 @@ def _evaluator(job: TaskJob, records: Sequence[Mapping[str, Any]], columns: Sequ
             relevant[record["anchor"]].add(record["positive"])
         texts = {record[name]: record[name] for name in columns[1:] for record in records}
         queries = {anchor: anchor for anchor in relevant}
-        given = job.arguments.get("prompts") or {}
-        query, corpus = (given if isinstance(given, str) else given.get(name) for name in ("anchor", "positive"))
-        options |= {"query_prompt": query, "corpus_prompt": corpus, "accuracy_at_k": [1], "precision_recall_at_k": [10]}
+        options |= {"query_prompt": _prompt(job, "anchor"), "corpus_prompt": _prompt(job, "positive")}
+        options |= {"accuracy_at_k": [1], "precision_recall_at_k": [10]}
         return evaluation.InformationRetrievalEvaluator(queries, texts, relevant, **options)
     labels = [label for record in records for label in _labels(record, columns[-1])]
     middle = (min(labels) + max(labels)) / 2
     samples: dict[str, dict[str, Any]] = {}
     for record in records:
-        query, documents = record["query"], _texts(record, columns)[1]
+        query, documents = record["query"], _documents(record, columns)
         sample = samples.setdefault(query, {"query": query, "positive": [], "negative": []})
         for document, label in zip(documents, _labels(record, columns[-1]), strict=True):
             sample["positive" if label >= middle else "negative"].append(document)
