@@ -116,7 +116,7 @@ def test_positions_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_positions_that_a_model_of_the_per_document_route_would_ignore_are_refused() -> None:
-    model, batch = patched("codegen"), batch_of()
+    model, batch = patched("falcon_alibi"), batch_of()
     model(**batch)
     batch["position_ids"] = batch["position_ids"] + (batch["seq_idx"] == 2)
     with pytest.raises(LayoutError, match="position_ids are not those of a document of its own at row 0, token 24"):
