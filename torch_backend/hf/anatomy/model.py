@@ -46,6 +46,7 @@ class Anatomy:
         attention: the layers that run packed attention, by name.
         mixers: the layers that carry state, by name.
         indexers: the modules that select keys for attention.
+        budget: the length up to which a document selects all of its keys in every layer; None where nothing selects.
         divided: the mixers that run per document, by name.
         rotaries: rotary modules whose frequencies depend on the batch, by name.
         numbering: counts positions as the decoder itself does; None if it takes them.
@@ -61,6 +62,7 @@ class Anatomy:
     attention: Mapping[str, nn.Module]
     mixers: Mapping[str, nn.Module]
     indexers: tuple[nn.Module, ...]
+    budget: int | None
     divided: Mapping[str, nn.Module]
     rotaries: Mapping[str, nn.Module]
     numbering: Numbering | None
@@ -71,11 +73,6 @@ class Anatomy:
     def layers(self) -> dict[str, nn.Module]:
         """Everything that must receive the segments, by name."""
         return {**self.attention, **self.mixers}
-
-    @property
-    def budget(self) -> int | None:
-        """The length up to which a document selects all of its keys in every layer; None where nothing selects."""
-        return min(map(budget_of, self.indexers), default=None)
 
     @property
     def numbers_tokens(self) -> bool:
@@ -121,6 +118,7 @@ def anatomy_of(root: Any) -> Anatomy:
         attention, mixers, rotaries = {}, {"the decoder": decoder}, {}
     else:
         sizes = OWN if see_padding else FINE
+    indexers = () if route == "documents" else tuple(find_indexers(decoder))
     return Anatomy(
         root=root,
         decoder=decoder,
@@ -129,7 +127,8 @@ def anatomy_of(root: Any) -> Anatomy:
         why=why,
         attention=attention,
         mixers=mixers,
-        indexers=() if route == "documents" else tuple(find_indexers(decoder)),
+        indexers=indexers,
+        budget=min(map(budget_of, indexers), default=None),
         divided={n: m for n, m in mixers.items() if route == "documents" or why_not_on_the_row(m)},
         rotaries=rotaries,
         numbering=numbering(decoder),
