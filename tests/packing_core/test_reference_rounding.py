@@ -73,7 +73,7 @@ def held_by(dtype: str, x: np.ndarray) -> np.ndarray:
 
 def test_every_public_function_is_here():
     functions = {name for name in reference.__all__ if name.islower()}
-    assert functions == CALLS.keys()
+    assert functions - {"select"} == CALLS.keys()  # which chooses, and returns nothing that could be rounded
 
 
 @pytest.mark.parametrize("dtype", UNIT_ROUNDOFF)
