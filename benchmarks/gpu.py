@@ -1,6 +1,6 @@
 """Everything about speed on one GPU in one call of under ten minutes: the training step, rotary embedding, attention.
 
-    python -m benchmarks.gpu                                # all sections but options, moe and distillation
+    python -m benchmarks.gpu                                # all sections but those that take minutes by themselves
     python -m benchmarks.gpu --only step rope               # some sections
     python -m benchmarks.gpu --output results               # where gpu.json goes
     python -m benchmarks.gpu --budget 240                   # seconds after which nothing new is begun
@@ -40,8 +40,10 @@ SECTIONS = {
     "options": "benchmarks.gpu_options:run",
     "moe": "benchmarks.gpu_moe:run",
     "distillation": "benchmarks.gpu_distillation:run",
+    "float8": "benchmarks.gpu_float8:run",
+    "sparse": "benchmarks.gpu_sparse:run_step",
 }
-BY_NAME_ONLY = {"options", "moe", "distillation"}  # take minutes by themselves
+BY_NAME_ONLY = {"options", "moe", "distillation", "float8", "sparse"}  # take minutes by themselves
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:

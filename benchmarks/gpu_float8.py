@@ -89,7 +89,7 @@ def train(precision: str, layers: int, memory: str, steps: int) -> tuple[dict[st
     return figures | {"last loss": float(loss)}, "; ".join(notes)
 
 
-def run(layers: int, memory: str, steps: int) -> Iterator[Result]:
+def run(layers: int = 16, memory: str = "none", steps: int = 10) -> Iterator[Result]:
     section = f"float8, {'toy' if TOY else f'Llama-3-8B shape, {layers} layers'}, full fine-tuning"
     case, right = f"rows of {ROW:,}, memory={memory}", None
     for contender in CONTENDERS:
@@ -149,12 +149,12 @@ def on_text(precision: str, data: Path, steps: int, seed: int) -> list[float]:
 
 def verdict(results: Sequence[Result]) -> str:
     """Compares rates and memory of each recipe with those of bfloat16."""
-    found = {(r.contender, r.unit): r.value for r in results if r.value}
+    values = {(r.contender, r.unit): r.value for r in results if r.value}
     lines = []
     for contender in CONTENDERS[1:]:
-        ours, base = found.get((contender, RATE)), found.get((BASE, RATE))
+        ours, base = values.get((contender, RATE)), values.get((BASE, RATE))
         if ours and base:
-            memory = found.get((contender, "GiB at most"), 0.0) / (found.get((BASE, "GiB at most")) or 1.0)
+            memory = values.get((contender, "GiB at most"), 0.0) / (values.get((BASE, "GiB at most")) or 1.0)
             lines.append(f"{contender}: {ours / base:.2f} times the rate of {BASE}, {memory:.2f} times its memory")
     return "\n".join(lines)
 
@@ -169,8 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     chosen = parsed(options, arguments)
     float8.EMULATED = TOY
     on = run_on_text(chosen.data, chosen.text) if chosen.text else run(chosen.layers, chosen.memory, chosen.steps)
-    found = survived("float8", on)
-    results = collected(found, chosen.output, "gpu_float8")
+    figures = survived("float8", on)
+    results = collected(figures, chosen.output, "gpu_float8")
     print(verdict(results), flush=True)
     return results
 

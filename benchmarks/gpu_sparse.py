@@ -115,9 +115,9 @@ class Case:
 
     @property
     def long(self) -> LongDocuments:
-        found = LongDocuments.of(self.packed, BUDGET)
-        assert found is not None
-        return found
+        long = LongDocuments.of(self.packed, BUDGET)
+        assert long is not None
+        return long
 
     def selected(self) -> Tensor:
         q, k, weights = self.index
@@ -143,12 +143,12 @@ def error() -> float:
     selected = case.selected()
     column = torch.where(selected < 0, CHECKED, selected).long()
     visible = torch.zeros(CHECKED, CHECKED + 1, dtype=torch.bool, device=DEVICE).scatter_(1, column, True)[:, :-1]
-    found = case.both(partial(case.sparse, selected))
+    results = case.both(partial(case.sparse, selected))
     leaves = [x.detach()[:, :4].float().requires_grad_() for x in case.inputs]  # of some heads, which are all alike
     q, k, v = leaves
     right = scores_attention(q, k, v, request=request_of(q, k, v, case.packed), visible=visible)
     exact = [right.detach(), *torch.autograd.grad(right, leaves, case.out[:, :4].float())]
-    return max(relative_error(x[:, :4], y) for x, y in zip(found, exact, strict=True))
+    return max(relative_error(x[:, :4], y) for x, y in zip(results, exact, strict=True))
 
 
 def run_attention() -> Iterator[Result]:
@@ -205,8 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     if chosen.limit:
         set_limit(chosen.limit)
     with ending_within(chosen.budget):
-        found = (result for name in chosen.only for result in survived(name, SECTIONS[name]()))
-        return collected(found, chosen.output, "sparse")
+        figures = (result for name in chosen.only for result in survived(name, SECTIONS[name]()))
+        return collected(figures, chosen.output, "sparse")
 
 
 if __name__ == "__main__":

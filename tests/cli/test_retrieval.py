@@ -111,10 +111,10 @@ def best(scores: Any, relevant: Any) -> tuple[float, float]:
 
     gains, ranks = [], []
     for row, good in zip(scores, relevant, strict=True):
-        found = np.asarray(good)[np.argsort(-np.asarray(row))][:10]
-        discount = 1 / np.log2(np.arange(2, 2 + len(found)))
-        gains.append((found * discount).sum() / discount[: min(10, sum(good))].sum())
-        ranks.append(1 / (1 + found.argmax()) if found.any() else 0)
+        best = np.asarray(good)[np.argsort(-np.asarray(row))][:10]
+        discount = 1 / np.log2(np.arange(2, 2 + len(best)))
+        gains.append((best * discount).sum() / discount[: min(10, sum(good))].sum())
+        ranks.append(1 / (1 + best.argmax()) if best.any() else 0)
     return float(np.mean(gains)), float(np.mean(ranks))
 
 
@@ -229,16 +229,16 @@ WRONG = {
 @pytest.mark.parametrize("task", WRONG)
 def test_a_record_that_cannot_be_used_is_named_or_left_out(task, encoder, write):
     good = PAIRS if task == "embed" else SCORED
-    given = ("train", "--task", task, "--model", encoder, "--device", "cpu", "--steps", 1)
+    command = ("train", "--task", task, "--model", encoder, "--device", "cpu", "--steps", 1)
     for record, says in WRONG[task]:
-        said = run(*given, "--data", write("bad.jsonl", [*good, record]))
+        said = run(*command, "--data", write("bad.jsonl", [*good, record]))
         assert said.exit_code == 2 and f"bad.jsonl{says}" in " ".join(said.stderr.split())
     bad = write("bad.jsonl", [*good, *(record for record, _ in WRONG[task] if "zebras" not in str(record))])
-    assert "left out" in done(*given, "--data", bad, "--on-error", "skip").output
+    assert "left out" in done(*command, "--data", bad, "--on-error", "skip").output
     if task == "embed":
         long = write("long.jsonl", [*good, WRONG[task][4][0]])
-        done(*given, "--data", long, "--overflow", "truncate")
-        done(*given, "--data", long, "--overflow", "drop")
+        done(*command, "--data", long, "--overflow", "truncate")
+        done(*command, "--data", long, "--overflow", "drop")
 
 
 def test_data_and_models_that_cannot_be_trained_are_refused(encoder, write, monkeypatch, tmp_path):
@@ -270,8 +270,8 @@ def test_prompts_are_trained_and_evaluated_and_count_as_tokens(encoder, write, t
     runs["prompted"] = triplets, ("--set", 'prompts={anchor: "fox jumps "}')
     for name, (records, more) in runs.items():
         data = write(f"{name}.jsonl", records)
-        given = ("--data", data, "--eval-data", data, "--device", "cpu", "--steps", 1, "--output", tmp_path / name)
-        done("train", "--task", "embed", "--model", encoder, *given, *more)
+        command = ("--data", data, "--eval-data", data, "--device", "cpu", "--steps", 1, "--output", tmp_path / name)
+        done("train", "--task", "embed", "--model", encoder, *command, *more)
     for name in ("eval_loss", "eval_cosine_mrr@10"):
         want = figures(tmp_path / "joined", name)
         assert figures(tmp_path / "prompted", name) == pytest.approx(want, rel=1e-5)
@@ -290,13 +290,13 @@ def test_texts_of_one_token_and_of_one_length_are_trained_as_others(encoder, wri
 def test_parquet_is_read_as_json_lines_are(kind, encoder, write, tmp_path):
     for suffix in ("jsonl", "parquet"):
         data = write(f"records.{suffix}", RECORDS[kind][1])
-        given = ("--data", data, "--device", "cpu", "--output", tmp_path / suffix)
-        done("train", "--task", "rerank", "--model", encoder, *given)
+        command = ("--data", data, "--device", "cpu", "--output", tmp_path / suffix)
+        done("train", "--task", "rerank", "--model", encoder, *command)
     assert figures(tmp_path / "parquet", "loss") == pytest.approx(figures(tmp_path / "jsonl", "loss"), rel=1e-6)
 
 
 def test_columns_are_read_under_other_names(encoder, write):
     data = write("named.jsonl", [{"title": pair["anchor"], "body": pair["positive"]} for pair in PAIRS])
-    given = ("train", "--task", "embed", "--model", encoder, "--data", data, "--device", "cpu", "--steps", 1)
-    done(*given, "--column", "anchor=title", "--column", "positive=body")
-    assert "--task embed has no --capacity: leave it out" in one_line(run(*given, "--capacity", 64))
+    command = ("train", "--task", "embed", "--model", encoder, "--data", data, "--device", "cpu", "--steps", 1)
+    done(*command, "--column", "anchor=title", "--column", "positive=body")
+    assert "--task embed has no --capacity: leave it out" in one_line(run(*command, "--capacity", 64))

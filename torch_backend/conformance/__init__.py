@@ -193,8 +193,8 @@ class AttentionStack(TensorMethods):
             if long is not None:
                 request = request_of(q, k, v, packed, sinks=sinks, **options)
                 selected = select(index[0], index[1], index[2], long, top_k=top_k)
-                found = selected_attention(q, k, v, selected, long, request, sinks=sinks, implementation=self.name)
-                return found.unflatten(0, segment_ids.shape)
+                out = selected_attention(q, k, v, selected, long, request, sinks=sinks, implementation=self.name)
+                return out.unflatten(0, segment_ids.shape)
             chosen = {"sinks": sinks, "alibi_slopes": slopes, "implementation": self.name, **options}
             return attention(q, k, v, packed, **chosen).unflatten(0, segment_ids.shape)
 

@@ -77,10 +77,10 @@ def check_float8(model: nn.Module, precision: str) -> list[nn.Linear]:
     name = type(root).__name__
     if (reason := _why_not_weights(model, root)) is not None:
         raise UnsupportedModelError(f"{name} cannot train in float8, because {reason}")
-    found = list(_linear_layers(root))
-    chosen = [layer for _, layer, reason in found if reason is None]
+    layers = list(_linear_layers(root))
+    chosen = [layer for _, layer, reason in layers if reason is None]
     if not chosen:
-        first = next((f": {reason}" for *_, reason in found), "")
+        first = next((f": {reason}" for *_, reason in layers), "")
         raise UnsupportedModelError(f"no linear layer of {name} can multiply in float8{first}")
     return chosen
 
@@ -99,11 +99,11 @@ def to_float8(model: nn.Module, precision: str) -> None:
     named = Float8LinearConfig.from_recipe_name(recipe)
     config = replace(named, emulate=EMULATED, pad_inner_dim=recipe != DEFAULT)
     for layer in layers:
-        made = convert_to_float8_training(nn.Sequential(layer), config=config)[0]
-        settings = {name: value for name, value in vars(made).items() if name not in vars(layer)}
+        converted = convert_to_float8_training(nn.Sequential(layer), config=config)[0]
+        settings = {name: value for name, value in vars(converted).items() if name not in vars(layer)}
         layer.__dict__.update(settings)
         layer.__dict__[_ADDED] = recipe, tuple(settings)
-        layer.__class__ = type(made)
+        layer.__class__ = type(converted)
 
 
 def to_bfloat16(model: nn.Module) -> None:
@@ -117,8 +117,8 @@ def to_bfloat16(model: nn.Module) -> None:
 
 def describe_float8(root: Any) -> str | None:
     """Describes which linear layers of a decoder multiply in float8, and why others do not; None if none does."""
-    found = list(_linear_layers(root))
-    inside = [layer for _, layer, _ in found if _is_float8(layer)]
+    layers = list(_linear_layers(root))
+    inside = [layer for _, layer, _ in layers if _is_float8(layer)]
     if not inside:
         return None
     recipes = {layer.__dict__[_ADDED][0] for layer in inside if _ADDED in layer.__dict__}
@@ -128,7 +128,7 @@ def describe_float8(root: Any) -> str | None:
     elif "rowwise" in recipes:
         recipe += ", so documents of a row share the scales of weights' gradients"
     others: dict[str, list[str]] = {}
-    for path, layer, reason in found:
+    for path, layer, reason in layers:
         if reason is not None and not _is_float8(layer):
             others.setdefault(reason, []).append(path)
     left = (

@@ -233,9 +233,9 @@ class PackedForward(BlockMask):
 
     def selecting(self, selected: Tensor) -> PackedForward:
         """A copy of this forward for one layer, whose indexer selected so."""
-        found = copy(self)
-        found.selected = selected
-        return found
+        of_layer = copy(self)
+        of_layer.selected = selected
+        return of_layer
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """The keys and values of a layer that was handed this object in place of a cache."""

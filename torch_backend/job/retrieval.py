@@ -74,10 +74,13 @@ def parts(job: TaskJob, model: Any, skipped: list[str]) -> dict[str, Any]:
     """
     columns = TASKS[job.task].columns_of(job.records[0], place_of(job.records[0], 0), job.task)
     records, held_out = (_usable(job, model, each, columns, skipped) for each in (job.records, job.held_out))
-    made: dict[str, Any] = {"train_dataset": _dataset(records, columns), "loss": _loss(job, model, records, columns)}
+    built: dict[str, Any] = {
+        "train_dataset": _dataset(records, columns),
+        "loss": _loss(job, model, records, columns),
+    }
     if held_out:
-        made |= {"eval_dataset": _dataset(held_out, columns), "evaluator": _evaluator(job, held_out, columns)}
-    return made
+        built |= {"eval_dataset": _dataset(held_out, columns), "evaluator": _evaluator(job, held_out, columns)}
+    return built
 
 
 def resumes_adapters(trainer: Any) -> None:
@@ -153,8 +156,8 @@ def _lengths(job: TaskJob, model: Any, records: Sequence[Mapping[str, Any]], col
 
 def _prompt(job: TaskJob, column: str) -> str | None:
     """Returns what ``--set prompts`` puts before the texts of a column."""
-    given = job.arguments.get("prompts") or {}
-    return given if isinstance(given, str) else given.get(column)
+    prompts = job.arguments.get("prompts") or {}
+    return prompts if isinstance(prompts, str) else prompts.get(column)
 
 
 def _documents(record: Mapping[str, Any], columns: Sequence[str]) -> list[str]:

@@ -57,13 +57,13 @@ def test_attention_and_mlps_multiply_in_float8_and_what_is_saved_keeps_its_names
     model = bfloat16()
     before, weights = list(model.state_dict()), list(model.parameters())
     step = stepped(patch(model, verify=False), precision=precision)
-    found = converted(model)
-    assert {name.rpartition(".")[2] for name in found} == PROJECTIONS
-    assert all(".layers." in name for name in found) and len(found) == 7 * model.config.num_hidden_layers
+    layers = converted(model)
+    assert {name.rpartition(".")[2] for name in layers} == PROJECTIONS
+    assert all(".layers." in name for name in layers) and len(layers) == 7 * model.config.num_hidden_layers
     assert list(model.state_dict()) == before
     assert all(now is then for now, then in zip(model.parameters(), weights, strict=True))
     recipe = precision.partition(":")[2] or "rowwise_with_gw_hp"
-    assert any(f"{len(found)} linear layers multiply in float8 ({recipe}" in note for note in explain(step).notes)
+    assert any(f"{len(layers)} linear layers multiply in float8 ({recipe}" in note for note in explain(step).notes)
     losses = [float(step(collate(documents()))["loss"]) for _ in range(6)]
     assert losses[-1] < losses[0] - 0.1
 
@@ -90,7 +90,7 @@ def changed_neighbours(precision: str, device: str = "cpu") -> tuple[list[Tensor
         For each set, the logits, the gradient of the document's embeddings, and those of all weights.
     """
     first, *others = (document.to(device) for document in documents((19, 33, 7)))
-    found = []
+    results = []
     for behind in (others, [other.flip(0) % 80 + 5 for other in others]):
         attention = "auto" if device == "cpu" else "triton"  # which adds up in one order
         model = patch(bfloat16().to(device), implementation=attention, verify=False)
@@ -98,16 +98,16 @@ def changed_neighbours(precision: str, device: str = "cpu") -> tuple[list[Tensor
         with torch.no_grad():  # so that other documents have the largest values
             model.get_input_embeddings().weight[:4] *= 4
         large = [other.where(torch.arange(len(other), device=device) % 5 > 0, 1) for other in behind]
-        given = collate([document.cpu() for document in (first, *large)])
-        batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
+        on_host = collate([document.cpu() for document in (first, *large)])
+        batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in on_host.items()}
         embedded: list[Tensor] = []
         model.get_input_embeddings().register_forward_hook(lambda *x, kept=embedded: kept.append(x[2]) or None)
         logits = model(**batch).logits[0, : len(first)]
         loss = torch.nn.functional.cross_entropy(logits[:-1].float(), first[1:])
         weights = list(model.model.layers.parameters())
         gradients = torch.autograd.grad(loss, [*embedded, *weights])
-        found.append([logits.detach(), gradients[0][0, : len(first)], *gradients[1:]])
-    return found[0], found[1]
+        results.append([logits.detach(), gradients[0][0, : len(first)], *gradients[1:]])
+    return results[0], results[1]
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -142,15 +142,15 @@ def test_the_audit_compares_with_the_same_recipe_on_each_document_alone(precisio
 @pytest.mark.parametrize("memory", ["none", "selective", "full"])
 @pytest.mark.parametrize("precision", [OWN_SCALES, "float8:tensorwise"])
 def test_compiled_layers_and_the_graph_have_the_numbers_of_plain_ones(precision: str, memory: Any, graphs: Any) -> None:
-    found = {}
+    losses = {}
     for fast in (False, "auto"):
         model = graphs.model = patch(bfloat16(), verify=False)
         step = stepped(model, precision=precision, memory=memory, compile=fast, capture=fast)
-        found[fast] = [float(step(collate(documents()))["loss"]) for _ in range(8)]
+        losses[fast] = [float(step(collate(documents()))["loss"]) for _ in range(8)]
         if fast:
             assert step.parts["layers"].startswith("compiled") and step.parts["graph"] == "CUDA graph"
             assert graphs.replayed > 0
-    assert found["auto"] == pytest.approx(found[False], rel=2e-2)
+    assert losses["auto"] == pytest.approx(losses[False], rel=2e-2)
 
 
 def test_what_cannot_multiply_in_float8_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +242,13 @@ def test_a_model_of_transformers_saves_ordinary_weights(emulated: None, tmp_path
 @pytest.mark.parametrize("precision", [OWN_SCALES, "float8:rowwise", "float8:tensorwise"])
 def test_a_gpu_has_the_numbers_of_bfloat16_but_for_rounding(precision: str, autocast: torch.dtype | None) -> None:
     """Compiled and captured, from weights in bfloat16 and from weights in float32 under autocast."""
-    found = {}
+    losses = {}
     for name in (None, precision):
         model = patch((tiny("llama") if autocast else bfloat16()).to("cuda"), verify=False)
         step = stepped(model, precision=name, autocast=autocast)
-        found[name] = [float(step(collate(documents()))["loss"]) for _ in range(8)]
+        losses[name] = [float(step(collate(documents()))["loss"]) for _ in range(8)]
         assert step.parts["layers"] == "compiled" and step.parts["graph"] == "CUDA graph"
-    assert found[precision] != found[None] and found[precision] == pytest.approx(found[None], rel=5e-2)
+    assert losses[precision] != losses[None] and losses[precision] == pytest.approx(losses[None], rel=5e-2)
 
 
 @pytest.mark.parametrize("precision", [OWN_SCALES, "float8:rowwise", "float8:tensorwise"])
@@ -263,16 +263,16 @@ def test_products_have_multiples_of_16_whatever_the_length_of_a_row(
         sizes.extend((a.shape[1], *b.shape))
         return multiply(a, b, *args, **options)
 
-    found = {}
+    losses = {}
     for emulated in (True, False):
         monkeypatch.setattr(float8, "EMULATED", emulated)
         monkeypatch.setattr(float8, "_why_not_here", lambda _: None)
         monkeypatch.setattr(torch, "_scaled_mm", counted)
         model = patch(bfloat16(), verify=False)
         step = stepped(model, precision=precision)
-        found[emulated] = [float(step(collate(documents((5, 19, 33)), capacity=None))["loss"]) for _ in range(2)]
+        losses[emulated] = [float(step(collate(documents((5, 19, 33)), capacity=None))["loss"]) for _ in range(2)]
     assert sizes and all(size % 16 == 0 for size in sizes)
-    assert found[True] == pytest.approx(found[False], rel=1e-3)
+    assert losses[True] == pytest.approx(losses[False], rel=1e-3)
 
 
 @pytest.mark.parametrize(("level", "again"), [("none", 0), ("selective", 1), ("full", 3)])

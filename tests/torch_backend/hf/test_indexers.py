@@ -43,11 +43,11 @@ def assert_as_alone(model: Any) -> None:
     """Packed documents have the outputs and gradients of each one alone."""
     model = in_float64(model)
     want = alone(model, documents())
-    found = packed(patch(model, verify=False), documents())
+    results = packed(patch(model, verify=False), documents())
     if model.config.model_type == "hy_v4":  # which mixes its streams in float32, whatever the weights are
-        assert_same_gradients(found.gradients, want.gradients)
-        found.gradients = want.gradients
-    assert_same(found, want, 2e-6)
+        assert_same_gradients(results.gradients, want.gradients)
+        results.gradients = want.gradients
+    assert_same(results, want, 2e-6)
 
 
 def indexers(model: Any) -> list[Any]:
@@ -101,10 +101,10 @@ PLE |= {"split_ngram_parts": 1, "make_ngram_vocab_size_divisible_by": 4}
 def test_blocks_begin_anew_in_every_document(family: str, changes: dict[str, Any]) -> None:
     model, docs = tiny(family, **changes), documents((5, 19, 33, 7, 40, 1, 2, 21, 39))
     want = alone(model, docs, use_cache=False)
-    found = packed(patch(model, verify=False), docs, collate(docs, capacity=64))
-    assert_same_gradients(found.gradients, want.gradients)
-    found.gradients = want.gradients
-    assert_same(found, want)
+    results = packed(patch(model, verify=False), docs, collate(docs, capacity=64))
+    assert_same_gradients(results.gradients, want.gradients)
+    results.gradients = want.gradients
+    assert_same(results, want)
 
 
 @pytest.mark.parametrize(("family", "kind"), [("minimax_m3_vl_text", BLOCKS), ("qwen4_exp_text", {})])
@@ -186,21 +186,21 @@ def test_compiled_layers_run_documents_within_the_budget(
     """As whole graphs, which longer documents break: one of each kind of layer, and one of the last norm, if any."""
     model = patch(tiny(family, **changes), implementation="triton", verify=False)
     state_of(model).guard = DeviceGuard()  # type: ignore[union-attr] # boundaries on the CPU would be read
-    given = [collate(documents(lengths), max_seqlen=64, bucket=16) for lengths in ((19, 5, 1), (19, 40))]
-    short, long = ({name: x for name, x in batch.items() if name != "packed_lengths"} for batch in given)
-    made: list[torch.fx.GraphModule] = []
+    batches = [collate(documents(lengths), max_seqlen=64, bucket=16) for lengths in ((19, 5, 1), (19, 40))]
+    short, long = ({name: x for name, x in batch.items() if name != "packed_lengths"} for batch in batches)
+    traced: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        made.append(graph)
+        traced.append(graph)
         return graph
 
     with torch.no_grad():
         exact = [causal_lm_loss(model, batch)[0] for batch in (short, long)]
         compile_layers(model, backend=backend)
-        found = [causal_lm_loss(model, short)[0]]
-        of_short = len(made)
-        found.append(causal_lm_loss(model, long)[0])
-    torch.testing.assert_close(found, exact)
+        losses = [causal_lm_loss(model, short)[0]]
+        of_short = len(traced)
+        losses.append(causal_lm_loss(model, long)[0])
+    torch.testing.assert_close(losses, exact)
     assert of_short == graphs
 
 

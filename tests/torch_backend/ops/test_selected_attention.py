@@ -28,9 +28,9 @@ def operands(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> li
 
 
 def long_documents(packed: PackedMetadata) -> LongDocuments:
-    found = LongDocuments.of(packed, BUDGET)
-    assert found is not None
-    return found
+    long = LongDocuments.of(packed, BUDGET)
+    assert long is not None
+    return long
 
 
 @pytest.mark.parametrize("by_number", [("cpu",), ()], ids=["as a CPU", "as a GPU"])
@@ -42,10 +42,10 @@ def test_the_best_keys_are_those_of_the_document_alone(
     long = long_documents(PackedMetadata.from_lengths(LENGTHS))
     q, k, weights = operands((2, 8), (8,), (2,))
     q, k = q.abs(), k.abs()  # no score is 0, as several would be
-    found = select(q, k, weights, long, top_k=BUDGET).split(long.lengths)
+    selected = select(q, k, weights, long, top_k=BUDGET).split(long.lengths)
     places = long.places.split(long.lengths)
-    assert [len(each) for each in found] == [5, 12, 9, 13]
-    for chosen, document in zip(found, places, strict=True):
+    assert [len(each) for each in selected] == [5, 12, 9, 13]
+    for chosen, document in zip(selected, places, strict=True):
         products = torch.einsum("ihd,jd->hij", q[document], k[document])
         scores = torch.einsum("ih,hij->ij", weights[document], products.relu())
         for i in range(len(document)):
@@ -79,11 +79,11 @@ def test_attention_is_that_over_the_selected_keys(
         scores = torch.cat([scores, sinks.view(4, 1, 1).expand(4, len(q), 1)], -1)
     want = torch.einsum("hij,jhe->ihe", scores.softmax(-1)[..., : len(q)], v.repeat_interleave(2, 1))
     request: AttentionRequest = request_of(q, k, v, packed, sinks=sinks, **options)  # type: ignore[arg-type]
-    found = selected_attention(q, k, v, chosen, long, request, sinks=sinks)
-    assert error(found, want) <= 1e-12
+    out = selected_attention(q, k, v, chosen, long, request, sinks=sinks)
+    assert error(out, want) <= 1e-12
     leaves = [x for x in (q, k, v, sinks) if x is not None]
     gradient = torch.randn(want.shape, dtype=want.dtype)
-    pairs = zip(*(torch.autograd.grad(x, leaves, gradient) for x in (found, want)), strict=True)
+    pairs = zip(*(torch.autograd.grad(x, leaves, gradient) for x in (out, want)), strict=True)
     assert all(error(got, exact) <= 1e-12 for got, exact in pairs)
 
 
@@ -99,10 +99,10 @@ def test_the_best_blocks_are_those_of_the_document_alone(
     q, k = operands((3, 8), (8,))
     k = k.abs()  # no score of one head is 0 for positive queries
     documents = long.places.split(long.lengths)
-    found = select_blocks(q, k, long, top_k=2, local=1).split(long.lengths)
+    selected = select_blocks(q, k, long, top_k=2, local=1).split(long.lengths)
     pooled = [k[document][: len(document) // 2 * 2].unflatten(0, (-1, 2)).mean(1) for document in documents]
     ended = select_pooled(q.abs()[:, :1], pooled, long, top_k=2).split(long.lengths)
-    for chosen, earlier, document, keys in zip(found, ended, documents, pooled, strict=True):
+    for chosen, earlier, document, keys in zip(selected, ended, documents, pooled, strict=True):
         scores = torch.einsum("ihd,jd->hij", q[document], k[document])
         means = q.abs()[document, 0] @ keys.T
         for i in range(len(document)):

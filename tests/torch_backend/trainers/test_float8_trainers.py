@@ -47,9 +47,9 @@ def count(model: nn.Module) -> int:
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("by_init", [False, True])
 def test_a_trainer_trains_in_float8_until_packing_is_disabled(by_init: bool, tmp_path: Any) -> None:
-    given = arguments(transformers.TrainingArguments, tmp_path, max_steps=2)
-    made = {"model_init": llama} if by_init else {"model": llama()}
-    trainer = transformers.Trainer(**made, args=given, train_dataset=documents())
+    options = arguments(transformers.TrainingArguments, tmp_path, max_steps=2)
+    source = {"model_init": llama} if by_init else {"model": llama()}
+    trainer = transformers.Trainer(**source, args=options, train_dataset=documents())
     enable_packing(trainer, CAPACITY, precision="float8")
     layers = count(trainer.model)
     assert layers == 7 * trainer.model.config.num_hidden_layers
@@ -64,8 +64,8 @@ def test_a_trainer_trains_in_float8_until_packing_is_disabled(by_init: bool, tmp
 
 
 def test_a_trainer_whose_device_has_no_float8_is_left_as_it_was(tmp_path: Any) -> None:
-    given = arguments(transformers.TrainingArguments, tmp_path)
-    trainer = transformers.Trainer(llama(), given, train_dataset=documents())
+    options = arguments(transformers.TrainingArguments, tmp_path)
+    trainer = transformers.Trainer(llama(), options, train_dataset=documents())
     before = dict(vars(trainer))
     with pytest.raises(
         UnsupportedError, match=r"precision='float8' is not possible, because the model computes on cpu"
@@ -88,8 +88,8 @@ def test_the_reference_of_preferences_multiplies_as_the_policy(tmp_path: Any) ->
 @pytest.mark.usefixtures("emulated")
 def test_crosspack_train_trains_in_float8_and_compares_with_padded_float8(job: Any, tmp_path: Any) -> None:
     plain = losses(train(with_options(job, **HALF)))
-    given = with_options(job, **HALF | {"precision": "float8"})
-    result = train(dataclasses.replace(given, runs=("padded", "packed"), output=tmp_path))
+    in_float8 = with_options(job, **HALF | {"precision": "float8"})
+    result = train(dataclasses.replace(in_float8, runs=("padded", "packed"), output=tmp_path))
     assert result.audit is not None and result.audit.exact and losses(result) != plain
     np.testing.assert_allclose(losses(result), plain, rtol=3e-2)
     np.testing.assert_allclose(losses(result), losses(result, "padded"), rtol=1e-2)
@@ -98,14 +98,14 @@ def test_crosspack_train_trains_in_float8_and_compares_with_padded_float8(job: A
 
 @pytest.mark.usefixtures("emulated")
 def test_the_audit_of_a_trainer_says_what_shares_scales(tmp_path: Any) -> None:
-    found = {}
+    reports = {}
     for recipe in ("rowwise_with_gw_hp", "rowwise", "tensorwise"):
-        given = arguments(transformers.TrainingArguments, tmp_path)
-        trainer = transformers.Trainer(llama(), given, train_dataset=documents())
-        found[recipe] = audit(enable_packing(trainer, CAPACITY, precision=f"float8:{recipe}"))
-    assert [report.verdict for report in found.values()] == ["exact", "exact", "contaminated"]
-    assert found["rowwise_with_gw_hp"].leak == 0
-    assert "(tensorwise, so documents of a row see each other's largest value)" in str(found["tensorwise"])
+        options = arguments(transformers.TrainingArguments, tmp_path)
+        trainer = transformers.Trainer(llama(), options, train_dataset=documents())
+        reports[recipe] = audit(enable_packing(trainer, CAPACITY, precision=f"float8:{recipe}"))
+    assert [report.verdict for report in reports.values()] == ["exact", "exact", "contaminated"]
+    assert reports["rowwise_with_gw_hp"].leak == 0
+    assert "(tensorwise, so documents of a row see each other's largest value)" in str(reports["tensorwise"])
 
 
 def gradients_of_rank(kind: str, precision: str) -> tuple[float, dict[str, Any]]:
@@ -118,12 +118,12 @@ def gradients_of_rank(kind: str, precision: str) -> tuple[float, dict[str, Any]]
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    given: Any = model if kind == "FSDP2" else DistributedDataParallel(model)
-    step = make_train_step(given, torch.optim.SGD(given.parameters(), lr=0.0), precision=precision)
+    wrapped: Any = model if kind == "FSDP2" else DistributedDataParallel(model)
+    step = make_train_step(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.0), precision=precision)
     parts = [collate(part) for part in (tiny_documents()[:4], tiny_documents()[4:])]
     loss = float(step(parts if mesh else parts[rank])["loss"])
-    found = {name: p.grad for name, p in model.named_parameters()}
-    whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()}
     assert count(model) == 14 and list(model.state_dict()) == list(tiny("llama").state_dict())
     float8.EMULATED = False
     return loss, whole
@@ -139,9 +139,9 @@ def test_ranks_have_the_gradients_of_one_process(kind: str, precision: str) -> N
     step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), precision=precision)
     documents = tiny_documents()
     right = float(step([collate(documents[:4]), collate(documents[4:])])["loss"])  # as the ranks have them
-    loss, found = on_ranks(gradients_of_rank, kind, precision)
+    loss, gradients = on_ranks(gradients_of_rank, kind, precision)
     assert loss == pytest.approx(right, rel=1e-5)
-    assert all(error(found[name], p.grad) < 1e-4 for name, p in model.named_parameters() if p.grad is not None)
+    assert all(error(gradients[name], p.grad) < 1e-4 for name, p in model.named_parameters() if p.grad is not None)
 
 
 def trained_as_torchao_converts(gathers_float8: bool) -> tuple[list[float], str]:

@@ -117,13 +117,13 @@ def select(q: Tensor, k: Tensor, weights: Tensor, long: LongDocuments, *, top_k:
         int32 [N, top_k], places counted from the beginning of the document, in no order; -1 where a query has fewer.
     """
     q, k, weights = (x.index_select(0, long.places) for x in (q, k, weights))
-    found = q.new_full((len(q), top_k), -1, dtype=torch.int32)
+    places = q.new_full((len(q), top_k), -1, dtype=torch.int32)
     for block, keys, query in _tiles(q, k, long):
         scores = torch.matmul(weights[block, None], torch.matmul(q[block], keys).relu()).squeeze(1)
         later = torch.arange(keys.shape[1], device=q.device) > query[:, None]
         best = scores.masked_fill(later, float("-inf")).topk(min(top_k, keys.shape[1])).indices
-        found[block, : best.shape[1]] = best.masked_fill(best > query[:, None], -1).int()
-    return found
+        places[block, : best.shape[1]] = best.masked_fill(best > query[:, None], -1).int()
+    return places
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def select_blocks(q: Tensor, k: Tensor, long: LongDocuments, *, top_k: int, loca
         int32 [N, G, top_k], blocks counted from the beginning of the document; -1 where a query has fewer.
     """
     q, k = (x.index_select(0, long.places) for x in (q, k))
-    found = q.new_full((*q.shape[:2], top_k), -1, dtype=torch.int32)
+    places = q.new_full((*q.shape[:2], top_k), -1, dtype=torch.int32)
     for tile, keys, query in _tiles(q, k, long):
         later = torch.arange(keys.shape[1], device=q.device) > query[:, None, None]
         scores = torch.matmul(q[tile], keys).masked_fill(later, float("-inf"))
@@ -150,8 +150,8 @@ def select_blocks(q: Tensor, k: Tensor, long: LongDocuments, *, top_k: int, loca
         own = (query[:, None] // long.block - torch.arange(local, device=q.device)).clamp(min=0)
         best = scores.amax(-1).scatter_(2, own[:, None].expand(-1, q.shape[1], -1), float("inf"))
         best = best.topk(min(top_k, best.shape[2]))
-        found[tile, :, : best.indices.shape[2]] = best.indices.masked_fill(best.values == float("-inf"), -1).int()
-    return found
+        places[tile, :, : best.indices.shape[2]] = best.indices.masked_fill(best.values == float("-inf"), -1).int()
+    return places
 
 
 @torch.no_grad()
@@ -171,16 +171,16 @@ def select_pooled(q: Tensor, pooled: Sequence[Tensor], long: LongDocuments, *, t
         int32 [N, 1, top_k + 1], blocks counted from the beginning of the document; -1 where a query has fewer.
     """
     q = q.index_select(0, long.places)
-    found = q.new_full((len(q), 1, top_k + 1), -1, dtype=torch.int32)
+    places = q.new_full((len(q), 1, top_k + 1), -1, dtype=torch.int32)
     for end, length, keys in zip(accumulate(long.lengths), long.lengths, pooled, strict=True):
         for start, stop in _blocks(length, q.shape[1] * length, q.device):
             tile, query = slice(end - length + start, end - length + stop), torch.arange(start, stop, device=q.device)
             scores = torch.matmul(q[tile], keys.transpose(0, 1)).relu().sum(1)
             complete = (query + 1) // long.block
             best = _best_before(scores, complete, top_k)
-            found[tile, 0, : best.shape[1]] = best.int()
-            found[tile, 0, top_k] = complete.int()
-    return found
+            places[tile, 0, : best.shape[1]] = best.int()
+            places[tile, 0, top_k] = complete.int()
+    return places
 
 
 def _best_before(scores: Tensor, ends: Tensor, top_k: int) -> Tensor:
