@@ -111,7 +111,8 @@ def segment_attention(
         max_ancestors: the most segments that one continues, its parent's parents counted. Concrete parents tell it;
             traced ones run by ``xla`` without it. A row with more raises, or is NaN when traced.
         selected: bool [B, S, T], the keys that each query may see at all (:func:`.selection.select_keys`); None for
-            every one. On one device and by ``xla``, whose memory follows the square of a row.
+            every one. On one device, by ``chunked``, or by ``xla``, which alone combines them with ``parents`` and
+            whose logits follow the square of a row.
         contain_nonfinite: keep NaN and infinities of one document out of the others, outputs and gradients, which
             costs the kernels a pass over q, k, v, the output and their gradients. ``chunked`` always does. Finite
             values never reach another document.
@@ -142,7 +143,10 @@ def segment_attention(
     )
     segments = _segments(q, k, segment_ids, kv_segment_ids, q_offset, max_segments)
     if selected is not None:
-        implementation = _for_selected(selected, q, k, implementation, mesh or sharding_of(q, k, v))
+        serving = PARTITIONED if parents is None else ("xla",)
+        implementation = _for_selected(
+            selected, q, k, implementation or serving[0], serving, mesh or sharding_of(q, k, v)
+        )
     seen, levels = None, None
     if parents is not None:
         ids = _ids_with_parents(segment_ids, kv_segment_ids, causal, mesh or sharding_of(q, k, v))
@@ -236,22 +240,22 @@ def _on_one_device(
     return over_levels(attend, partial(run, request=above), levels, merge_attention)
 
 
-def _for_selected(selected: Any, q: Any, k: Any, implementation: str | None, sharding: Any) -> str:
-    """The implementation that runs selected keys.
+def _for_selected(selected: Any, q: Any, k: Any, implementation: str, serving: tuple[str, ...], sharding: Any) -> str:
+    """Returns the implementation, one of ``serving``, that runs selected keys.
 
     Raises:
         LayoutError: the mask is not bool [B, S, T].
-        UnsupportedError: another implementation is named, or inputs are spread over devices.
+        UnsupportedError: it is another one, or inputs are spread over devices.
     """
     shape = (*q.shape[:2], k.shape[1])
     if getattr(selected, "shape", None) != shape or selected.dtype != jnp.bool_:
         raise LayoutError(f"selected must be bool {list(shape)}, got {getattr(selected, 'shape', type(selected))}")
-    if implementation not in (None, "xla") or sharding is not None:
+    if implementation not in serving or sharding is not None:
         raise UnsupportedError(
-            "segment_attention with selected keys runs by implementation='xla' on one device: leave mesh out",
+            f"segment_attention with selected keys runs by {' or '.join(serving)} on one device: leave mesh out",
             option="implementation",
         )
-    return "xla"
+    return implementation
 
 
 _PARENTS = "segment_attention with parents (shared prefixes)"

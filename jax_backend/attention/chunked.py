@@ -33,25 +33,42 @@ def supports(request: Request) -> str | None:
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, q_offset: jax.Array, request: Request
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    q_offset: jax.Array,
+    request: Request,
+    seen: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention [B, S, N, E] in q's dtype, and the log of each softmax's sum, float32 [B, S, N]."""
+    """Attention [B, S, N, E] in q's dtype, and the log of each softmax's sum, float32 [B, S, N].
+
+    ``seen``, bool [B, S, T], says which keys of its segment a query sees; None for all.
+    """
     options: dict[str, Any] = {"causal": request.causal, "window": request.window, "q_offset": q_offset}
     keys, queries = visible_keys(segments, **options), seeing_queries(segments, **options)
     rows, tokens, heads, _ = q.shape
     grouped = q.reshape(rows, tokens, request.kv_heads, request.group, -1)
     padded_q, *padded_keys = (_pad(x) for x in (grouped, *keys))
     padded_k, padded_v, *padded_queries = (_pad(x) for x in (k, v, *queries))
-    out, lse = _attend(request, padded_q, padded_k, padded_v, Interval(*padded_keys), Interval(*padded_queries))
+    if seen is not None:
+        seen = _pad(_pad(seen).swapaxes(1, 2)).swapaxes(1, 2)
+    out, lse = _attend(request, padded_q, padded_k, padded_v, Interval(*padded_keys), Interval(*padded_queries), seen)
     return out[:, :tokens].reshape(rows, tokens, heads, -1), lse[:, :tokens].reshape(rows, tokens, heads)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    request: Request, q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, queries: Interval
+    request: Request,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    keys: Interval,
+    queries: Interval,
+    seen: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """q [B, S, K, G, D], k [B, T, K, D], v [B, T, K, E], S and T multiples of BLOCK; out [B, S, K, G, E], lse [B, S, K,
-    G]."""
+    """q [B, S, K, G, D], k [B, T, K, D], v [B, T, K, E], seen [B, S, T], S and T multiples of BLOCK; out [B, S, K, G,
+    E], lse [B, S, K, G]."""
 
     def one(block: jax.Array) -> tuple[jax.Array, jax.Array]:
         q_block, interval = _take(q, block), Interval(_take(keys.begin, block), _take(keys.end, block))
@@ -60,7 +77,7 @@ def _attend(
         def step(other: jax.Array, carry: Any) -> Any:
             acc, largest, total = carry
             raw, _ = _raw_logits(q_block, _take(k, other), request)
-            visible = _visible(interval, other)
+            visible = _visible(interval, seen, block, other)
             logits = jnp.where(visible, raw, -jnp.inf)
             new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
             pivot = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)  # a row may have seen nothing yet
@@ -82,15 +99,21 @@ def _attend(
 
 
 def _attend_fwd(
-    request: Request, q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, queries: Interval
+    request: Request,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    keys: Interval,
+    queries: Interval,
+    seen: jax.Array | None,
 ) -> tuple[Any, Any]:
     q, k, v = first_order(SECOND_ORDER, q, k, v)
-    out, lse = saved(_attend(request, q, k, v, keys, queries))
-    return (out, lse), (q, k, v, keys, queries, out, lse)
+    out, lse = saved(_attend(request, q, k, v, keys, queries, seen))
+    return (out, lse), (q, k, v, keys, queries, seen, out, lse)
 
 
 def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    q, k, v, keys, queries, out, lse = kept
+    q, k, v, keys, queries, seen, out, lse = kept
     dout, dlse = cotangents
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
 
@@ -98,7 +121,7 @@ def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Ar
         """The weights and the gradients of the scaled products, both [B, BLOCK, K, G, BLOCK]."""
         interval = Interval(_take(keys.begin, query_block), _take(keys.end, query_block))
         raw, slope = _raw_logits(_take(q, query_block), _take(k, key_block), request)
-        visible = _visible(interval, key_block)
+        visible = _visible(interval, seen, query_block, key_block)
         logits = jnp.where(visible, raw, -jnp.inf)
         lse_block = _take(lse, query_block)[..., None]
         p = jnp.exp(logits - jnp.where(lse_block == -jnp.inf, 0.0, lse_block))
@@ -130,7 +153,7 @@ def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Ar
         return (dk * request.scale).astype(k.dtype), dv.astype(v.dtype)
 
     dk, dv = _over_blocks(dkv_block, k.shape[1])
-    return _over_blocks(dq_block, q.shape[1]), dk, dv, None, None
+    return _over_blocks(dq_block, q.shape[1]), dk, dv, None, None, None
 
 
 _attend.defvjp(_attend_fwd, once(_attend_bwd, SECOND_ORDER))
@@ -145,10 +168,12 @@ def _raw_logits(q: jax.Array, k: jax.Array, request: Request) -> tuple[jax.Array
     return tanh * request.softcap, 1.0 - tanh * tanh
 
 
-def _visible(interval: Interval, key_block: jax.Array) -> jax.Array:
-    """Marks the keys of a block that each query sees, bool [B, BLOCK, 1, 1, BLOCK]."""
+def _visible(interval: Interval, seen: jax.Array | None, query_block: jax.Array, key_block: jax.Array) -> jax.Array:
+    """Marks the keys of a block that each query of a block sees, bool [B, BLOCK, 1, 1, BLOCK]."""
     key = (key_block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32))[None, None]
     visible = (interval.begin[..., None] <= key) & (key < interval.end[..., None])
+    if seen is not None:
+        visible &= _take(_take(seen, query_block).swapaxes(1, 2), key_block).swapaxes(1, 2)
     return visible[:, :, None, None, :]
 
 

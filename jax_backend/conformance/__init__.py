@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_backend.attention import IMPLEMENTATIONS, segment_attention
+from jax_backend.attention import IMPLEMENTATIONS, PARTITIONED, segment_attention
 from jax_backend.attention.selection import select_keys
 from jax_backend.batches import to_batch
 from jax_backend.compilation import compile_quickly
@@ -72,7 +72,7 @@ def capabilities(implementation: str, platform: str) -> Capabilities:
     options = _ALL if platform == "cpu" else _ALL - {"ranks"}
     if implementation == "chunked":
         options = options | {"nonfinite_padding"} | ({"context_parallel"} if platform == "cpu" else set())
-    if implementation == "xla":
+    if implementation in PARTITIONED:
         options = options | {"selected_keys"}
     return Capabilities(options=options, atomic_embedding=atomic)
 
