@@ -111,6 +111,8 @@ class PackedForward(BlockMask):
             where they run as on one rank.
         method: how attention crosses ranks then, as the user named it.
         encoded: the last hidden states [B, S, D], for a pooler that gets the first token of each row alone.
+        pools_after: whether the pooler runs on the documents after the decoder, whose own forward may not pool them.
+        pooled: what the pooler then returned inside the decoder, which nothing reads.
         real: bool [B * S], whether a token is not padding; None if the batch does not say, or nothing asks.
         experts: what each module of experts chose, by ``id``; shared by the copies.
         selected: what an indexer selected for one layer; None where that reaches attention otherwise.
@@ -150,6 +152,7 @@ class PackedForward(BlockMask):
         self.long: LongDocuments | None = None
         self.selected: Tensor | None = None
         self.encoded: Tensor | None = None
+        self.pooled: Tensor | None = None
         self.layers_of_spans: str | None = None
         self.real: Tensor | None = None
         self.experts: dict[int, Any] = {}
@@ -159,7 +162,7 @@ class PackedForward(BlockMask):
         self.sizes = sizes
         self.choices: dict[int, Choice] = {}
         self.reached: set[str] = set()
-        self.handed_over = self.prepared = self.wants_blank_image = False
+        self.handed_over = self.prepared = self.wants_blank_image = self.pools_after = False
         self._shape = (shape[0], 1, shape[1], shape[1])
         self._copies: dict[torch.device, PackedForward] = {segments.device: self}
 

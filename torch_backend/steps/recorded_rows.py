@@ -5,7 +5,8 @@ forward -> the last hidden states -> head, loss and metrics, whatever they are, 
 which adds to the gradients of the parameters.
 
 So a trainer's own loss may read from the device and differ from step to step, while the layers cost the host two
-launches. The padding is segments of its own behind the documents; its hidden states are dropped and get no gradient.
+launches. A pooler runs as usual too, on the documents. The padding is segments of its own behind the documents; its
+hidden states are dropped and get no gradient.
 """
 
 from __future__ import annotations
@@ -97,15 +98,17 @@ class RecordedRows:
         graphs = self._graphs_for(form, around, run, arguments, segments)
         if graphs is not None:
             graphs.row.take(arguments, segments)
+            forward.pools_after = graphs.row.pools
             return _with_hidden(self.kind, graphs(segments.tokens))
         timer = self.timers.get((form, around))
         if timer is not None and timer.has_ended and not timer.waited:
             return run(forward, kwargs)
         with CallTimer() as self.timers[form, around]:
-            output = StaticRow(self.state, form, arguments, segments).run(run)
+            output = (row := StaticRow(self.state, form, arguments, segments)).run(run)
         if (hidden := _only_hidden(output)) is None:
             self.refused = "its decoder returns more than the last hidden states"
             return run(forward, kwargs)
+        forward.pools_after = row.pools
         self.kind, self.hidden = type(output), hidden.new_empty(0, hidden.shape[2])
         return _with_hidden(self.kind, hidden[:, : segments.tokens])
 

@@ -42,7 +42,12 @@ class StaticRow:
     Args:
         form: of the row.
         kwargs: arguments of a call, whose tensors have a value per token; segments: of its row.
+
+    Attributes:
+        pools: whether the last run left it to its caller to run the pooler, on the documents.
     """
+
+    pools = False
 
     def __init__(self, state: Patched, form: RowForm, kwargs: Mapping[str, Any], segments: PackedMetadata) -> None:
         self.state, self.form, self.kwargs = state, form, dict(kwargs)
@@ -77,14 +82,18 @@ class StaticRow:
         self.lengths = all_lengths if self.state.layers_need_lengths else None
 
     def run(self, run: Run) -> Any:
-        """The decoder's output for the whole row."""
+        """The decoder's output for the whole row, without what its pooler alone makes of it: see ``pools``."""
         form, state = self.form, self.state
         segments = PackedMetadata(self.boundaries, form.longest, form.tokens, self.lengths)
         if self.parents is not None:
             segments.continue_segments(self.parents, form.depth)
         forward = PackedForward(segments, (1, form.tokens), state.implementation, sizes=state.anatomy.sizes)
-        forward.real = self.real
-        return run_inside(state, forward, run, forward, dict(self.kwargs))
+        forward.real, forward.pools_after = self.real, True
+        output = run_inside(state, forward, run, forward, dict(self.kwargs))
+        self.pools = forward.pooled is not None and getattr(output, "pooler_output", None) is forward.pooled
+        if self.pools:
+            output["pooler_output"] = None
+        return output
 
 
 def _axis(x: Tensor) -> int:

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from tests.torch_backend.graphs import compiled as compiled
 from tests.torch_backend.graphs import graphs as graphs
+from tests.torch_backend.hf.test_encoders import encoder
 from tests.torch_backend.models import documents, error, tiny
 from tests.torch_backend.steps.test_packed_calls import possible as possible
 from torch_backend import patch
@@ -53,6 +55,40 @@ def assert_same_gradients(one: nn.Module, other: nn.Module, bound: float = 1e-6)
         assert (x.grad is None) == (y.grad is None), name
         if x.grad is not None:
             assert error(x.grad.cpu(), y.grad.cpu()) <= bound, name
+
+
+@pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification"])
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
+def test_poolers_and_heads_of_documents_run_behind_the_graph(compiled: SimpleNamespace, family: str, auto: str) -> None:
+    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    recorded, plain = (patch(encoder(family, getattr(transformers, auto), **options), verify=False) for _ in range(2))
+    plain.load_state_dict(recorded.state_dict())
+    for model in (recorded.train(), plain.train()):
+        unpad_calls(model, always=True)
+    calls = CompiledCalls(recorded)
+    for step, lengths in enumerate(SIZES):
+        losses = []
+        for model in (recorded, plain):
+            output = model(**padded(lengths, seed=step))
+            of_documents = output.pooler_output if auto == "AutoModel" else output.logits
+            assert len(of_documents) == len(lengths)
+            losses.append(of_documents.sin().square().sum())
+            if auto == "AutoModel" and step % 2:  # else nothing reads these
+                losses[-1] = losses[-1] + output.last_hidden_state.sin().sum()
+            losses[-1].backward()
+        assert error(losses[0].detach(), losses[1].detach()) <= 1e-6
+        assert_same_gradients(recorded, plain, 1e-5)
+    assert calls.graph == RECORDED and compiled.replayed > 0
+
+
+def test_a_pooler_of_several_parts_keeps_a_model_from_graphs(compiled: SimpleNamespace) -> None:
+    """Albert applies an activation to what its pooler returns."""
+    model = patch(encoder("albert", transformers.AutoModel), verify=False).train()
+    unpad_calls(model, always=True)
+    calls = CompiledCalls(model)
+    for _ in range(3):
+        assert len(model(**padded((9, 5))).pooler_output) == 2
+    assert calls.graph == "no CUDA graph: its decoder returns more than the last hidden states"
 
 
 def poison(calls: CompiledCalls) -> None:

@@ -85,6 +85,7 @@ class HeadRows:
         if (encoder := getattr(self.decoder, "encoder", None)) is not None:
             yield Hook(partial(encoder.register_forward_hook, partial(self._encoded, current)))
         yield Hook(partial(self.pooler.register_forward_pre_hook, partial(self._pool, current)))
+        yield Hook(partial(self.pooler.register_forward_hook, partial(self._keep_pooled, current)))
 
     def begin(self, forward: PackedForward, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the model, as its head shall see them.
@@ -153,15 +154,21 @@ class HeadRows:
     def _pool(self, current: Any, pooler: nn.Module, args: tuple[Any, ...]) -> Any:
         """The first token of each document where a pooler takes [B, S, D], or the first token of each row [B, D]."""
         forward: PackedForward | None = current()
-        if forward is None:
+        if forward is None or forward.pools_after:
             return args
         if args[0].ndim == 3:
             return forward.documents.first(args[0]), *args[1:]
         assert forward.encoded is not None
         return forward.documents.first(forward.encoded)[:, 0], *args[1:]
 
+    def _keep_pooled(self, current: Any, pooler: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        forward: PackedForward | None = current()
+        if forward is not None and forward.pools_after:
+            forward.pooled = output
+
     def pooled(self, forward: PackedForward, output: Any) -> Any:
-        """The output of a decoder that ran per document, its documents pooled; any other as it is."""
-        if self.per_document and self.pooler is not None and not isinstance(output, tuple):
+        """The output of a decoder, its documents pooled if its own forward did not pool them."""
+        after = self.per_document or forward.pools_after
+        if after and self.pooler is not None and not isinstance(output, tuple):
             output["pooler_output"] = self.pooler(forward.documents.first(output.last_hidden_state))
         return output
