@@ -1,4 +1,4 @@
-"""FlashAttention's two functions in plain torch, so that stacks that require it run on a CPU.
+"""FlashAttention's two functions: on a GPU torch's own FlashAttention-2, else plain torch, for stacks that require it.
 
 :func:`register` makes transformers take them wherever it would call flash-attn: its own code still decides what the
 boundaries are, which is what the board tests.
@@ -31,6 +31,13 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
 ) -> Tensor:
     """Returns the attention of every sequence on its own, [T, H, D]: q [T, H, D], k and v [T, KV, D]."""
+    if q.is_cuda:
+        sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        left, right = (None if side < 0 else side for side in window_size)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        options = {"scale": softmax_scale, "window_size_left": left, "window_size_right": right}
+        found: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, dropout_p, causal, False, **options)[0]
+        return found
     starts, key_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     output = torch.zeros_like(q)
     for first, last, key_first, key_last in zip(starts, starts[1:], key_starts, key_starts[1:], strict=False):
@@ -52,6 +59,10 @@ def flash_attn_func(
     softcap: float = 0.0,
 ) -> Tensor:
     """Returns the attention of every row, [B, S, H, D]."""
+    if q.is_cuda:
+        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device) * q.shape[1]
+        flat, options = (x.flatten(0, 1) for x in (q, k, v)), (dropout_p, softmax_scale, causal, window_size, softcap)
+        return flash_attn_varlen_func(*flat, starts, starts, q.shape[1], k.shape[1], *options).view(q.shape)
     rows = zip(q, k, v, strict=True)
     return torch.stack([_attention(*row, softmax_scale, causal, window_size, softcap) for row in rows])
 

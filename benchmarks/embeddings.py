@@ -1,16 +1,20 @@
-"""sentence-transformers' trainer, padded and packed by ``crosspack.enable_packing``: same losses, how much faster.
+"""sentence-transformers' trainers, padded and packed by ``crosspack.enable_packing``: same losses, how much faster.
 
     python -m benchmarks.embeddings           # on the GPU if there is one; --tiny: to see that everything runs
-    python -m benchmarks.embeddings --shape modernbert --means 30 300 --batch 512 --bf16
+    python -m benchmarks.embeddings --shape modernbert --means 30 300 --batch 512 --bf16 --contenders flash packed
+    python -m benchmarks.embeddings --shape xlmr-large --task rerank --means 10 150 --batch 8 --bf16
 
 Pairs are questions and answers of GSM8K, or with ``--means`` random words whose numbers are lognormal with these means;
-MultipleNegativesRankingLoss compares them within a batch. Weights are random, without dropout, so that losses can be
-compared. Of the rounds of each, in turn, the fastest counts.
+MultipleNegativesRankingLoss compares them within a batch. Rerankers score made-up lists of 16 documents under
+LambdaLoss, and a batch is as many lists. Weights are random, without dropout, so that losses can be compared. Of the
+rounds of each contender, in turn, the fastest counts; "padded/32" pads mini-batches of 32, "flash" is FlashAttention
+without padding where the library has it. One that runs out of memory is named.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from pathlib import Path
@@ -21,17 +25,21 @@ import numpy as np
 import torch
 import transformers
 from datasets import Dataset
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from sentence_transformers import cross_encoder, sentence_transformer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 import crosspack
+from benchmarks import _board_flash
 from benchmarks.gpu_workload import GSM8K
 
 WARM_UP = 3
 MINILM = {"hidden_size": 384, "intermediate_size": 1_536, "num_hidden_layers": 6}
 MINILM |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LARGE = {"hidden_size": 1_024, "intermediate_size": 4_096, "num_hidden_layers": 24, "num_attention_heads": 16}
+LARGE |= {"max_position_embeddings": 514, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SHAPES = {"minilm": ("bert", MINILM), "modernbert": ("modernbert", {}), "tiny": ("bert", MINILM | {"hidden_size": 48})}
+SHAPES |= {"xlmr-large": ("xlm-roberta", LARGE)}
+LISTED = 16  # documents of a query
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
 
 
@@ -61,7 +69,13 @@ def made_up(count: int, means: list[int]) -> list[tuple[str, ...]]:
     return [tuple(" ".join(generator.choice(words, length)) for length in row) for row in lengths]
 
 
-def save(folder: str, shape: str, texts: list[str]) -> None:
+def lists(count: int, means: list[int]) -> list[dict[str, Any]]:
+    """Returns as many queries, each with its documents, of which the first is relevant."""
+    texts = made_up(count, [means[0]] + [means[1]] * LISTED)
+    return [{"query": query, "docs": docs, "labels": [1.0] + [0.0] * (LISTED - 1)} for query, *docs in texts]
+
+
+def save(folder: str, shape: str, task: str, texts: list[str]) -> None:
     """Save a model with random weights and a tokenizer made from the texts."""
     backend, special = Tokenizer(models.BPE(unk_token="[UNK]")), list(SPECIAL.values())
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -72,55 +86,96 @@ def save(folder: str, shape: str, texts: list[str]) -> None:
     family, sizes = SHAPES[shape]
     ids = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
     config = transformers.AutoConfig.for_model(family, vocab_size=len(backend.get_vocab()), **sizes, **ids)
-    transformers.AutoModel.from_config(config).save_pretrained(folder)
+    if task == "embed":
+        transformers.AutoModel.from_config(config).save_pretrained(folder)
+    else:
+        config.num_labels = 1
+        transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
 
 
-def train(folder: str, pairs: Dataset, chosen: argparse.Namespace, packed: bool) -> tuple[list[float], float, float]:
+def parts(folder: str, chosen: argparse.Namespace, contender: str) -> tuple[Any, Any, Any, Any]:
+    """Returns a model, its loss, and the classes of its trainer and of the trainer's arguments."""
+    name, _, mini_batch = contender.partition("/")
+    options = {"attn_implementation": _board_flash.NAME if name == "flash" else "sdpa"}
+    if chosen.task == "rerank":
+        reranker = cross_encoder.CrossEncoder(folder, num_labels=1, model_kwargs=options)
+        loss = cross_encoder.losses.LambdaLoss(reranker, mini_batch_size=int(mini_batch or -1))
+        return reranker, loss, cross_encoder.CrossEncoderTrainer, cross_encoder.CrossEncoderTrainingArguments
+    model, losses = sentence_transformer.SentenceTransformer(folder, model_kwargs=options), sentence_transformer.losses
+    loss = losses.MultipleNegativesRankingLoss(model)
+    if mini_batch:
+        loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=int(mini_batch))
+    kinds = sentence_transformer.SentenceTransformerTrainer, sentence_transformer.SentenceTransformerTrainingArguments
+    return model, loss, *kinds
+
+
+def train(folder: str, pairs: Dataset, chosen: argparse.Namespace, contender: str) -> tuple[list[float], float, float]:
     """Returns the losses of the steps, the seconds of one, and the most GiB allocated."""
-    model, clock, on_gpu = SentenceTransformer(folder), Clock(), torch.cuda.is_available()  # it takes means
-    loss = MultipleNegativesRankingLoss(model)
+    model, loss, kind, arguments = parts(folder, chosen, contender)
+    clock, on_gpu = Clock(), torch.cuda.is_available()
     options = {"max_steps": chosen.steps + WARM_UP, "learning_rate": 1e-4, "bf16": chosen.bf16, "logging_steps": 1}
     options |= {"per_device_train_batch_size": chosen.batch, "save_strategy": "no", "disable_tqdm": True}
-    args = SentenceTransformerTrainingArguments(folder, report_to=[], **options)
-    trainer = SentenceTransformerTrainer(model, args, pairs, loss=loss, callbacks=[clock])
+    trainer = kind(model, arguments(folder, report_to=[], **options), pairs, loss=loss, callbacks=[clock])
     trainer.remove_callback(transformers.PrinterCallback)
-    if packed:
+    if contender.startswith("packed"):
         crosspack.enable_packing(trainer)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    print("packed" if packed else "padded", f"{chosen.batch / clock.seconds:.1f} pairs/s", flush=True)
+    print(contender, f"{chosen.batch / clock.seconds:.1f} {chosen.unit}/s", flush=True)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     return losses, clock.seconds, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+
+
+def rounds_of(folder: str, pairs: Dataset, chosen: argparse.Namespace) -> dict[str, tuple[list[float], float, float]]:
+    """Returns the fastest round of each contender that has memory enough."""
+    _board_flash.register()
+    best: dict[str, tuple[list[float], float, float]] = {}
+    for _ in range(chosen.rounds):
+        for contender in list(chosen.contenders):
+            gc.collect()  # of the models before it
+            try:
+                run = train(folder, pairs, chosen, contender)
+            except torch.OutOfMemoryError:
+                print(f"{contender}: out of memory", flush=True)
+                chosen.contenders.remove(contender)
+                continue
+            best[contender] = min(best.get(contender, run), run, key=lambda run: run[1])
+    return best
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=GSM8K)
     parser.add_argument("--shape", choices=SHAPES, default="minilm")
+    parser.add_argument("--task", choices=("embed", "rerank"), default="embed")
     for name, default in (("batch", 32), ("steps", 12), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--means", type=int, nargs=2, help="words of made-up pairs, in the mean")
+    parser.add_argument("--contenders", nargs="+", default=["padded", "packed"], help="packed among them")
     for name in ("bf16", "tiny"):
         parser.add_argument(f"--{name}", action="store_true")
     chosen = parser.parse_args()
     if chosen.tiny:
         chosen.shape, chosen.batch, chosen.steps, chosen.rounds = "tiny", 4, 3, 1
-    if chosen.means:
-        texts = made_up(chosen.batch * (chosen.steps + WARM_UP), chosen.means)
+    chosen.unit, needed = "pairs" if chosen.task == "embed" else "lists", chosen.batch * (chosen.steps + WARM_UP)
+    if chosen.task == "rerank":
+        records = lists(needed, chosen.means or [10, 150])
+        texts = [text for record in records for text in (record["query"], *record["docs"])]
     else:
-        records = map(json.loads, chosen.data.read_text().splitlines())
-        texts = [(record["prompt"], record["completion"]) for record in records]
-    pairs = Dataset.from_list([dict(zip(("anchor", "positive"), pair, strict=True)) for pair in texts])
+        lines = map(json.loads, [] if chosen.means else chosen.data.read_text().rstrip().split("\n"))
+        pairs = [(line["prompt"], line["completion"]) for line in lines] or made_up(needed, chosen.means)
+        records = [{"anchor": anchor, "positive": positive} for anchor, positive in pairs]
+        texts = [text for pair in pairs for text in pair]
     with TemporaryDirectory() as folder:
-        save(folder, chosen.shape, [text for pair in texts for text in pair])
-        rounds = [[train(folder, pairs, chosen, packed) for packed in (False, True)] for _ in range(chosen.rounds)]
-    best = [min(runs, key=lambda run: run[1]) for runs in zip(*rounds, strict=True)]
-    (losses, padded, *_), (others, packed, *_) = best
-    for name, (_, seconds, memory) in zip(("padded", "packed"), best, strict=True):
-        print(f"{name}: {chosen.batch / seconds:.1f} pairs/s, {memory:.2f} GiB")
-    apart = max(abs(a - b) / abs(a) for a, b in zip(losses, others, strict=True))
-    print(f"{padded / packed:.2f} times as fast; the losses of {len(losses)} steps differ by at most {apart:.1e}")
+        save(folder, chosen.shape, chosen.task, texts)
+        best = rounds_of(folder, Dataset.from_list(records), chosen)
+    for name, (_, seconds, memory) in best.items():
+        print(f"{name}: {chosen.batch / seconds:.1f} {chosen.unit}/s, {memory:.2f} GiB")
+    losses, packed, _ = best.pop("packed")
+    for name, (others, seconds, _) in best.items():
+        apart = max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
+        print(f"{seconds / packed:.2f} times {name}; the losses of {len(losses)} steps differ by at most {apart:.1e}")
 
 
 if __name__ == "__main__":
