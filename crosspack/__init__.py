@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         disable_packing as disable_packing,
         enable_packing as enable_packing,
         explain as explain,
+        load_mxfp4 as load_mxfp4,
         make_train_step as make_train_step,
         next_token_pairs as next_token_pairs,
         next_token_targets as next_token_targets,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # for type checkers, which read no table
     from torch_backend.collate.loading import PackedRows as PackedRows, StreamedRows as StreamedRows
     from torch_backend.collate.vision_dataset import PackedVisionDataset as PackedVisionDataset
     from torch_backend.hf.explaining import explain as explain
+    from torch_backend.hf.mxfp4 import load_mxfp4 as load_mxfp4
     from torch_backend.hf.routing.contexts import record_routing as record_routing, replay_routing as replay_routing
     from torch_backend.hf.routing.record import RoutingRecord as RoutingRecord
     from torch_backend.losses.cross_entropy import (
@@ -42,6 +43,7 @@ _NAMES = {
     "collate.loading": "PackedRows StreamedRows",
     "collate.vision_dataset": "PackedVisionDataset",
     "hf.explaining": "explain",
+    "hf.mxfp4": "load_mxfp4",
     "hf.routing.contexts": "record_routing replay_routing",
     "hf.routing.record": "RoutingRecord",
     "losses.cross_entropy": "next_token_targets normalise packed_cross_entropy",

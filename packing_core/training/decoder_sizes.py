@@ -68,6 +68,7 @@ class FeedForward(NamedTuple):
         untiled: of ``inner``, what tiles cannot compute.
         parameters: of the weights of its products.
         linear: inputs and outputs of its linear layers, added up.
+        stacked: of the parameters, those of experts that are stacked in two weights.
     """
 
     inner: int = 0
@@ -77,6 +78,7 @@ class FeedForward(NamedTuple):
     untiled: int = 0
     parameters: int = 0
     linear: int = 0
+    stacked: int = 0
 
     @property
     def tiled(self) -> tuple[str, ...]:
@@ -274,4 +276,5 @@ def _feed_forward(family: str, width: int, find: Any, read: Read, *, routed: boo
         untiled=untiled,
         parameters=(halves + 1) * width * ((experts or 1) * one + shared) + experts * width,
         linear=(halves + 1) * (width + one),
+        stacked=(halves + 1) * width * experts * one,
     )

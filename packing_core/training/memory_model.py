@@ -239,12 +239,17 @@ class MemoryModel:
 
 
 def _saved_by_4_bits(config: Any, sizes: DecoderSizes, itemsize: int) -> int:
-    """Returns the bytes by which weights of linear layers that bitsandbytes loads in 4 bits are less than others.
+    """Returns the bytes by which weights in 4 bits are less than others: of linear layers, or of experts in MXFP4.
 
-    A block of 64 values has a magnitude of 4 bytes, or of a byte and 4 for each 256 blocks. Stacked experts stay as
-    they are. While a layer computes, it holds the values of one weight.
+    bitsandbytes loads linear layers, and leaves stacked experts as they are. A block of 64 values has a magnitude of 4
+    bytes, or of a byte and 4 for each 256 blocks; in MXFP4 one of 32 values has a byte. While a layer computes, it
+    holds the values of one weight.
     """
     stored = ConfigReader(ConfigReader(config).find("quantization_config") or {})
+    if stored.find("quant_method") == "mxfp4":
+        values = sum(kind.layers * kind.feed.stacked for kind in sizes.kinds)
+        first = max(kind.feed.stacked * 2 // 3 if kind.feed.gated else kind.feed.stacked // 2 for kind in sizes.kinds)
+        return values * itemsize - values * 17 // 32 - itemsize * first
     if not stored.find("load_in_4bit"):
         return 0
     feeds = [FeedForward() if kind.feed.routed else kind.feed for kind in sizes.kinds]

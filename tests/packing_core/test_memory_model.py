@@ -108,6 +108,14 @@ def test_weights_in_4_bits_take_half_a_byte_and_their_blocks(double: bool, bits:
     assert dense.fixed - packed.fixed == pytest.approx(values * (2 - bits / 8) - 2 * 4_096 * 14_336, rel=1e-6)
 
 
+def test_experts_in_mxfp4_take_17_bytes_for_32_values() -> None:
+    """The values of a first product wait beside them."""
+    stored = {"quantization_config": {"quant_method": "mxfp4"}}
+    dense, packed = (MemoryModel.from_config(GPT_OSS | more, rank=16) for more in ({}, stored))
+    one = 32 * 2_880 * 2_880
+    assert dense.fixed - packed.fixed == 24 * 3 * one * 2 - 24 * 3 * one * 17 // 32 - 2 * 2 * one
+
+
 def test_adapters_of_attention_alone_add_no_inner_columns() -> None:
     everywhere = MemoryModel.from_config(LLAMA, rank=16)
     attention = MemoryModel.from_config(LLAMA, rank=16, adapts_mlp=False)

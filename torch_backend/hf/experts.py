@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf.anatomy.experts import ExpertsLayout, is_spread, layout_of, makes_weights, weights_of
+from torch_backend.hf.anatomy.experts import (
+    ExpertsLayout,
+    is_spread,
+    layout_of,
+    makes_weights,
+    stored_in_4_bits,
+    weights_of,
+)
 from torch_backend.hf.forward import PackedForward
 from torch_backend.ops.experts import Adapter, ExpertsRequest, experts, request_of, select
 
@@ -105,8 +112,14 @@ def run_experts(
     dtype = None
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    up, down = weights_of(module, layout, dtype)
-    dtype = up.dtype
+    packed = stored_in_4_bits(module, layout)
+    scales: dict[str, Tensor] = {}
+    if packed is None:
+        up, down = weights_of(module, layout, dtype)
+        dtype = up.dtype
+    else:
+        dtype, (up, down) = dtype or packed[0].dtype, (weight.blocks for weight in packed)
+        scales = {"up_scales": packed[0].scales, "down_scales": packed[1].scales}
     # where ranks exchange tokens, those that arrive are not those of the row, even if they are as many
     real = None if forward is None or is_spread(module) else forward.real
     if real is not None and real.shape[0] == indices.shape[0]:
@@ -119,6 +132,7 @@ def run_experts(
         "interleaved": layout.interleaved,
         "up_adapter": _in_dtype(adapters.get(layout.up), dtype),
         "down_adapter": _in_dtype(adapters.get("down_proj"), dtype),
+        **scales,
     }
     if forward is not None and not torch.compiler.is_compiling():
         request = request_of(*tensors, **options)

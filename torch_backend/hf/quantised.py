@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_backend.ops.linear_4bit import Weight4bit, linear_4bit
+from torch_backend.ops.mxfp4 import Mxfp4Weight
 
 _WEIGHT = "_crosspack_weight_4bit"
 _PLAIN: tuple[type, ...] = (Tensor, nn.Parameter, nn.Buffer, DTensor)
@@ -44,7 +45,9 @@ def bytes_beside_4_bits(root: nn.Module, dtype: torch.dtype) -> int:
     """Returns the bytes that 4-bit weights take beside their parameters: of blocks, and one weight's values."""
     weights = [_weight_of(layer) for layer in linear_4bit_layers([root]) if _why_not_4bit(layer) is None]
     blocks = sum(x.nbytes for weight in weights for x in weight[1:5] if x is not None)
-    return blocks + max((prod(weight.shape) for weight in weights), default=0) * dtype.itemsize
+    values = [prod(weight.shape) for weight in weights]
+    values += [p.numel() for p in root.parameters() if isinstance(p, Mxfp4Weight)]
+    return blocks + max(values, default=0) * dtype.itemsize
 
 
 @contextmanager

@@ -57,8 +57,13 @@ def load_model(job: ModelJob, auto: str, **options: Any) -> Any:
     transformers = require("transformers", extra="hf")
     torch.manual_seed(job.options.seed)
     options |= {"dtype": getattr(torch, job.options.dtype), "trust_remote_code": job.trust_remote_code}
+    load = getattr(transformers, auto).from_pretrained
+    if job.options.lora and not job.merge_lora and getattr(options.get("config"), "quantization_config", None):
+        from torch_backend.hf.mxfp4 import is_mxfp4, load_mxfp4
+
+        load = load_mxfp4 if is_mxfp4(options["config"]) else load
     with naming(f"--model {job.model}"):
-        return getattr(transformers, auto).from_pretrained(job.model, use_safetensors=True, **options)
+        return load(job.model, use_safetensors=True, **options)
 
 
 def build_model(job: TrainJob) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from packing_core.errors import CapacityError, PackingError, UnsupportedModelError
 from packing_core.training.memory_model import GIB, LEVELS, USABLE, MemoryModel
@@ -24,6 +25,7 @@ from torch_backend.hf.attention import DecoderLayer, uses_interface
 from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.patch import context_of
 from torch_backend.hf.quantised import bytes_beside_4_bits
+from torch_backend.ops.mxfp4 import Mxfp4Weight
 from torch_backend.steps.boundaries import why_not_shared
 from torch_backend.steps.eligibility import why_not_compiled
 from torch_backend.steps.memory import Level, draws_random_numbers, level_of, set_level
@@ -63,7 +65,8 @@ class StepMemory:
         trained = [p for p in parameters if p.requires_grad]
         dtype = self.autocast or root.dtype
         weights = sum(map(_bytes, (*parameters, *model.buffers()))) + bytes_beside_4_bits(root, dtype)
-        cast = [p for p in parameters if p.is_floating_point() and p.dtype != dtype] if self.autocast else []
+        dense = (p for p in parameters if p.is_floating_point() and not isinstance(p, Mxfp4Weight))
+        cast = [p for p in dense if p.dtype != dtype] if self.autocast else []
         copies = sum(map(_numel, cast)) * dtype.itemsize
         layers = max(1, int(getattr(root.config.get_text_config(), "num_hidden_layers", 1)))
         gradients = sum(map(_bytes, trained))
@@ -368,4 +371,8 @@ def _numel(x: Tensor) -> int:
 
 
 def _bytes(x: Tensor) -> int:
-    return _local(x).numel() * x.element_size()
+    """Returns the bytes of a tensor; of one that stands for others, theirs."""
+    local = _local(x)
+    if is_traceable_wrapper_subclass(local):
+        return sum(_bytes(getattr(local, name)) for name in local.__tensor_flatten__()[0])
+    return local.numel() * x.element_size()

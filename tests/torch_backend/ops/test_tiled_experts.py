@@ -112,7 +112,7 @@ def test_compiles_into_one_graph_and_operators_are_well_formed() -> None:
     found, right = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, step))
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
     x, weights, up, down, a, b = (leaf.detach() for leaf in leaves)
-    tensors = (x, weights, up, down, None, None, a, b, None, None, layer.indices)
+    tensors = (x, weights, up, down, None, None, a, b, *[None] * 4, layer.indices)
     options = ops._Options("plain", 0.5, 1.0, "silu", True, 1.0, 0.0, 0.0, False)
     needs = [True, True, False, False, False, False, True, True, False, False]
     checked = ("test_schema", "test_faketensor")

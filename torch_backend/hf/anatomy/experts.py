@@ -21,6 +21,7 @@ from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.edits.rebinding import names
 from torch_backend.ops.experts.plain import activated
 from torch_backend.ops.experts.products import Between
+from torch_backend.ops.mxfp4 import Mxfp4Weight
 
 _MARKS = ("has_gate", "has_bias", "is_transposed")  # what the decorator leaves on a module
 _SETTING = float | int | str | None | FunctionType | nn.Module
@@ -67,8 +68,12 @@ def layout_of(module: Any) -> ExpertsLayout | str:
     for w in weights:
         if w.dtype not in _FLOATING or hasattr(w, "quant_state"):
             return f"its weights are quantised ({type(w).__name__} of {str(w.dtype).removeprefix('torch.')})"
+        if isinstance(w, Mxfp4Weight) and (w.requires_grad or not module.is_transposed):
+            return "its weights are in MXFP4, which does not train: requires_grad_(False)"
     if weights[0].dtype != weights[1].dtype:
         return f"its weights are of two dtypes, {weights[0].dtype} and {weights[1].dtype}"
+    if len({isinstance(w, Mxfp4Weight) for w in weights}) > 1:
+        return "one of its weights is in MXFP4, and the other is not"
     if getattr(module, "has_post_expert_norm", False):
         return "a norm follows each expert"
     interleaved = module.has_gate and not getattr(module, "is_concatenated", True)
@@ -88,9 +93,22 @@ def _setting(module: Any, name: str) -> Any:
 def weights_of(module: Any, layout: ExpertsLayout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """The weights of both products as [E, out, in], in ``dtype`` if one is given."""
     up, down = getattr(module, layout.up), module.down_proj
+    if isinstance(up, Mxfp4Weight):
+        up, down = up.dequantize(dtype), down.dequantize(dtype)
     if layout.transposed:
         up, down = up.mT, down.mT
     return up.to(dtype or up.dtype), down.to(dtype or down.dtype)
+
+
+def stored_in_4_bits(module: Any, layout: ExpertsLayout) -> tuple[Mxfp4Weight, Mxfp4Weight] | None:
+    """Returns the weights of both products if they are in MXFP4, else None."""
+    up, down = getattr(module, layout.up), module.down_proj
+    return (up, down) if isinstance(up, Mxfp4Weight) else None
+
+
+def holds_4_bits(module: Any) -> bool:
+    """Returns whether weights of a module are parameters in MXFP4."""
+    return any(isinstance(x, Mxfp4Weight) for x in module._parameters.values())
 
 
 def is_spread(module: nn.Module) -> bool:

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, is_spread, layout_of, makes_weights
+from torch_backend.hf.anatomy.experts import (
+    ExpertsLayout,
+    find_experts,
+    holds_4_bits,
+    is_spread,
+    layout_of,
+    makes_weights,
+)
 from torch_backend.hf.anatomy.unchanged import has_foreign_hooks
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.mixers import passes_on, segments_passed_on
@@ -134,8 +141,9 @@ def _experts_forward(module: Any, call: Callable[..., Any], *args: Any, **kwargs
 
 
 def _adapter_forward(wrapper: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # PEFT cannot add to weights that a module makes in every call: its own forward raises in the backward
-    stock = packed_around() is None and not makes_weights(_innermost(wrapper))
+    # PEFT cannot add to weights that are made in every call: its own forward raises in the backward
+    inside = _innermost(wrapper)
+    stock = packed_around() is None and not makes_weights(inside) and not holds_4_bits(inside)
     if stock or kwargs or len(args) != 3:
         return call(*args, **kwargs)
     module, adapters = wrapper, dict[str, Adapter]()

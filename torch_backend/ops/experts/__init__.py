@@ -4,7 +4,8 @@ x [T, D], the router's choices and the experts' weights -> :func:`experts` -> [T
 :mod:`.products`; ``_forward`` and ``_backward`` put them together in the same way for every implementation, as two
 operators that ``torch.compile`` does not look into. The forward keeps the first product alone: the backward gathers
 nothing that was stored and makes the activation again. With a ``tile`` nothing is kept: of one long document, products
-exist for a tile of tokens at a time, forward and backward.
+exist for a tile of tokens at a time, forward and backward. Of weights in MXFP4 an operator makes the values when a
+product needs them, one weight at a time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from packing_core.reference import ExpertActivation
 from torch_backend.ops.experts.dispatch import IMPLEMENTATIONS, describe, load, rejections, select
 from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, LowRank, Places
 from torch_backend.ops.experts.request import Adapter, ExpertsRequest, request_of
+from torch_backend.ops.mxfp4 import dequantize
 from torch_backend.ops.operators import operator
 
 __all__ = [
@@ -49,6 +51,8 @@ def experts(
     interleaved: bool = False,
     up_adapter: Adapter | None = None,
     down_adapter: Adapter | None = None,
+    up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
     again: Callable[[], tuple[Tensor, Tensor]] | None = None,
     tile: int | None = None,
     implementation: str | Sequence[str] = "auto",
@@ -69,6 +73,8 @@ def experts(
         activation: between the products; from ``ExpertActivation``.
         interleaved: rows of ``up`` alternate between gate and value; otherwise all gates come first.
         up_adapter, down_adapter: low-rank additions to ``up`` and ``down``, which are not added up.
+        up_scales, down_scales: uint8 [E, O, D / 32] and [E, D, I / 32] of weights in MXFP4, which are frozen; ``up`` is
+            uint8 [E, O, D / 2] then, and ``down`` [E, D, I / 2] (:mod:`torch_backend.ops.mxfp4`).
         again: makes ``up`` and ``down``, both frozen, once more for the backward, so that neither is kept until then.
             For weights that are stored in fewer bits.
         tile: tokens that are computed at a time, where products of all would take too much memory. The backward makes
@@ -85,7 +91,7 @@ def experts(
     request = request_of(
         x, indices, weights, up, down,
         up_bias=up_bias, down_bias=down_bias, activation=activation, interleaved=interleaved,
-        up_adapter=up_adapter, down_adapter=down_adapter,
+        up_adapter=up_adapter, down_adapter=down_adapter, up_scales=up_scales, down_scales=down_scales,
     )  # fmt: skip
     name = select(request, implementation)
     if again is not None and (up.requires_grad or down.requires_grad):
@@ -102,13 +108,14 @@ def experts(
         interleaved,
     )  # fmt: skip
     found: Tensor = _Experts.apply(
-        options, again, tile, x.contiguous(), weights, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, indices
-    )
+        options, again, tile, x.contiguous(), weights, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b,
+        up_scales, down_scales, indices,
+    )  # fmt: skip
     return found
 
 
 class _Operands(NamedTuple):
-    """The tensors of a call, as the operators take them one by one; all but the last have gradients."""
+    """The tensors of a call, as the operators take them one by one; all but the last three have gradients."""
 
     x: Tensor
     weights: Tensor
@@ -120,7 +127,15 @@ class _Operands(NamedTuple):
     up_b: Tensor | None
     down_a: Tensor | None
     down_b: Tensor | None
+    up_scales: Tensor | None
+    down_scales: Tensor | None
     indices: Tensor
+
+    def values(self, name: str) -> Tensor:
+        """Returns the weights ``"up"`` or ``"down"``, made of 4 bits if these are what there is."""
+        weight: Tensor = getattr(self, name)
+        scales: Tensor | None = getattr(self, f"{name}_scales")
+        return weight if scales is None else dequantize(weight, scales, self.x.dtype)
 
 
 class _Options(NamedTuple):
@@ -153,7 +168,7 @@ class _Saved(NamedTuple):
     offsets: Tensor
 
 
-_GRADIENTS = _Operands._fields[:-1]
+_GRADIENTS = _Operands._fields[:-3]
 _BY_TOKEN = ("x", "weights")  # of these, those with a line for each token
 
 
@@ -171,7 +186,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs = [bool(n) for n in ctx.needs_input_grad[3:-1]]
+        needs = [bool(n) for n in ctx.needs_input_grad[3:-3]]
         tensors = list(ctx.saved_tensors)
         if ctx.again is not None:
             tensors[2:4] = ctx.again()
@@ -180,7 +195,8 @@ class _Experts(torch.autograd.Function):
             found = _backward(dy, *tensors, *ctx.options, needs)
         else:
             found = _tiled_backward(dy, *tensors, *ctx.options, needs, ctx.tile)
-        return None, None, None, *(x if needed else None for x, needed in zip(found, needs, strict=True)), None
+        gradients = (x if needed else None for x, needed in zip(found, needs, strict=True))
+        return None, None, None, *gradients, *[None] * 3
 
 
 def _low_rank(t: Tensor | None, b: Tensor | None) -> LowRank | None:
@@ -193,7 +209,9 @@ def _until_activation(call: _Operands, options: _Options) -> tuple[Tensor, _Save
     x, up_a, down_a = ByToken(call.x), call.up_a, call.down_a
     routing = steps.route(call.indices.contiguous(), call.up.shape[0])
     t = None if up_a is None else steps.rows(x, ExpertProduct(up_a, scale=options.up_scale), routing)
-    z, h = steps.up(x, ExpertProduct(call.up, call.up_bias, _low_rank(t, call.up_b)), routing, options.between)
+    by = ExpertProduct(call.values("up"), call.up_bias, _low_rank(t, call.up_b))
+    z, h = steps.up(x, by, routing, options.between)
+    del by  # the values of 4 bits
     u = None if down_a is None else steps.rows(h, ExpertProduct(down_a, scale=options.down_scale), routing)
     t, u = (z.new_empty(0) if half is None else half for half in (t, u))
     return h, _Saved(z, t, u, routing.order, routing.places, routing.offsets)
@@ -205,7 +223,7 @@ def _launch_forward(*given: Any) -> tuple[Tensor, ...]:
     h, saved = _until_activation(call, options)
     routing = Places(saved.order, saved.places, saved.offsets, call.indices.contiguous())
     u = None if call.down_a is None else saved.u
-    y = steps.rows(h, ExpertProduct(call.down, call.down_bias, _low_rank(u, call.down_b)), routing)
+    y = steps.rows(h, ExpertProduct(call.values("down"), call.down_bias, _low_rank(u, call.down_b)), routing)
     return steps.combine(y, routing, call.weights.contiguous()), *saved
 
 
@@ -219,7 +237,7 @@ def _launch_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
     x, out = ByToken(call.x), ByToken(dy)
     du = None if down_b is None else steps.rows(out, ExpertProduct(down_b.mT, scale=options.down_scale), routing)
     bias = call.down_bias if "weights" in needs else None
-    by = ExpertProduct(call.down.mT, bias, _low_rank(du, None if down_a is None else down_a.mT))
+    by = ExpertProduct(call.values("down").mT, bias, _low_rank(du, None if down_a is None else down_a.mT))
     dz, weighted, dweights = steps.down_backward(out, by, saved.z, weights, routing, options.between)
     found["weights"] = dweights.to(weights.dtype)
     if "down" in needs:
@@ -231,7 +249,7 @@ def _launch_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
             found["down_a"] = steps.outer(du, weighted, routing, down_a)
         if "down_b" in needs:
             found["down_b"] = steps.outer(out, saved.u, routing, down_b, weights=weights)
-    del weighted, out
+    del weighted, out, by
     dt = None if up_b is None else steps.rows(dz, ExpertProduct(up_b.mT, scale=options.up_scale), routing)
     if "up" in needs:
         found["up"] = steps.outer(dz, x, routing, call.up)
@@ -243,7 +261,7 @@ def _launch_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
         if "up_b" in needs:
             found["up_b"] = steps.outer(dz, saved.t, routing, up_b)
     if "x" in needs:
-        by = ExpertProduct(call.up.mT, adapter=_low_rank(dt, None if up_a is None else up_a.mT))
+        by = ExpertProduct(call.values("up").mT, adapter=_low_rank(dt, None if up_a is None else up_a.mT))
         found["x"] = steps.combine(steps.rows(dz, by, routing), routing, None)
     return tuple(found[name] if name in found else dy.new_empty(0) for name in _GRADIENTS)
 

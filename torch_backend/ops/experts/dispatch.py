@@ -73,6 +73,7 @@ def describe(request: ExpertsRequest) -> str:
     options = [
         f"{request.activation.name}{' with gates' if request.activation.gated else ''}",
         "biases" if request.biases else "",
+        request.stored and f"weights in {request.stored}",
         f"adapters of rank {' and '.join(dict.fromkeys(adapters))}" if adapters else "",
     ]
     return (

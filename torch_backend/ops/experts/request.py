@@ -10,6 +10,7 @@ from torch import Tensor
 
 from packing_core.errors import LayoutError
 from packing_core.reference import ExpertActivation
+from torch_backend.ops.mxfp4 import GROUP
 
 
 class Adapter(NamedTuple):
@@ -34,6 +35,7 @@ class ExpertsRequest:
         activation: between the two products.
         interleaved: whether gates and values alternate in the first product.
         biases: whether a product has one. ranks: of the adapters of both products, 0 for none.
+        stored: "MXFP4" if the weights are, else "".
         aligned: whether every operand has rows of a multiple of 16 bytes, as matrix units of libraries want them.
     """
 
@@ -49,6 +51,7 @@ class ExpertsRequest:
     biases: bool
     ranks: tuple[int, int]
     aligned: bool
+    stored: str = ""
 
     @property
     def mean(self) -> float:
@@ -72,6 +75,8 @@ def request_of(
     interleaved: bool = False,
     up_adapter: Adapter | None = None,
     down_adapter: Adapter | None = None,
+    up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
 ) -> ExpertsRequest:
     """The request that a call of ``experts`` with these arguments makes.
 
@@ -83,12 +88,15 @@ def request_of(
         given = f"x {list(x.shape)}, indices {list(indices.shape)}, up {list(up.shape)}, down {list(down.shape)}"
         raise LayoutError(f"experts takes x [T, D], indices [T, K], up [E, O, D] and down [E, D, I], got {given}")
     (tokens, width), (count, _, inner), top_k = x.shape, down.shape, indices.shape[1]
+    stored = up_scales is not None or down_scales is not None
+    a_byte = 2 if stored else 1
+    inner *= a_byte
     outer = 2 * inner if activation.gated else inner
     operands: _Operands = {
         "indices": (indices, (tokens, top_k)),
         "weights": (weights, (tokens, top_k)),
-        "up": (up, (count, outer, width)),
-        "down": (down, (count, width, inner)),
+        "up": (up, (count, outer, width // a_byte)),
+        "down": (down, (count, width, inner // a_byte)),
         "up_bias": (up_bias, (count, outer)),
         "down_bias": (down_bias, (count, width)),
     }
@@ -97,6 +105,11 @@ def request_of(
             rank = adapter.a.shape[1] if adapter.a.ndim == 3 else 0
             operands[f"{name}.a"] = (adapter.a, (count, rank, k))
             operands[f"{name}.b"] = (adapter.b, (count, n, rank))
+    if stored:
+        if up_scales is None or down_scales is None:
+            raise LayoutError("up and down are both in MXFP4 or neither: pass the scales of both")
+        operands["up_scales"] = (up_scales, (count, outer, width // GROUP))
+        operands["down_scales"] = (down_scales, (count, width, inner // GROUP))
     _check_operands(x, operands)
     if not 1 <= top_k <= count:
         raise LayoutError(f"each token chooses {top_k} experts and there are {count}: choose from 1 to all of them")
@@ -122,20 +135,24 @@ def request_of(
         interleaved=interleaved,
         biases=up_bias is not None or down_bias is not None,
         ranks=(ranks[0], ranks[1]),
-        aligned=not (width % unit or inner % unit) and all(_strided(w, unit) for w in (up, down)),
+        aligned=not (width % unit or inner % unit) and (stored or all(_strided(w, unit) for w in (up, down))),
+        stored="MXFP4" if stored else "",
     )
 
 
 def _check_operands(x: Tensor, operands: _Operands) -> None:
     """Raises if an operand has another shape than it must have, or another device or dtype than x."""
     given = {name: (tensor, shape) for name, (tensor, shape) in operands.items() if tensor is not None}
+    packed = {"up", "down", "up_scales", "down_scales"} if "up_scales" in given else set()
     for name, (tensor, shape) in given.items():
         if tensor.shape != shape:
             raise LayoutError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
     for name, (tensor, _) in given.items():
         if tensor.device != x.device:
             raise LayoutError(f"{name} is on {tensor.device} and x on {x.device}: move both to one device")
-        if name not in ("indices", "weights") and tensor.dtype != x.dtype:
+        if name in packed and tensor.dtype != torch.uint8:
+            raise LayoutError(f"{name} is {tensor.dtype}, and weights in MXFP4 are uint8: leave their scales out")
+        if name not in ("indices", "weights") and name not in packed and tensor.dtype != x.dtype:
             raise LayoutError(f"{name} is {tensor.dtype} and x {x.dtype}: give both one dtype")
 
 
