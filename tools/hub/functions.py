@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import UnsupportedError
-from torch_backend.ops.attention.request import request_of
+from torch_backend.ops.attention.request import AttentionInputs, request_of
 from torch_backend.ops.attention.triton import TRITON
 from torch_backend.ops.conv import convolve
 from torch_backend.ops.norm import unit_rows
@@ -90,7 +90,7 @@ def flash_attn_varlen_func(
     reason = TRITON.refuses(request)
     if reason is not None:
         raise UnsupportedError(f"attention in Triton {reason}")
-    return TRITON(q, k, v, packed, request, sinks=s_aux, alibi_slopes=alibi_slopes)
+    return TRITON(AttentionInputs(q, k, v, packed, s_aux, alibi_slopes), request)
 
 
 def flash_attn_func(

@@ -28,6 +28,7 @@ from torch_backend.ops.attention.flex import FLEX, block_mask
 from torch_backend.ops.attention.order import CUDA
 from torch_backend.ops.attention.probe import Probed
 from torch_backend.ops.attention.reference import REFERENCE
+from torch_backend.ops.attention.request import AttentionInputs
 from torch_backend.ops.attention.varlen import VARLEN
 from torch_backend.ops.attention.xformers import XFORMERS, _no_half_of_flash_attn
 from torch_backend.segments import PackedMetadata
@@ -150,12 +151,12 @@ class Trial(Probed):
     def refuses(self, request):
         return None
 
-    def __call__(self, q, k, v, packed, request, *, sinks, alibi_slopes):
+    def __call__(self, inputs, request):
         self.runs.append(request)
         if "sinks" in self.forget:
-            sinks = None
+            inputs = inputs._replace(sinks=None)
         request = replace(request, **{name: x for name, x in self.forget.items() if name != "sinks"})
-        return self.spoil(REFERENCE(q, k, v, packed, request, sinks=sinks, alibi_slopes=alibi_slopes))
+        return self.spoil(REFERENCE(inputs, request))
 
 
 CPU_REQUEST = replace(REQUEST, device=torch.device("cpu"), dtype=torch.float32)
@@ -295,15 +296,8 @@ def requested(q, k, v, packed, options) -> AttentionRequest:
 
 def called(implementation, q, k, v, packed, options):
     """Call past ``supports``, which would refuse the CPU."""
-    return implementation(
-        q,
-        k,
-        v,
-        packed,
-        requested(q, k, v, packed, options),
-        sinks=options.get("sinks"),
-        alibi_slopes=options.get("alibi_slopes"),
-    )
+    inputs = AttentionInputs(q, k, v, packed, options.get("sinks"), options.get("alibi_slopes"))
+    return implementation(inputs, requested(q, k, v, packed, options))
 
 
 @pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "varlen"])

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.torch_backend.hf.test_attention_implementations import REQUEST
 from torch_backend.ops.attention.probe import Probed
 from torch_backend.ops.attention.reference import segments_of
-from torch_backend.ops.attention.request import AttentionRequest
+from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest
 from torch_backend.ops.attention.triton import Triton
 from torch_backend.ops.trial import in_own_thread, refusal
 
@@ -67,15 +67,15 @@ class Library(Probed):
     def refuses(self, request: AttentionRequest) -> None:
         return None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, packed: Any, request: Any, **options: Any) -> Tensor:
+    def __call__(self, inputs: AttentionInputs, request: Any) -> Tensor:
         self.runs += 1
         out = []
-        for place, (document, first) in enumerate(segments_of(q, k, v, packed)):
+        for place, (document, first) in enumerate(segments_of(*inputs[:4])):
             heads_first = [x.transpose(0, 1)[None] for x in document]
             queries, keys = (x.shape[2] for x in heads_first[:2])
             distance = first + torch.arange(queries)[:, None] - torch.arange(keys)
             visible = (distance >= 0) if request.causal else torch.ones_like(distance, dtype=torch.bool)
-            visible &= distance.abs() < (request.window or len(k))
+            visible &= distance.abs() < (request.window or len(inputs.k))
             groups = request.heads // request.kv_heads
             heads_first[1:] = (x.repeat_interleave(groups, 1) for x in heads_first[1:])
             out.append(self.attend(place, *heads_first, visible, request.scale)[0].transpose(0, 1))

@@ -17,7 +17,7 @@ from torch import Tensor
 from packing_core.errors import UnsupportedError
 from torch_backend.ops import tables
 from torch_backend.ops.attention.order import CPU, CUDA, last_resort, order
-from torch_backend.ops.attention.request import AttentionRequest, Implementation, describe
+from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest, Implementation, describe
 from torch_backend.segments import PackedMetadata, host_lengths
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def run(
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Run what :func:`choose` returned on the tensors that the request was made from."""
-    return load(name)(q, k, v, packed, request, sinks=sinks, alibi_slopes=alibi_slopes)
+    return load(name)(AttentionInputs(q, k, v, packed, sinks, alibi_slopes), request)
 
 
 def select(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> str:

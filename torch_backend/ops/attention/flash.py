@@ -11,6 +11,7 @@ makes a ``flash_attn`` package without flash-attention 2 in it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,125 +26,77 @@ from torch_backend.ops.attention.flash_family import (
     window_size,
 )
 from torch_backend.ops.attention.probe import Probed
-from torch_backend.ops.attention.request import AttentionRequest
+from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest, lacking
 from torch_backend.ops.operators import operator
 from torch_backend.ops.recomputing import computed_once
-from torch_backend.segments import PackedMetadata
 
 
 class Flash2(Probed):
     more_keys = True
 
     def refuses(self, request: AttentionRequest) -> str | None:
-        if request.sinks:
-            return "no sinks"
-        return not_on_cuda(request) or odd_heads(request) or backward_overflows(request)
+        lacks = lacking(request, "sinks")
+        return lacks or not_on_cuda(request) or odd_heads(request) or backward_overflows(request)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        packed: PackedMetadata,
-        request: AttentionRequest,
-        *,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, inputs: AttentionInputs, request: AttentionRequest) -> Tensor:
         from flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-        keys = keys_of(packed)
-        out: Tensor = flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            packed.cu_seqlens,
-            keys.cu_seqlens,
-            packed.max_seqlen,
-            keys.max_seqlen,
-            dropout_p=request.dropout,
-            softmax_scale=request.scale,
-            causal=request.causal,
-            window_size=window_size(request),
-            softcap=request.softcap or 0.0,
-            alibi_slopes=None if alibi_slopes is None else alibi_slopes.float(),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return out
+        slopes = None if inputs.alibi_slopes is None else inputs.alibi_slopes.float()
+        return _by_library(flash_attn_varlen_func, inputs, request, dropout_p=request.dropout, alibi_slopes=slopes)
 
 
 class Flash3(Probed):
     more_keys = True
 
     def refuses(self, request: AttentionRequest) -> str | None:
-        if request.sinks:
-            return "no sinks"
-        if request.alibi:
-            return "no ALiBi"
-        if request.dropout:
-            return "no dropout"
         if request.compiling:
             return "not every build of it can be traced by torch.compile"
-        return not_on_cuda(request) or odd_heads(request, narrow_values=True)
+        lacks = lacking(request, "sinks", "alibi", "dropout")
+        return lacks or not_on_cuda(request) or odd_heads(request, narrow_values=True)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        packed: PackedMetadata,
-        request: AttentionRequest,
-        *,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, inputs: AttentionInputs, request: AttentionRequest) -> Tensor:
         from flash_attn_interface import flash_attn_varlen_func
 
-        keys = keys_of(packed)
-        out: Tensor = flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            packed.cu_seqlens,
-            keys.cu_seqlens,
-            packed.max_seqlen,
-            keys.max_seqlen,
-            softmax_scale=request.scale,
-            causal=request.causal,
-            window_size=window_size(request),
-            softcap=request.softcap or 0.0,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return out
+        return _by_library(flash_attn_varlen_func, inputs, request)
+
+
+def _by_library(
+    function: Callable[..., Tensor], inputs: AttentionInputs, request: AttentionRequest, **others: Any
+) -> Tensor:
+    """Calls the public function of flash-attention 2 or 3, which take these arguments alike."""
+    q, k, v, packed, *_ = inputs
+    keys = keys_of(packed)
+    return function(
+        q,
+        k,
+        v,
+        packed.cu_seqlens,
+        keys.cu_seqlens,
+        packed.max_seqlen,
+        keys.max_seqlen,
+        softmax_scale=request.scale,
+        causal=request.causal,
+        window_size=window_size(request),
+        softcap=request.softcap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **others,
+    )
 
 
 class Flash4(Probed):
     more_keys = True
 
     def refuses(self, request: AttentionRequest) -> str | None:
-        if request.alibi:
-            return "no ALiBi"
-        if request.dropout:
-            return "no dropout"
         if request.requires_grad and request.head_dim % 32:
             # Version 4.0.0b36 rounds widths up to 32 where it reads its gradients and to 16 where Hopper writes them.
             return f"its backward takes heads whose width is a multiple of 32, not {request.head_dim}"
         widths = request.head_dim, request.value_dim
         if request.value_dim != request.head_dim and (widths != (192, 128) or request.heads != request.kv_heads):
             return "takes values narrower than keys at widths 192 and 128 only, and without grouped heads"
-        return not_on_cuda(request) or odd_heads(request, narrow_values=True)
+        return lacking(request, "alibi", "dropout") or not_on_cuda(request) or odd_heads(request, narrow_values=True)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        packed: PackedMetadata,
-        request: AttentionRequest,
-        *,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, inputs: AttentionInputs, request: AttentionRequest) -> Tensor:
+        q, k, v, packed, sinks, _ = inputs
         keys = keys_of(packed)
         longest = packed.max_seqlen, keys.max_seqlen
         options = *longest, request.causal, *window_size(request), request.softcap or 0.0, request.scale
@@ -220,10 +173,8 @@ def _launch_forward(
     return out, lse
 
 
-def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, cu_keys: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor]:
-    tokens, heads, _ = q.shape
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    tokens, heads, _d = q.shape
     return q.new_empty(tokens, heads, v.shape[-1]), q.new_empty(heads, tokens, dtype=torch.float32)
 
 
@@ -241,7 +192,7 @@ def _launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    dq, dk, dv, dsinks = _fake_backward(dout, q, k, v, sinks, cu_seqlens, cu_keys, out, lse, *options)
+    dq, dk, dv, dsinks = _fake_backward(dout, q, k, v, sinks)
     _, _, _, *rest = _flash_attn_bwd(
         q,
         k,
@@ -260,16 +211,7 @@ def _launch_backward(
 
 
 def _fake_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    cu_seqlens: Tensor,
-    cu_keys: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *options: Any,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks

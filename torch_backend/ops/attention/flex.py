@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from torch_backend.ops.attention.flash_family import not_on_cuda
 from torch_backend.ops.attention.probe import Probed
-from torch_backend.ops.attention.request import AttentionRequest
+from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest
 from torch_backend.segments import PackedMetadata
 
 _BLOCK = 128  # tokens; the size that flex_attention's kernels work in by default
@@ -43,17 +43,8 @@ class Flex(Probed):
             return "takes heads of 16 to 256 channels"  # at 512 a tile needs more shared memory than a GPU has
         return not_on_cuda(request)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        packed: PackedMetadata,
-        request: AttentionRequest,
-        *,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, inputs: AttentionInputs, request: AttentionRequest) -> Tensor:
+        q, k, v, packed, sinks, alibi_slopes = inputs
         on_gpu = q.device.type == "cuda"
         run = _compiled(_without_sizes(request)) if on_gpu and not request.compiling else _EAGER
         out, extra = run(

@@ -11,28 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
-from torch_backend.ops.attention.request import AttentionRequest
+from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest
 from torch_backend.ops.forests import documents
 from torch_backend.ops.repeated import repeated
-from torch_backend.segments import PackedMetadata
 
 
 def over_documents(
-    run: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: PackedMetadata,
-    request: AttentionRequest,
-    **options: Any,
+    run: Callable[[AttentionInputs, AttentionRequest], Tensor], inputs: AttentionInputs, request: AttentionRequest
 ) -> Tensor:
-    """``run(q, k, v, packed, request, **options)`` of a forest, where ``run`` knows documents alone."""
-    found = documents(packed)
-    q, k, v = (repeated(x, found.gather) for x in (q, k, v))
+    """``run(inputs, request)`` of a forest, where ``run`` knows documents alone."""
+    found = documents(inputs.packed)
+    q, k, v = (repeated(x, found.gather) for x in inputs[:3])
     alone = replace(
         request,
         tokens=found.packed.tokens,
@@ -41,4 +33,4 @@ def over_documents(
         host_lengths=True,
         parents=False,
     )
-    return run(q, k, v, found.packed, alone, **options).index_select(0, found.places)
+    return run(inputs._replace(q=q, k=k, v=v, packed=found.packed), alone).index_select(0, found.places)

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from torch_backend.ops.attention.request import AttentionRequest, Implementation
+from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest, Implementation
 from torch_backend.ops.trial import current_device, decided_by_one_rank, in_own_thread
 from torch_backend.segments import PackedMetadata
 
@@ -44,6 +44,7 @@ _SHORT = ("triton", "flash4", "flash3", "varlen", "flash2", "flex", "xformers", 
 _LONG = ("flash4", "flash3", "triton", "varlen", "flash2", "flex", "xformers", "sdpa")
 # compute capability -> column -> the order for each kind
 RECORDED = {(9, 0): dict.fromkeys(COLUMNS, (_SHORT, _LONG))}
+_REPEATS = 3  # of a timed call
 _TOKENS = 16_384
 _timed: dict[AttentionRequest, tuple[str, ...]] = {}
 
@@ -109,32 +110,29 @@ def _rank(trial: AttentionRequest, load: Callable[[str], Implementation]) -> tup
 
 
 @in_own_thread
-def milliseconds(implementation: Implementation, trial: AttentionRequest, repeat: int = 3) -> float:
+def milliseconds(implementation: Implementation, trial: AttentionRequest) -> float:
     """GPU time of one forward, and backward if the request has one, on random data of the trial's shape."""
-    with current_device(trial.device), torch.set_grad_enabled(trial.requires_grad):
-        return _milliseconds(implementation, trial, repeat)
 
-
-def _milliseconds(implementation: Implementation, trial: AttentionRequest, repeat: int) -> float:
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=trial.device, dtype=trial.dtype, requires_grad=trial.requires_grad)
 
-    packed = PackedMetadata.from_lengths([trial.max_seqlen] * trial.segments, device=trial.device)
-    q, k = (drawn(trial.tokens, heads, trial.head_dim) for heads in (trial.heads, trial.kv_heads))
-    v = drawn(trial.tokens, trial.kv_heads, trial.value_dim)
-    sinks = drawn(trial.heads) if trial.sinks else None
-    slopes = torch.rand(trial.heads, device=trial.device) if trial.alibi else None
+    with current_device(trial.device), torch.set_grad_enabled(trial.requires_grad):
+        packed = PackedMetadata.from_lengths([trial.max_seqlen] * trial.segments, device=trial.device)
+        q, k = (drawn(trial.tokens, heads, trial.head_dim) for heads in (trial.heads, trial.kv_heads))
+        v = drawn(trial.tokens, trial.kv_heads, trial.value_dim)
+        sinks = drawn(trial.heads) if trial.sinks else None
+        slopes = torch.rand(trial.heads, device=trial.device) if trial.alibi else None
 
-    def run() -> None:
-        out = implementation(q, k, v, packed, trial, sinks=sinks, alibi_slopes=slopes)
-        if trial.requires_grad:
-            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        def run() -> None:
+            out = implementation(AttentionInputs(q, k, v, packed, sinks, slopes), trial)
+            if trial.requires_grad:
+                torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
-    run()  # compiles
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeat):
-        run()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / repeat
+        run()  # compiles
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(_REPEATS):
+            run()
+        end.record()
+        end.synchronize()
+    return float(begin.elapsed_time(end)) / _REPEATS

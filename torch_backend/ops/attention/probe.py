@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_backend.ops.attention.reference import REFERENCE
-from torch_backend.ops.attention.request import AttentionRequest
+from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest
 from torch_backend.ops.trial import current_device, in_own_thread, refusal
 from torch_backend.segments import PackedMetadata
 
@@ -78,17 +78,7 @@ class Probed:
             torch.are_deterministic_algorithms_enabled(),
         )
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        packed: PackedMetadata,
-        request: AttentionRequest,
-        *,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, inputs: AttentionInputs, request: AttentionRequest) -> Tensor:
         raise NotImplementedError
 
 
@@ -157,11 +147,11 @@ def _errors(implementation: Probed, request: AttentionRequest, lengths: tuple[in
         numbers = torch.arange(request.tokens, device=request.device) // _SPAN  # some cross the end of a segment
         packed = packed.with_spans(torch.where(numbers % 2 == 0, numbers, -1))
 
-    def tried(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> Tensor:
-        return implementation(q, k, v, packed, request, sinks=sinks, alibi_slopes=slopes)
+    def tried(q: Tensor, k: Tensor, v: Tensor, *per_head: Tensor | None) -> Tensor:
+        return implementation(AttentionInputs(q, k, v, packed, *per_head), request)
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> Tensor:
-        plainly = REFERENCE(q.float(), k.float(), v.float(), packed, request, sinks=sinks, alibi_slopes=slopes)
+    def plain(q: Tensor, k: Tensor, v: Tensor, *per_head: Tensor | None) -> Tensor:
+        plainly = REFERENCE(AttentionInputs(q.float(), k.float(), v.float(), packed, *per_head), request)
         return plainly.to(request.dtype)
 
     with current_device(request.device):

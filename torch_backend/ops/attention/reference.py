@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from packing_core.storage.forest import lineage
-from torch_backend.ops.attention.request import AttentionRequest
+from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest
 from torch_backend.segments import PackedMetadata, host_lengths
 
 
@@ -103,17 +103,8 @@ class ReferenceAttention:
     def supports(self, request: AttentionRequest) -> str | None:
         return None if request.host_lengths else "needs the segment lengths on the host"
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        packed: PackedMetadata,
-        request: AttentionRequest,
-        *,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, inputs: AttentionInputs, request: AttentionRequest) -> Tensor:
+        q, k, v, packed, sinks, alibi_slopes = inputs
         scored = partial(scores_attention, request=request, sinks=sinks, alibi_slopes=alibi_slopes)
         ahead, lengths = keys_ahead(packed), host_lengths(packed)
         several = [None] * len(lengths) if ahead is None else ahead.split(lengths)

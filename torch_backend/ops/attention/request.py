@@ -6,7 +6,7 @@ q, k, v, segments and options -> checked once, here -> an :class:`AttentionReque
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +57,17 @@ class AttentionRequest:
     both_ways: bool = False
 
 
+class AttentionInputs(NamedTuple):
+    """The tensors and segments of an attention call, as :func:`attention` takes them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    packed: PackedMetadata
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+
 class Implementation(Protocol):
     """The interface of an entry of ``IMPLEMENTATIONS``.
 
@@ -78,17 +89,7 @@ class Implementation(Protocol):
         """Returns None, or a clause why it is not supported (library absent, wrong device, no such option)."""
         ...
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        packed: PackedMetadata,
-        request: AttentionRequest,
-        *,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, inputs: AttentionInputs, request: AttentionRequest) -> Tensor:
         """Attention of a request that :meth:`supports` accepted; shapes and dtypes were checked by the caller."""
         ...
 
@@ -196,6 +197,14 @@ def _check_options(
             )
     if not 0 <= dropout < 1:
         raise LayoutError(f"dropout is a probability below 1, got {dropout}")
+
+
+_OPTIONS = {"softcap": "softcap", "sinks": "sinks", "alibi": "ALiBi", "dropout": "dropout"}
+
+
+def lacking(request: AttentionRequest, *options: str) -> str | None:
+    """The reason of an implementation without these options, of which the request has one; None if it has none."""
+    return next((f"no {_OPTIONS[name]}" for name in options if getattr(request, name)), None)
 
 
 def describe(request: AttentionRequest) -> str:

@@ -29,9 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_backend.ops.attention.forest import over_documents
 from torch_backend.ops.attention.reference import keys_ahead, scores_attention, segments_of
-from torch_backend.ops.attention.request import AttentionRequest
+from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest
 from torch_backend.ops.document_batches import FINE, OWN, map_documents
-from torch_backend.segments import PackedMetadata
 
 _SMALLEST_BLOCK = 32
 # Scores that are computed at a time: 256 MiB in float32; on the CPU 16 MiB, which its caches hold. Their softmax and
@@ -57,24 +56,15 @@ class Sdpa:
         scores = has_no_kernel(request) or (windowed and _window_has_no_blocks(request))
         return "it builds score matrices" if scores or request.key_tokens is not None else None
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        packed: PackedMetadata,
-        request: AttentionRequest,
-        *,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, inputs: AttentionInputs, request: AttentionRequest) -> Tensor:
+        q, k, v, packed, sinks, alibi_slopes = inputs
         if packed.keys is not None:
             scored = partial(_scored, request=request, sinks=sinks, alibi_slopes=alibi_slopes)
             return torch.cat(
                 [scored(*(x[None] for x in each), first_query=at)[0] for each, at in segments_of(q, k, v, packed)]
             )
         if packed.parents is not None:
-            return over_documents(self, q, k, v, packed, request, sinks=sinks, alibi_slopes=alibi_slopes)
+            return over_documents(self, inputs, request)
         if has_no_kernel(request):
             run = partial(_scored, request=request, sinks=sinks, alibi_slopes=alibi_slopes)
         elif request.window is not None:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from packing_core.errors import UnsupportedError
 from torch_backend.ops.attention.probe import Probed
-from torch_backend.ops.attention.request import AttentionRequest
+from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest
 from torch_backend.ops.attention.triton_work import (
     LAST_TOKENS,
     key_parts,
@@ -71,23 +71,12 @@ class Triton(Probed):
             return "needs a positive scale"
         return None
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        packed: PackedMetadata,
-        request: AttentionRequest,
-        *,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
-        if alibi_slopes is not None and alibi_slopes.requires_grad:
+    def __call__(self, inputs: AttentionInputs, request: AttentionRequest) -> Tensor:
+        if inputs.alibi_slopes is not None and inputs.alibi_slopes.requires_grad:
             raise UnsupportedError(
                 'triton attention gives ALiBi slopes no gradient: pass implementation="sdpa"', option="implementation"
             )
-        tiles = choose_tiles(request)
-        return packed_attention(q, k, v, packed, request, tiles, sinks=sinks, alibi_slopes=alibi_slopes)
+        return packed_attention(inputs, request, choose_tiles(request))
 
     def prepare(self, packed: PackedMetadata, request: AttentionRequest) -> None:
         """Make the work lists, in a shape that does not depend on the segments; of shared prefixes in their own."""
@@ -97,18 +86,9 @@ class Triton(Probed):
 TRITON = Triton()
 
 
-def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: PackedMetadata,
-    request: AttentionRequest,
-    tiles: KernelTiles,
-    *,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-) -> Tensor:
+def packed_attention(inputs: AttentionInputs, request: AttentionRequest, tiles: KernelTiles) -> Tensor:
     """Attention with given tile shapes; see :func:`torch_backend.ops.attention.attention` for the rest."""
+    q, k, v, packed, sinks, alibi_slopes = inputs
     lists = _work_lists(packed, request, tiles)
     q, k, v = map(_by_tokens, (q, k, v))
     options = request.causal, request.window or 0, request.softcap or 0.0, request.scale, _by_heads(packed, request)

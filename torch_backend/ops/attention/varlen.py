@@ -16,8 +16,7 @@ from torch_backend.ops.attention.flash_family import (
     window_size,
 )
 from torch_backend.ops.attention.probe import Probed
-from torch_backend.ops.attention.request import AttentionRequest
-from torch_backend.segments import PackedMetadata
+from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest, lacking
 
 # torch 2.11 takes grouped heads as they come; from 2.12 on they must be announced.
 _ANNOUNCE_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -27,27 +26,12 @@ class Varlen(Probed):
     more_keys = True
 
     def refuses(self, request: AttentionRequest) -> str | None:
-        if request.softcap is not None:
-            return "no softcap"
-        if request.sinks:
-            return "no sinks: its log-sum-exp has no gradient"
-        if request.alibi:
-            return "no ALiBi"
-        if request.dropout:
-            return "no dropout"
-        return not_on_cuda(request) or odd_heads(request) or backward_overflows(request)
+        # of sinks: its log-sum-exp has no gradient
+        lacks = lacking(request, "softcap", "sinks", "alibi", "dropout")
+        return lacks or not_on_cuda(request) or odd_heads(request) or backward_overflows(request)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        packed: PackedMetadata,
-        request: AttentionRequest,
-        *,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, inputs: AttentionInputs, request: AttentionRequest) -> Tensor:
+        q, k, v, packed, *_ = inputs
         keys = keys_of(packed)
         grouped: dict[str, Any] = {"enable_gqa": request.heads != request.kv_heads} if _ANNOUNCE_GROUPS else {}
         out = varlen_attn(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_backend.ops.attention.flash_family import backward_overflows, not_on_cuda, odd_heads
 from torch_backend.ops.attention.probe import Probed
-from torch_backend.ops.attention.request import AttentionRequest
+from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest, lacking
 from torch_backend.segments import PackedMetadata
 
 
@@ -31,25 +31,11 @@ class Xformers(Probed):
             return "its masks cannot be traced by torch.compile"
         if request.window is not None and not request.causal:
             return "windows are causal"
-        if request.softcap is not None:
-            return "no softcap"
-        if request.sinks:
-            return "no sinks"
-        if request.alibi:
-            return "no ALiBi"
-        return not_on_cuda(request) or odd_heads(request) or backward_overflows(request)
+        lacks = lacking(request, "softcap", "sinks", "alibi")
+        return lacks or not_on_cuda(request) or odd_heads(request) or backward_overflows(request)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        packed: PackedMetadata,
-        request: AttentionRequest,
-        *,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, inputs: AttentionInputs, request: AttentionRequest) -> Tensor:
+        q, k, v, packed, *_ = inputs
         fmha = _fmha()
         group = request.heads // request.kv_heads
         out: Tensor = fmha.memory_efficient_attention(
