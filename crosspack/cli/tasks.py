@@ -71,7 +71,7 @@ def open_examples(options: TrainOptions, data: Sequence[str] | None, split: str 
         first = next((record for record in records.items() if isinstance(record, Row)), None)
         if first is None:
             raise PackingError(f"{option} {records.name} has no records: check the file and {option_of_split(option)}")
-        task.columns_of(_renamed(first, read_columns(options.column)), first.where, options.task)
+        task.columns_of(_renamed(first, read_columns(options.column)), first.where)
         sources.append((records, weight))
     return join(sources, option)
 
@@ -92,7 +92,7 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
             if isinstance(item, BadRecord):
                 raise item.error()
             item = _renamed(item, named)
-            task.columns_of(item, item.where, options.task)
+            task.columns_of(item, item.where)
         except PackingError as error:
             if options.on_error == "stop":
                 raise

@@ -31,21 +31,22 @@ class Task:
     """A task of ``crosspack train``.
 
     Attributes:
+        name: of ``--task``.
         trains: what it trains, for people.
         columns: the sets of columns of which a record must have one; the first that it has is used.
-        rows: whether the documents of the whole data set are packed into rows. Otherwise the forwards of each batch of
-            examples run without padding.
         reads: parameters of the command that this task reads, besides those that every task does.
         images: whether records may have images; those of ``sft`` do.
+        check: raises PackingError for values that the columns of a record may not have.
     """
 
+    name: TaskName
     trains: str
     columns: tuple[tuple[str, ...], ...]
-    rows: bool = False
     reads: tuple[str, ...] = ()
     images: bool = False
+    check: Callable[[Mapping[str, Any], Sequence[str], str], None] = lambda record, columns, where: None
 
-    def columns_of(self, record: Mapping[str, Any], where: str, task: str) -> tuple[str, ...]:
+    def columns_of(self, record: Mapping[str, Any], where: str) -> tuple[str, ...]:
         """Returns the columns of a record that the task reads.
 
         Raises:
@@ -53,48 +54,25 @@ class Task:
         """
         for columns in self.columns:
             if all(record.get(name) is not None for name in columns):
-                if task == "kto" and not isinstance(record["label"], bool | int):
-                    raise PackingError(f"{where}: label is {record['label']!r}: --task kto reads true or false")
-                if task in ("embed", "rerank"):
-                    _check_values(record, columns, where, task)
+                self.check(record, columns, where)
                 return columns
         wanted = ", or ".join(" and ".join(columns) for columns in self.columns)
         raise PackingError(
-            f"{where} has {', '.join(record) or 'nothing'}: --task {task} reads {wanted}: name a column that is called "
-            f"otherwise, --column {self.columns[0][0]}=NAME"
+            f"{where} has {', '.join(record) or 'nothing'}: --task {self.name} reads {wanted}: name a column that is "
+            f"called otherwise, --column {self.columns[0][0]}=NAME"
         )
 
 
-_CUT = ("overflow",)
-_ROWS = ("capacity", *_CUT)
-TASKS: Mapping[TaskName, Task] = {
-    "sft": Task(
-        "next tokens of documents with images",
-        (("messages",), ("prompt", "completion"), ("text",)),
-        rows=True,
-        reads=(*_ROWS, "loss"),
-        images=True,
-    ),
-    "dpo": Task("preferences, by DPO", (("chosen", "rejected"),), reads=_CUT, images=True),
-    "kto": Task("good and bad answers, by KTO", (("prompt", "completion", "label"),), reads=_CUT, images=True),
-    "reward": Task("a reward model, on preferences", (("chosen", "rejected"),), reads=_CUT),
-    "grpo": Task("a policy by its rewards, by GRPO", (("prompt",),), images=True),
-    "classify": Task("classes of documents", (("text", "label"), ("input_ids", "label")), rows=True, reads=_ROWS),
-    "mlm": Task("masked tokens", (("text",), ("input_ids",)), rows=True, reads=_ROWS),
-    "embed": Task(
-        "embeddings of texts, on pairs",
-        (("anchor", "positive", "negative"), ("anchor", "positive"), ("sentence1", "sentence2", "score")),
-        reads=_CUT,
-    ),
-    "rerank": Task(
-        "scores of documents for a query",
-        (("query", "document", "label"), ("query", "documents", "labels")),
-        reads=_CUT,
-    ),
-}
+def _check_label(record: Mapping[str, Any], columns: Sequence[str], where: str) -> None:
+    """
+    Raises:
+        PackingError: the label of an answer is not true or false.
+    """
+    if not isinstance(record["label"], bool | int):
+        raise PackingError(f"{where}: label is {record['label']!r}: --task kto reads true or false")
 
 
-def _check_values(record: Mapping[str, Any], columns: Sequence[str], where: str, task: str) -> None:
+def _check_texts(record: Mapping[str, Any], columns: Sequence[str], where: str) -> None:
     """
     Raises:
         PackingError: a value is no text, number or list of them, as its column asks for, or documents lack labels.
@@ -106,6 +84,7 @@ def _check_values(record: Mapping[str, Any], columns: Sequence[str], where: str,
         if not fits or not all(_is_number(x) if numbers else isinstance(x, str) for x in values):
             kind = "a number" if numbers else "a text"
             reads = f"a list, each {kind}" if several else kind
+            task = "rerank" if "query" in columns else "embed"
             raise PackingError(f"{where}: {name} is {reprlib.repr(record[name])}: --task {task} reads {reads}")
     if "labels" in columns and len(record["labels"]) != len(record["documents"]):
         raise PackingError(
@@ -115,6 +94,32 @@ def _check_values(record: Mapping[str, Any], columns: Sequence[str], where: str,
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
+
+
+_CUT = ("overflow",)
+_ROWS = ("capacity", *_CUT)
+_CHATS = (("messages",), ("prompt", "completion"), ("text",))
+_PAIRS = (("anchor", "positive", "negative"), ("anchor", "positive"), ("sentence1", "sentence2", "score"))
+_QUERIES = (("query", "document", "label"), ("query", "documents", "labels"))
+_TASKS = (
+    Task("sft", "next tokens of documents with images", _CHATS, reads=(*_ROWS, "loss"), images=True),
+    Task("dpo", "preferences, by DPO", (("chosen", "rejected"),), reads=_CUT, images=True),
+    Task(
+        "kto",
+        "good and bad answers, by KTO",
+        (("prompt", "completion", "label"),),
+        reads=_CUT,
+        images=True,
+        check=_check_label,
+    ),
+    Task("reward", "a reward model, on preferences", (("chosen", "rejected"),), reads=_CUT),
+    Task("grpo", "a policy by its rewards, by GRPO", (("prompt",),), images=True),
+    Task("classify", "classes of documents", (("text", "label"), ("input_ids", "label")), reads=_ROWS),
+    Task("mlm", "masked tokens", (("text",), ("input_ids",)), reads=_ROWS),
+    Task("embed", "embeddings of texts, on pairs", _PAIRS, reads=_CUT, check=_check_texts),
+    Task("rerank", "scores of documents for a query", _QUERIES, reads=_CUT, check=_check_texts),
+)
+TASKS: Mapping[TaskName, Task] = {task.name: task for task in _TASKS}
 
 
 @dataclass(frozen=True, kw_only=True)

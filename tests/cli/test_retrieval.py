@@ -82,14 +82,14 @@ def test_losses_are_those_of_padded_batches_and_the_library_loads_the_model(
 ):
     import sentence_transformers
 
-    from torch_backend.job import tasks
+    from torch_backend.job import retrieval
 
     packed, padded = tmp_path / "packed", tmp_path / "padded"
     options = ("--epochs", 2, "--optim", "sgd", "--lr", 0.05)  # Adam divides rounding by itself
     result = done(*train(kind, encoder, write, *options, "--output", packed))
     assert "audit: exact" in result.output
-    monkeypatch.setattr(tasks, "enable_packing", lambda trainer, **_: trainer)
-    monkeypatch.setattr(tasks, "disable_packing", lambda trainer: trainer)
+    monkeypatch.setattr(retrieval, "enable_packing", lambda trainer, **_: trainer)
+    monkeypatch.setattr(retrieval, "disable_packing", lambda trainer: trainer)
     done(*train(kind, encoder, write, *options, "--output", padded))
     for name in ("loss", "eval_loss"):
         assert figures(packed, name) == pytest.approx(figures(padded, name), rel=1e-5)

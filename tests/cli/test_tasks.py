@@ -85,13 +85,13 @@ def test_adapters_alone_are_written_or_weights_with_them(merge, weights, write, 
 
 
 def test_a_contaminated_trainer_is_not_trained(weights, write, tmp_path, monkeypatch):
-    from torch_backend.job import tasks as torch_tasks
+    from torch_backend.job import kinds, tasks
 
     class Leaks(str):
         verdict = "contaminated"
 
-    monkeypatch.setattr(torch_tasks, "audit_trainer", lambda _: Leaks("loss 1e+00"))
-    monkeypatch.setattr(torch_tasks, "_timed", lambda *_: pytest.fail("it was trained"))
+    monkeypatch.setattr(kinds, "audit_trainer", lambda _: Leaks("loss 1e+00"))
+    monkeypatch.setattr(tasks, "_timed", lambda *_: pytest.fail("it was trained"))
     result = run(*options("dpo", weights, write, "--output", tmp_path / "out"))
     assert result.exit_code == 2
     assert "documents that are packed together see each other: loss 1e+00" in result.stderr
@@ -228,12 +228,12 @@ def test_values_that_a_trainer_cannot_use_are_errors_of_the_command(weights, wri
 def test_warmup_is_a_share_of_the_steps_of_every_task(tmp_path):
     from transformers import TrainingArguments
 
-    from torch_backend.job.tasks import _arguments
+    from torch_backend.job.kinds import task_arguments
 
     def steps(warmup: float) -> int:
         options = Options(warmup=warmup)
         job = TaskJob(task="mlm", model="", tokenizer="", records=[], options=options)
-        return _arguments(job, TrainingArguments, tmp_path).get_warmup_steps(40)
+        return task_arguments(job, TrainingArguments, tmp_path).get_warmup_steps(40)
 
     assert [steps(warmup) for warmup in (0.0, 0.5, 1.0)] == [0, 20, 40]
 

@@ -1,0 +1,319 @@
+"""The kinds of tasks behind ``crosspack train --task``: each has its model, data, trainer, packing and output.
+
+A TaskJob -> the :class:`TaskKind` of its task, which loads the model -> :meth:`~TaskKind.trainer`, built of the job's
+records -> :meth:`~TaskKind.pack`, with a verdict -> :meth:`~TaskKind.write`. Those of sentence-transformers are in
+:mod:`.retrieval`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from packing_core.errors import CapacityError, PackingError
+from packing_core.extras import require
+from packing_core.training.tasks import TASKS, TaskJob
+from torch_backend.auditing.model import AuditReport, verify
+from torch_backend.auditing.trainer import TrainerReport, audit_trainer
+from torch_backend.collate import PackedCollator
+from torch_backend.job.images import image_dataset, image_rows
+from torch_backend.job.models import load_model, naming, shared_arguments, with_adapters, write_model
+from torch_backend.trainers.enable_packing import enable_packing
+
+require("transformers", extra="hf")
+
+import transformers  # noqa: E402
+
+Records = Sequence[Mapping[str, Any]]
+
+
+class TaskKind:
+    """A task, trained by a ``transformers.Trainer`` or a subclass of it.
+
+    Args:
+        job: of the task.
+
+    Attributes:
+        model, processor: loaded; the processor is a tokenizer unless records have images.
+        skipped: why records were left out.
+
+    Raises:
+        PackingError: the model or the processor cannot be loaded.
+    """
+
+    head = ""  # transformers' class of the model; "" is that of a language model
+    adapters = "CAUSAL_LM"  # peft's name of the task, by which it knows which heads are trained whole
+    removes_columns = True  # whether the trainer keeps the columns alone that the model takes
+
+    def __init__(self, job: TaskJob) -> None:
+        self.job = job
+        self.skipped: list[str] = []
+        self.model, self.processor = self.load()
+
+    def load(self) -> tuple[Any, Any]:
+        """Loads the model with the head of the task, in the dtype of its weights, and the processor."""
+        job, processor = self.job, _processor(self.job)
+        plain = "AutoModelForImageTextToText" if job.images else "AutoModelForCausalLM"
+        model = load_model(job, self.head or plain, **self.model_options())
+        # a decoder's classifier finds the end of a document by it
+        if not job.images and model.config.pad_token_id is None:
+            model.config.pad_token_id = processor.pad_token_id
+        if job.options.lora:
+            model = with_adapters(model, job.options, self.adapters)
+        return model, processor
+
+    def model_options(self) -> dict[str, Any]:
+        """Returns what ``from_pretrained`` of the model takes beside its name."""
+        return {}
+
+    def data(self) -> dict[str, Any]:
+        """Returns the trainer's arguments that hold the records."""
+        held_out = {"eval_dataset": self.dataset(self.job.held_out)} if self.job.held_out else {}
+        return {"train_dataset": self.dataset(self.job.records), **held_out}
+
+    def dataset(self, records: Records) -> Any:
+        """Returns records as the trainer reads them."""
+
+    def trainer(self, folder: Path, common: Mapping[str, Any]) -> Any:
+        """Builds the trainer of what all trainers take; its checkpoints go to ``folder``.
+
+        Raises:
+            PackingError: a record cannot be used, or the trainer's library refuses an argument.
+        """
+        data, columns = self.data(), {"remove_unused_columns": self.removes_columns}
+        arguments = task_arguments(self.job, transformers.TrainingArguments, folder, **columns)
+        return transformers.Trainer(args=arguments, data_collator=self.collator(), **data, **common)
+
+    def collator(self) -> Any:
+        """Returns the collator of the documents of a batch."""
+
+    def pack(self, trainer: Any, options: Mapping[str, Any]) -> AuditReport | TrainerReport:
+        """Packs the trainer in place by ``options`` of ``enable_packing``; returns the report on it."""
+        enable_packing(trainer, **options)
+        return audit_trainer(trainer)
+
+    def write(self, trainer: Any) -> None:
+        """Writes the trained model and its processor."""
+        write_model(self.job, trainer.accelerator.unwrap_model(trainer.model))
+        self.processor.save_pretrained(self.job.output)
+
+
+class ImageDocuments(TaskKind):
+    """Next tokens of documents with images, which are packed into rows before the trainer is built."""
+
+    removes_columns = False
+
+    def dataset(self, records: Records) -> Any:
+        return image_rows(self.job, records, self.model, self.processor, self.skipped)
+
+    def collator(self) -> Any:
+        return PackedCollator(self.model, processor=self.processor)
+
+
+class MaskedTokens(TaskKind):
+    """Masked tokens of documents, whose rows are packed by the trainer's port."""
+
+    head = "AutoModelForMaskedLM"
+
+    def dataset(self, records: Records) -> Any:
+        return _datasets().from_list([self.example(record) for record in records])
+
+    def example(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a record as the model reads it."""
+        ids = record.get("input_ids")
+        return {"input_ids": self.processor(record["text"])["input_ids"] if ids is None else list(ids)}
+
+    def collator(self) -> Any:
+        return transformers.DataCollatorForLanguageModeling(self.processor)
+
+    def pack(self, trainer: Any, options: Mapping[str, Any]) -> AuditReport:
+        report = verify(trainer.model, self.job.attention)
+        enable_packing(trainer, capacity=self.job.capacity, overflow=self.job.overflow, **options)
+        return report
+
+
+class Classes(MaskedTokens):
+    """Classes of documents; the labels are those of the records, sorted."""
+
+    head = "AutoModelForSequenceClassification"
+    adapters = "SEQ_CLS"
+
+    def model_options(self) -> dict[str, Any]:
+        labels = {record["label"] for record in [*self.job.records, *self.job.held_out]}
+        kinds = {type(label).__name__ for label in labels}
+        if not kinds <= {"int", "str", "bool"} or len(kinds) > 1:
+            raise PackingError(
+                f"--task classify: labels are {' and '.join(sorted(kinds))}: they must be all str or all int"
+            )
+        if len(labels) < 2:
+            raise PackingError(
+                f"--task classify: the only label is {next(iter(labels))!r}: pass records of two classes or more"
+            )
+        self.numbers = {label: number for number, label in enumerate(sorted(labels))}
+        names = {str(label): number for label, number in self.numbers.items()}
+        return {"label2id": names, "id2label": {number: name for name, number in names.items()}}
+
+    def example(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        return super().example(record) | {"label": self.numbers[record["label"]]}
+
+    def collator(self) -> Any:
+        return transformers.DataCollatorWithPadding(self.processor)
+
+
+class Answers(TaskKind):
+    """A task of TRL, whose trainer tokenises prompts and answers itself."""
+
+    def dataset(self, records: Records) -> Any:
+        if self.job.images:
+            return image_dataset(self.job, records, self.skipped)
+        return _datasets().from_list([dict(record) for record in records])
+
+    def trainer(self, folder: Path, common: Mapping[str, Any]) -> Any:
+        job, trl = self.job, require("trl", extra="hf")
+        cuts = "overflow" in TASKS[job.task].reads and not job.images
+        longest = _longest(self.model, self.processor) if cuts else None
+        limit = {} if longest is None else {"max_length": longest if job.overflow == "truncate" else None}
+        rewards = {"reward_funcs": list(job.rewards)} if job.rewards else {}
+        kind = "Reward" if job.task == "reward" else job.task.upper()  # as TRL writes it
+        arguments = task_arguments(job, getattr(trl, f"{kind}Config"), folder, **limit)
+        trainer = getattr(trl, f"{kind}Trainer")(args=arguments, **self.data(), **rewards, **common)
+        if longest is not None and "max_length" not in job.arguments and job.overflow != "truncate":
+            for name in ("train_dataset", "eval_dataset"):
+                if (dataset := getattr(trainer, name)) is not None:
+                    setattr(trainer, name, self._fitting(dataset, longest))
+        return trainer
+
+    def _fitting(self, dataset: Any, longest: int) -> Any:
+        """Refuses answers that are longer than the model, prompt included, or drops them; TRL truncates.
+
+        Raises:
+            CapacityError: one is too long, and ``overflow`` is ``error``.
+        """
+        if self.job.overflow == "drop":
+            return dataset.filter(lambda example: _tokens(example) <= longest)
+        for number, example in enumerate(dataset):
+            if (count := _tokens(example)) > longest:
+                raise CapacityError(
+                    f"record {number} has an answer of {count:,} tokens with its prompt and the model takes "
+                    f"{longest:,}: pass --overflow {'drop' if self.job.task == 'reward' else 'truncate or drop'}"
+                )
+        return dataset
+
+
+class RewardModel(Answers):
+    """A reward model, on preferences."""
+
+    head = "AutoModelForSequenceClassification"
+    adapters = "SEQ_CLS"
+
+    def model_options(self) -> dict[str, Any]:
+        return {"num_labels": 1}
+
+
+def _processor(job: TaskJob) -> Any:
+    """Loads the tokenizer, or the processor of records with images; it pads with its EOS if it has nothing else.
+
+    Raises:
+        PackingError: it cannot be loaded.
+    """
+    what, auto = ("processor", "AutoProcessor") if job.images else ("tokenizer", "AutoTokenizer")
+    with naming(f"{what} {job.tokenizer}"):
+        loaded = getattr(transformers, auto).from_pretrained(job.tokenizer, trust_remote_code=job.trust_remote_code)
+    if job.images and getattr(loaded, "image_processor", None) is None:
+        raise PackingError(
+            f"records have images, and {job.tokenizer} has no processor of images, only {type(loaded).__name__}: pass "
+            "a vision-language model, or leave the images out of the records"
+        )
+    tokenizer = loaded.tokenizer if job.images else loaded
+    if job.images and job.task == "grpo":
+        tokenizer.padding_side = "left"  # TRL completes prompts as the processor pads them
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return loaded
+
+
+def _datasets() -> Any:
+    return require("datasets", extra="hf").Dataset
+
+
+def _longest(model: Any, tokenizer: Any) -> int:
+    """Returns the number of tokens of a text that both the model and its tokenizer take."""
+    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(int(tokenizer.model_max_length), positions or int(tokenizer.model_max_length))
+
+
+def _tokens(example: Mapping[str, Any]) -> int:
+    """Counts the tokens of the longest answer of an example, with its prompt."""
+    answers = [len(ids) for name, ids in example.items() if name.endswith("_ids") and name != "prompt_ids"]
+    return len(example.get("prompt_ids", ())) + max(answers)
+
+
+def task_arguments(job: TaskJob, kind: type[Any], folder: Path, **own: Any) -> Any:
+    """Returns the trainer's arguments: those of the options, and of ``--set`` whatever else it has.
+
+    Args:
+        job: of the task.
+        kind: the class of the arguments.
+        folder: where checkpoints go.
+        own: those of this kind of task.
+
+    Raises:
+        PackingError: its library refuses one.
+    """
+    defaults = {field.name: field.default for field in fields(kind)}
+    for name in job.arguments.keys() - defaults.keys():
+        near = get_close_matches(name, defaults, n=1)
+        hint = f": is it {near[0]}?" if near else ""
+        raise PackingError(f"--set {name}: {kind.__name__} has no such argument{hint}")
+    for name, value in job.arguments.items():
+        _check_type(name, value, defaults[name])
+    options, ranks = job.options, int(os.environ.get("WORLD_SIZE", "1"))
+    if job.batch_size % ranks:
+        raise PackingError(f"--batch-size {job.batch_size} does not divide over {ranks} processes: pass a multiple")
+    evaluates = {"eval_strategy": "steps", "eval_steps": job.eval_every} if job.held_out and job.eval_every else {}
+    saves: dict[str, Any] = {}
+    if job.save_every or job.keep_best:
+        every = job.save_every or job.eval_every
+        saves = {"save_strategy": "steps", "save_steps": every, "save_total_limit": job.keep_checkpoints}
+    if job.keep_best or job.early_stopping:
+        saves |= {"metric_for_best_model": "eval_loss", "greater_is_better": False}
+        saves |= {"load_best_model_at_end": job.keep_best}
+    if options.optim is not None:
+        saves["optim"] = options.optim
+    # transformers 5.23 renamed it, and warns under the old name
+    renamed = "activation_checkpointing" in defaults
+    settled = {
+        **shared_arguments(options),
+        "output_dir": str(folder),
+        "per_device_train_batch_size": job.batch_size // ranks,
+        "per_device_eval_batch_size": job.batch_size // ranks,
+        "num_train_epochs": job.epochs,
+        "max_steps": job.steps or -1,
+        "learning_rate": options.lr,
+        "lr_scheduler_type": options.decay,
+        # transformers takes less than 1 for a share of the steps, and 1 for one step
+        "warmup_steps": min(options.warmup, math.nextafter(1.0, 0.0)),
+        "weight_decay": options.weight_decay,
+        "bf16": options.dtype == "float32" and options.precision != "float32",
+        "activation_checkpointing" if renamed else "gradient_checkpointing": job.gradient_checkpointing,
+        "use_cpu": job.device == "cpu" or not torch.cuda.is_available(),
+        **evaluates,
+        **saves,
+        **own,
+    }
+    with naming(f"--task {job.task}: {kind.__name__}", (TypeError, ValueError)):
+        return kind(**(settled | dict(job.arguments)))
+
+
+def _check_type(name: str, value: Any, default: Any) -> None:
+    """Raises PackingError for a text where a trainer's argument is a number or a switch; its class checks no types."""
+    wanted = {bool: "true or false", int: "a number", float: "a number"}.get(type(default))
+    if wanted is not None and isinstance(value, str) and name != "warmup_steps":
+        raise PackingError(f"--set {name} is {value!r}: pass {wanted}")
