@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dis
-import inspect
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -84,7 +81,6 @@ class TrainerLoss:
 
 def check_losses(changes: Changes, loss: TrainerLoss) -> None:
     """Let a trainer tell where a loss of somebody's own is another one on packed rows."""
-    warn_of_means(loss)
     warn_of_last_tokens(loss)
     warn_of_rows(changes, loss)
 
@@ -190,28 +186,3 @@ class _ComparedLoss(TrainerCallback):
                 losses = [trainer.compute_loss(model, dict(x), num_items_in_batch=count) for x in batches]
         packed, padded = (float(loss) for loss in losses)
         return packed, padded
-
-
-def warn_of_means(loss: TrainerLoss) -> None:
-    """Log where a step adds up means of micro-batches, whose documents then weigh more in a row of few targets."""
-    args = loss.trainer.args
-    micro_batches = args.gradient_accumulation_steps * args.world_size
-    if loss.function is None or micro_batches == 1 or reads_count(loss.function):
-        return
-    logger.warning(
-        "%s does not read %s, so a step takes the loss of each of its %d micro-batches by itself, and packed rows hold "
-        "unequal numbers of targets: sum the losses of the tokens and divide by %s, to train the mean over the step",
-        *(loss.name, COUNT, micro_batches, COUNT),
-    )
-
-
-def reads_count(loss: Callable[..., Any]) -> bool:
-    """Returns whether a function uses its argument ``num_items_in_batch``, or passes on the keywords that hold it."""
-    function = inspect.unwrap(getattr(loss, "__func__", loss))
-    code = getattr(function, "__code__", None)
-    if code is None:  # a partial or an object, whose code is elsewhere
-        return True
-    keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind == p.VAR_KEYWORD]
-    wanted = {COUNT} if COUNT in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] else {*keywords}
-    loads = (i for i in dis.get_instructions(code) if i.opname.startswith("LOAD"))
-    return any(wanted & {*(i.argval if isinstance(i.argval, tuple) else (i.argval,))} for i in loads)

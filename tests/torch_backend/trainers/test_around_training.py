@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -218,47 +217,6 @@ def test_a_collator_that_is_exchanged_afterwards_is_refused(tmp_path: Any, capac
     with pytest.raises(PackingError, match=r"pads makes no packed batches.*call enable_packing\(trainer\) again"):
         built.train()
     enabled(built, capacity=CAPACITY).train()
-
-
-# A loss of one's own.
-
-
-class Means(transformers.Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs=False, num_items_in_batch: Any = None) -> Any:
-        outputs = model(**inputs)
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-
-class Counts(transformers.Trainer):
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
-def ignores_count(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    return outputs.logits.float().mean()
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "warned"),
-    [
-        (Means, {}, "Means.compute_loss does not read num_items_in_batch"),
-        (Means, {"gradient_accumulation_steps": 1}, None),
-        (Counts, {}, None),
-        (transformers.Trainer, {}, None),
-        (transformers.Trainer, {"func": ignores_count}, "compute_loss_func does not read num_items_in_batch"),
-    ],
-)
-def test_a_loss_that_is_a_mean_of_means_is_told(
-    tmp_path: Any, caplog: Any, kind: Any, options: Any, warned: Any
-) -> None:
-    options = dict(options)
-    func = options.pop("func", None)
-    built = plain(tmp_path, pads, kind=kind, **options)
-    built.compute_loss_func = func
-    with caplog.at_level(logging.WARNING):
-        enabled(built, capacity=CAPACITY)
-    found = [x.getMessage() for x in caplog.records if "num_items_in_batch" in x.getMessage()]
-    assert [warned in message for message in found] == [True] if warned else not found
 
 
 # Options.
