@@ -16,7 +16,6 @@ from typing import Any
 
 from crosspack.reading import Records
 from crosspack.reading.files import File, Unchanged
-from crosspack.reading.lines import Range
 from crosspack.reading.places import Item, Piece, Stretch
 from crosspack.reading.records import read_pieces
 
@@ -39,11 +38,11 @@ class MixedStretch:
         """Bytes until the first data set ends, if all are plain files."""
         return int(min(records.size() / weight for records, weight in self.sources))
 
-    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
-        shares = (_shares(records, max(1, round(size * weight)), start, step) for records, weight in self.sources)
+    def pieces(self, size: int) -> Iterator[Piece]:
+        shares = (_pieces(records, max(1, round(size * weight))) for records, weight in self.sources)
         for number, parts in enumerate(zip(*shares, strict=False)):
             items = chain.from_iterable(part.items for part in parts)
-            yield Piece(start + step * number, items, sum(part.size for part in parts))
+            yield Piece(number, items, sum(part.size for part in parts))
 
 
 @dataclass(frozen=True)
@@ -91,16 +90,7 @@ class Mixed(Records):
         return [[records.state(), weight] for records, weight in self.sources]
 
 
-def _shares(records: Records, size: int, start: int, step: int) -> Iterator[Piece]:
-    """Every ``step``-th piece of all the files of a data set, which are numbered through."""
-    number = 0
+def _pieces(records: Records, size: int) -> Iterator[Piece]:
+    """The pieces of all the files of a data set."""
     for stretch in records.stretches(size):
-        if isinstance(stretch, Range):  # one piece, which need not be read to be counted
-            if number >= start and (number - start) % step == 0:
-                yield from read_pieces(stretch, size)
-            number += 1
-            continue
-        for piece in read_pieces(stretch, size):
-            if number >= start and (number - start) % step == 0:
-                yield piece
-            number += 1
+        yield from read_pieces(stretch, size)

@@ -18,10 +18,10 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 class Csv(FileStretch):
     """A file of comma- or tab-separated values."""
 
-    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
+    def pieces(self, size: int) -> Iterator[Piece]:
         place = Place(self.file, "line", 0)
         with self.origin.open() as file:
-            yield from grouped(self._records(_Lines(file, self.origin, place), place), size, start, step)
+            yield from grouped(self._records(_Lines(file, self.origin, place), place), size)
 
     def _records(self, lines: _Lines, place: Place) -> Iterator[tuple[int, Item]]:
         """Each record with the byte that it begins at; its number is that of its first line.

@@ -33,9 +33,7 @@ class Range(FileStretch):
     def size(self) -> int:
         return (self.origin.size() if self.end is None else self.end) - self.begin
 
-    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
-        if start:
-            return
+    def pieces(self, size: int) -> Iterator[Piece]:
         place = Place(self.file, "line", self._count if self.begin else 0)
         yield Piece(0, parsed(self._lines(), place, self.origin, first=not self.begin), self.size)
 
@@ -62,13 +60,12 @@ class Range(FileStretch):
 class Whole(FileStretch):
     """A compressed file of lines, which is read from its begin."""
 
-    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
+    def pieces(self, size: int) -> Iterator[Piece]:
         with self.origin.open() as file:
             first = 0
             for number, data in cut(file, size, self.origin.max_record):
-                if number >= start and (number - start) % step == 0:
-                    lines = parsed(io.BytesIO(data), Place(self.file, "line", first), self.origin, first=not first)
-                    yield Piece(number, lines, len(data))
+                lines = parsed(io.BytesIO(data), Place(self.file, "line", first), self.origin, first=not first)
+                yield Piece(number, lines, len(data))
                 first += data.count(b"\n")
 
 
@@ -170,9 +167,7 @@ def _why_not_json(text: str) -> str:
 class SingleRecordFile(FileStretch):
     """A text file that is one record."""
 
-    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
-        if start:
-            return
+    def pieces(self, size: int) -> Iterator[Piece]:
         with self.origin.open() as file:
             data = file.read(self.origin.max_record + 1)
         place = Place(self.file, "line", 0)

@@ -21,16 +21,15 @@ _SPACE = re.compile(f"[{_SPACES}]+")
 class Json(FileStretch):
     """A file of JSON objects. After something that is not JSON nothing can be found again, so that is an error."""
 
-    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
+    def pieces(self, size: int) -> Iterator[Piece]:
         with io.TextIOWrapper(self.origin.open(), encoding="utf-8-sig", newline="") as file:
-            yield from grouped(_records(file, Place(self.file, "line"), self.origin), size, start, step)
+            yield from grouped(_records(file, Place(self.file, "line"), self.origin), size)
 
 
-def grouped(records: Iterable[tuple[int, Item]], size: int, start: int, step: int) -> Iterator[Piece]:
+def grouped(records: Iterable[tuple[int, Item]], size: int) -> Iterator[Piece]:
     """Pieces of records that come with the byte or character at which each begins."""
     for number, group in groupby(records, key=lambda record: record[0] // size):
-        if number >= start and (number - start) % step == 0:
-            yield Piece(number, (item for _, item in group), size)
+        yield Piece(number, (item for _, item in group), size)
 
 
 def _records(file: TextIO, place: Place, origin: File) -> Iterator[tuple[int, Item]]:

@@ -114,11 +114,8 @@ class Stretch(Protocol):
     @property
     def size(self) -> int: ...
 
-    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
-        """Pieces ``start``, ``start + step``, ... of about ``size`` bytes, each to be read before the next.
-
-        Where a piece begins and ends depends on ``size`` alone.
-        """
+    def pieces(self, size: int) -> Iterator[Piece]:
+        """Pieces of about ``size`` bytes, each to be read before the next; one that is not read costs little."""
         ...
 
 

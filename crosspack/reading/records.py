@@ -132,9 +132,8 @@ class FilelessRecords:
     records: Callable[[], Iterable[Any]]
     size: int = 0
 
-    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
-        place = Place(self.file, "row")
-        yield from grouped(self._rows(place), size, start, step)
+    def pieces(self, size: int) -> Iterator[Piece]:
+        yield from grouped(self._rows(Place(self.file, "row")), size)
 
     def _rows(self, place: Place) -> Iterator[tuple[int, Item]]:
         at = 0
@@ -170,15 +169,18 @@ def _in_one_line(file: str) -> Iterator[None]:
 
 
 def read_pieces(stretch: Stretch, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
-    """``stretch.pieces``, whose errors, and those of the records of each piece, are one line with the file.
+    """Pieces ``start``, ``start + step``, ... of a stretch; errors, its records' too, are one line with the file.
+
+    Where a piece begins and ends depends on ``size`` alone.
 
     Raises:
         PackingError: the file cannot be read.
     """
     with _in_one_line(stretch.file):
-        for piece in stretch.pieces(size, start, step):
-            piece.items = _guarded(stretch.file, piece.items)
-            yield piece
+        for piece in stretch.pieces(size):
+            if piece.number >= start and (piece.number - start) % step == 0:
+                piece.items = _guarded(stretch.file, piece.items)
+                yield piece
 
 
 def dealt(stretches: Sequence[Stretch], index: int, count: int) -> Iterator[tuple[int, Stretch, int, int]]:

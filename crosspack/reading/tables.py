@@ -37,7 +37,7 @@ class Group:
     def file(self) -> str:
         return self.origin.name
 
-    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
+    def pieces(self, size: int) -> Iterator[Piece]:
         place = Place(self.file, "row", 0)
         with ExitStack() as stack:
             batches = _opened(self, stack)
@@ -45,20 +45,13 @@ class Group:
             number, bytes_held, first = 0, 0, self.first
             for part in _parts(batches):
                 if held and bytes_held + part.nbytes > size:
-                    yield from _piece(number, held, bytes_held, place, first, start, step, self.origin)
+                    yield Piece(number, _rows(held, place, first, self.origin), bytes_held)
                     first += sum(batch.num_rows for batch in held)
                     number, held, bytes_held = number + 1, [], 0
                 held.append(part)
                 bytes_held += part.nbytes
             if held:
-                yield from _piece(number, held, bytes_held, place, first, start, step, self.origin)
-
-
-def _piece(
-    number: int, batches: list[Any], size: int, place: Place, first: int, start: int, step: int, origin: File
-) -> Iterator[Piece]:
-    if number >= start and (number - start) % step == 0:
-        yield Piece(number, _rows(batches, place, first, origin), size)
+                yield Piece(number, _rows(held, place, first, self.origin), bytes_held)
 
 
 def _parts(batches: Iterable[Any]) -> Iterator[Any]:
