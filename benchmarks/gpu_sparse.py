@@ -9,8 +9,9 @@
   documents of mean 243, all within its budget of 2,048 tokens, by the rules of ``benchmarks.gpu_step``. Beside it stand
   the same layers without an indexer (deepseek_v3), and the whole decoder on padded batches of documents of similar
   length, as these families ran before.
-- ``attention``: one document that is longer than the budget; scores and choice of its keys, attention over them, and
-  dense attention of our Triton kernel, forward and backward. What is selected is held to float32 on a shorter document.
+- ``attention``: one document that is longer than the budget; scores and choice of its keys, attention over them in
+  Triton, from the latent vectors that its keys and values are projections of, and in plain torch, and dense attention
+  of our Triton kernel, forward and backward. What is selected is held to float32 on a shorter document.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from benchmarks.gpu_workload import DTYPE, Shape
 from torch_backend.hf.anatomy.families import DOCUMENTS
 from torch_backend.ops.attention import attention, request_of
 from torch_backend.ops.attention.reference import scores_attention
-from torch_backend.ops.attention.selected import LongDocuments, select, selected_attention
+from torch_backend.ops.attention.selected import Latent, LongDocuments, select, selected_attention, why_not_triton
 from torch_backend.segments import PackedMetadata
 
 LIMIT = 2e-2  # of bfloat16 results, in norm
@@ -55,6 +56,7 @@ BUDGET = 8 if TOY else 2_048
 LONG = (40,) if TOY else (16_384,) if QUICK else (16_384, 65_536)
 CHECKED = 40 if TOY else 3_000
 HEADS, WIDTH, VALUES = (4, 24, 16) if TOY else (128, 192, 128)
+RANK, ROTATED = (32, 8) if TOY else (512, 64)
 INDEX_HEADS, INDEX_WIDTH = (2, 16) if TOY else (64, 128)
 
 
@@ -96,9 +98,20 @@ def run_step() -> Iterator[Result]:
 
 @dataclass(frozen=True)
 class Case:
-    """One document: queries, keys and values [T, H, D], the gradient of the output, and an indexer's operands."""
+    """One document.
 
-    inputs: list[Tensor]
+    Attributes:
+        q, compressed, rotated, weight: [T, H, D], and what keys and values are made of.
+        k, v: [T, H, D], [T, H, Dv], made of that.
+        out: the gradient of the output; index: an indexer's operands.
+    """
+
+    q: Tensor
+    compressed: Tensor
+    rotated: Tensor
+    weight: Tensor
+    k: Tensor
+    v: Tensor
     out: Tensor
     index: list[Tensor]
     packed: PackedMetadata
@@ -106,12 +119,18 @@ class Case:
     @classmethod
     def of(cls, tokens: int) -> Case:
         generator = torch.Generator(device=DEVICE).manual_seed(0)
-        sizes = ((HEADS, WIDTH), (HEADS, WIDTH), (HEADS, VALUES), (HEADS, VALUES))
-        sizes += ((INDEX_HEADS, INDEX_WIDTH), (INDEX_WIDTH,), (INDEX_HEADS,))  # type: ignore[assignment]
-        q, k, v, out, *index = (torch.randn(tokens, *each, device=DEVICE, generator=generator) for each in sizes)
-        inputs = [x.to(DTYPE).requires_grad_() for x in (q, k, v)]
-        index = [x.to(DTYPE).float() for x in index]  # as the indexers of transformers multiply them
-        return cls(inputs, out.to(DTYPE), index, PackedMetadata.from_lengths([tokens], device=DEVICE))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=DEVICE, generator=generator).to(DTYPE)
+
+        q, compressed, rotated = normal(tokens, HEADS, WIDTH), normal(tokens, RANK), normal(tokens, ROTATED)
+        weight = normal(HEADS * (WIDTH - ROTATED + VALUES), RANK) * RANK**-0.5
+        k, v = expanded(compressed, rotated, weight)
+        leaves = [x.requires_grad_() for x in (q, compressed, rotated, weight, k, v)]
+        sizes = (INDEX_HEADS, INDEX_WIDTH), (INDEX_WIDTH,), (INDEX_HEADS,)
+        index = [normal(tokens, *size).float() for size in sizes]  # as the indexers of transformers multiply them
+        packed = PackedMetadata.from_lengths([tokens], device=DEVICE)
+        return cls(*leaves, normal(tokens, HEADS, VALUES), index, packed)
 
     @property
     def long(self) -> LongDocuments:
@@ -119,45 +138,70 @@ class Case:
         assert long is not None
         return long
 
+    @property
+    def latent(self) -> list[Tensor]:
+        return [self.q, self.compressed, self.rotated, self.weight]
+
+    @property
+    def heads(self) -> list[Tensor]:
+        return [self.q, self.k, self.v]
+
     def selected(self) -> Tensor:
         q, k, weights = self.index
         return select(q, k, weights, self.long, top_k=BUDGET)
 
-    def sparse(self, selected: Tensor) -> Tensor:
-        q, k, v = self.inputs
-        return selected_attention(q, k, v, selected, self.long, request_of(q, k, v, self.packed))
+    def sparse(self, selected: Tensor, implementation: str) -> Tensor:
+        latent = Latent(self.compressed, self.rotated, self.weight) if implementation == "triton" else None
+        request = request_of(*self.heads, self.packed)
+        refused = why_not_triton(request, latent, implementation)
+        if implementation == "triton" and refused is not None and not TOY:
+            raise RuntimeError(f"selected keys do not run in Triton: {refused}")
+        options = {"latent": latent, "implementation": implementation}
+        return selected_attention(*self.heads, selected, self.long, request, **options)
 
     def dense(self) -> Tensor:
-        q, k, v = self.inputs
-        return attention(q, k, v, self.packed, implementation="sdpa" if TOY else "triton")
+        return attention(*self.heads, self.packed, implementation="sdpa" if TOY else "triton")
 
-    def both(self, forward: Callable[[], Tensor]) -> list[Tensor]:
+    def both(self, forward: Callable[[], Tensor], leaves: list[Tensor]) -> list[Tensor]:
         """The output and the gradients."""
         result = forward()
-        return [result.detach(), *torch.autograd.grad(result, self.inputs, self.out)]
+        return [result.detach(), *torch.autograd.grad(result, leaves, self.out)]
 
 
-def error() -> float:
+def expanded(compressed: Tensor, rotated: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values of all heads."""
+    k, v = (compressed @ weight.T).unflatten(1, (HEADS, -1)).split([WIDTH - ROTATED, VALUES], -1)
+    return torch.cat([k, rotated[:, None].expand(-1, HEADS, -1)], -1), v.contiguous()
+
+
+def error(implementation: str) -> float:
     """The largest error of the output and of a gradient over the selected keys of a shorter document."""
     case = Case.of(CHECKED)
     selected = case.selected()
     column = torch.where(selected < 0, CHECKED, selected).long()
     visible = torch.zeros(CHECKED, CHECKED + 1, dtype=torch.bool, device=DEVICE).scatter_(1, column, True)[:, :-1]
-    results = case.both(partial(case.sparse, selected))
-    leaves = [x.detach()[:, :4].float().requires_grad_() for x in case.inputs]  # of some heads, which are all alike
-    q, k, v = leaves
+    in_triton = implementation == "triton" and not TOY
+    leaves = case.latent if in_triton else case.heads
+    results = case.both(partial(case.sparse, selected, implementation), leaves)
+    exact = [x.detach().float().requires_grad_() for x in leaves]
+    q, k, v = (exact[0], *expanded(*exact[1:])) if in_triton else exact
     right = scores_attention(q, k, v, request=request_of(q, k, v, case.packed), visible=visible)
-    exact = [right.detach(), *torch.autograd.grad(right, leaves, case.out[:, :4].float())]
-    return max(relative_error(x[:, :4], y) for x, y in zip(results, exact, strict=True))
+    pairs = zip(results, [right.detach(), *torch.autograd.grad(right, exact, case.out.float())], strict=True)
+    return max(relative_error(x, y) for x, y in pairs)
 
 
 def run_attention() -> Iterator[Result]:
+    contenders: dict[str, tuple[Callable[[], float], Callable[[int], dict[str, float]]]] = {
+        "selected keys, triton": (partial(error, "triton"), partial(timed_sparse, "triton")),
+        "all keys, triton": (lambda: 0.0, timed_dense),
+        "selected keys, plain torch": (partial(error, "sdpa"), partial(timed_sparse, "sdpa")),
+    }
     for tokens in LONG:
         case = f"a document of {tokens:,}, {HEADS} heads of {WIDTH}, values of {VALUES}"
-        for name, measure in {"selected keys": timed_sparse, "all keys, triton": timed_dense}.items():
+        for name, (check, measure) in contenders.items():
             if not wanted(name):
                 continue
-            figures, note = gated(error if name == "selected keys" else lambda: 0.0, LIMIT, partial(measure, tokens))
+            figures, note = gated(check, LIMIT, partial(measure, tokens))
             free()
             if not figures:
                 yield Result("attention", case, name, None, "ms forward and backward", note)
@@ -165,23 +209,24 @@ def run_attention() -> Iterator[Result]:
                 yield Result("attention", case, name, value, unit, note)
 
 
-def timed_sparse(tokens: int) -> dict[str, float]:
+def timed_sparse(implementation: str, tokens: int) -> dict[str, float]:
     case = Case.of(tokens)
     selected = case.selected()
-    forward = partial(case.sparse, selected)
+    forward = partial(case.sparse, selected, implementation)
     figures = {"ms scores and choice": _milliseconds(case.selected), "GiB at most, of these": _gib(case.selected)}
-    return figures | _both(case, forward)
+    in_triton = implementation == "triton" and not TOY
+    return figures | _both(case, forward, case.latent if in_triton else case.heads)
 
 
 def timed_dense(tokens: int) -> dict[str, float]:
     case = Case.of(tokens)
-    return _both(case, case.dense)
+    return _both(case, case.dense, case.heads)
 
 
-def _both(case: Case, forward: Callable[[], Tensor]) -> dict[str, float]:
+def _both(case: Case, forward: Callable[[], Tensor], leaves: list[Tensor]) -> dict[str, float]:
     with torch.no_grad():
         ahead = _milliseconds(forward)
-    both = partial(case.both, forward)
+    both = partial(case.both, forward, leaves)
     return {"ms forward": ahead, "ms forward and backward": _milliseconds(both), "GiB at most": _gib(both)}
 
 

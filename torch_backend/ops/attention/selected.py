@@ -5,8 +5,10 @@
     q, k, v and these places -> selected_attention, [T, H, Dv]
 
 A document within the budget sees all of its earlier tokens, so packed dense attention serves it without scores. Longer
-ones run one after the other, a block of queries at a time, and the backward computes a block again: memory grows with
-the length of a document and not with its square. Blocks depend on the length of their document alone, and so do bits.
+ones run one after the other, in Triton (:mod:`.selected_triton`) or in plain torch. Keys and values of latent attention
+are projections of one vector for all heads: Triton projects queries and outputs instead, so heads share their keys.
+Plain torch takes a block of queries at a time, and the backward computes a block again. Memory grows with the length of
+a document and not with its square. Blocks depend on the length of their document alone, and so do bits.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from torch_backend.ops.attention.dispatch import choose, run
 from torch_backend.ops.attention.reference import scores_attention
 from torch_backend.ops.attention.request import AttentionRequest, request_of
 from torch_backend.ops.attention.sdpa import fused, has_no_kernel
+from torch_backend.ops.attention.selected_triton import document_attention, refuses
 from torch_backend.segments import PackedMetadata, host_lengths, to_device
 
 # Device types whose topk chooses among equal scores by how many scores there are, so that it gets as many as it does of
 # the document alone. A GPU takes the first of equal ones.
 _BY_NUMBER = ("cpu",)
 _SCORES, _SCORES_ON_CPU = 2**26, 2**22  # computed at a time: 256 MiB in float32, and what the caches of a CPU hold
+_HEADS = 8  # that share their keys, half of the smallest tile
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,22 @@ class LongDocuments:
 
     def __str__(self) -> str:
         number = f"{len(self.lengths)} documents" if len(self.lengths) > 1 else "1 document"
-        return f"{number} above {self.budget:,} tokens by selected keys in plain torch, outside of compiled layers"
+        return f"{number} above {self.budget:,} tokens by selected keys"
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The operands of latent attention's keys and values (DeepSeek-V2, https://arxiv.org/abs/2405.04434).
+
+    Attributes:
+        compressed: [T, R], of which the keys of all heads, up to their end, and the values are projections.
+        rotated: [T, r], the end of the keys of all heads.
+        weight: [H * (D - r + Dv), R], the projection.
+    """
+
+    compressed: Tensor
+    rotated: Tensor
+    weight: Tensor
 
 
 @torch.no_grad()
@@ -205,6 +224,22 @@ def _tiles(q: Tensor, k: Tensor, long: LongDocuments) -> Iterator[tuple[slice, T
             yield slice(first + start, first + stop), needed, torch.arange(start, stop, device=q.device)
 
 
+def why_not_triton(
+    request: AttentionRequest, latent: Latent | None = None, implementation: str | Sequence[str] = "auto"
+) -> str | None:
+    """Explains why selected keys run in plain torch, None if they run in Triton."""
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    if not {"auto", "triton"} & set(names):
+        return "another implementation was named"
+    if request.softcap or request.dropout:
+        return "no softcap and no dropout"
+    group = request.heads // request.kv_heads
+    if latent is None and group < _HEADS and "triton" not in names:
+        return f"fewer than {_HEADS} heads share their keys"
+    rotated = 0 if latent is None else latent.rotated.shape[1]
+    return refuses(request, None if latent is None else latent.compressed.shape[1], rotated)
+
+
 @torch.compiler.disable  # each batch has other documents
 def selected_attention(
     q: Tensor,
@@ -215,6 +250,7 @@ def selected_attention(
     request: AttentionRequest,
     *,
     sinks: Tensor | None = None,
+    latent: Latent | None = None,
     implementation: str | Sequence[str] = "auto",
 ) -> Tensor:
     """Packed causal attention in which the queries of long documents see selected keys alone.
@@ -225,17 +261,69 @@ def selected_attention(
         long: of the row.
         request: softcap, dropout and scale are read.
         sinks: [H].
-        implementation: of the other documents.
+        latent: what k and v were made of, if it is known.
+        implementation: of the other documents; "auto" and "triton" run selected keys in Triton where they can.
 
     Returns:
         [T, H, Dv], dtype of q.
     """
-    exact, dtype = torch.promote_types(q.dtype, torch.float32), q.dtype
-    queries = q.index_select(0, long.places).split(long.lengths)
+    queries, chosen = q.index_select(0, long.places).split(long.lengths), selected.split(long.lengths)
+    if why_not_triton(request, latent, implementation) is not None:
+        parts = _in_torch(queries, k, v, chosen, long, request, sinks)
+    elif latent is None:
+        both = torch.cat([k, v], -1).index_select(0, long.places).split(long.lengths)
+        options = {"scale": request.scale, "block": long.block, "sinks": sinks}
+        sizes = {"value_dim": v.shape[2], "values_at": k.shape[2]}
+        parts = [document_attention(*each, **sizes, **options) for each in zip(queries, both, chosen, strict=True)]
+    else:
+        parts = _over_latent(queries, latent, chosen, long, request, sinks)
+    if long.rest is not None:
+        rest, (q, k, v) = long.rest, (x.index_select(0, long.others) for x in (q, k, v))
+        softcap, dropout = request.softcap, request.dropout
+        dense = request_of(q, k, v, rest, softcap=softcap, sinks=sinks, dropout=dropout, scale=request.scale)
+        name, dense = choose(dense, rest, implementation)
+        parts.insert(0, run(name, dense, q, k, v, rest, sinks=sinks))
+    return torch.cat(parts).index_select(0, long.order)
+
+
+def _over_latent(
+    queries: Sequence[Tensor],
+    latent: Latent,
+    chosen: Sequence[Tensor],
+    long: LongDocuments,
+    request: AttentionRequest,
+    sinks: Tensor | None,
+) -> list[Tensor]:
+    """Attention of queries and outputs projected in place of keys and values, which are those of one head."""
+    dtype, rotated = queries[0].dtype, latent.rotated.shape[1]
+    own, rank = request.head_dim - rotated, latent.compressed.shape[1]
+    to_keys, to_values = latent.weight.to(dtype).unflatten(0, (request.heads, -1)).split([own, request.value_dim], 1)
+    keys = torch.cat([latent.compressed.to(dtype), latent.rotated.to(dtype)], -1).index_select(0, long.places)
+    parts = []
+    for q, kv, places in zip(queries, keys.unsqueeze(1).split(long.lengths), chosen, strict=True):
+        q = torch.cat([torch.einsum("lhn,hnr->lhr", q[..., :own], to_keys), q[..., own:]], -1)
+        out = document_attention(
+            q, kv, places, value_dim=rank, values_at=0, scale=request.scale, block=long.block, sinks=sinks
+        )
+        parts.append(torch.einsum("lhr,hvr->lhv", out, to_values))
+    return parts
+
+
+def _in_torch(
+    queries: Sequence[Tensor],
+    k: Tensor,
+    v: Tensor,
+    chosen: Sequence[Tensor],
+    long: LongDocuments,
+    request: AttentionRequest,
+    sinks: Tensor | None,
+) -> list[Tensor]:
+    dtype = k.dtype
+    exact = torch.promote_types(dtype, torch.float32)
     # the gradients of a key and of a sink are sums over blocks, and are summed in float32
     keys, values = (x.index_select(0, long.places).to(exact).split(long.lengths) for x in (k, v))
     of_sinks = None if sinks is None else sinks.to(exact)
-    scored, grouped = has_no_kernel(request), selected.ndim == 3 and selected.shape[1] > 1
+    scored, grouped = has_no_kernel(request), chosen[0].ndim == 3 and chosen[0].shape[1] > 1
 
     def block(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sinks: Tensor | None, start: int) -> Tensor:
         k, v = k.to(dtype), v.to(dtype)
@@ -249,22 +337,16 @@ def selected_attention(
         return fused(q[None], k[None], v[None], request, visible)[0]
 
     parts = []
-    for own, key, value, chosen in zip(queries, keys, values, selected.split(long.lengths), strict=True):
+    for own, key, value, selected in zip(queries, keys, values, chosen, strict=True):
         length = len(own)
-        for start, stop in _blocks(length, length * (request.heads if scored or grouped else 1), q.device):
+        for start, stop in _blocks(length, length * (request.heads if scored or grouped else 1), own.device):
             parts.append(
                 checkpoint(
-                    block, own[start:stop], key[:stop], value[:stop], chosen[start:stop], of_sinks, start,
+                    block, own[start:stop], key[:stop], value[:stop], selected[start:stop], of_sinks, start,
                     use_reentrant=False, preserve_rng_state=request.dropout > 0,
                 )
             )  # fmt: skip
-    if long.rest is not None:
-        rest, (q, k, v) = long.rest, (x.index_select(0, long.others) for x in (q, k, v))
-        softcap, dropout = request.softcap, request.dropout
-        dense = request_of(q, k, v, rest, softcap=softcap, sinks=sinks, dropout=dropout, scale=request.scale)
-        name, dense = choose(dense, rest, implementation)
-        parts.insert(0, run(name, dense, q, k, v, rest, sinks=sinks))
-    return torch.cat(parts).index_select(0, long.order)
+    return parts
 
 
 def _visible(selected: Tensor, start: int, size: int) -> Tensor:

@@ -1,0 +1,295 @@
+"""Attention over selected keys in Triton, one document at a time: forward, gradient of q, gradients of k and v.
+
+A key's gradient is the sum of its shares from all queries that selected it. For some queries at a time, the kernel of
+q's gradient writes what the shares are products of, a batched matrix product makes the shares, and the sorted selection
+says which of them each key adds, in float32 and in order: no atomics, so results repeat to the bit, and memory grows
+with the length of the document.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torch_backend.ops.attention.reference import scores_attention
+from torch_backend.ops.attention.request import AttentionRequest, request_of
+from torch_backend.ops.operators import operator, runs_triton, shared_memory
+from torch_backend.ops.trial import current_device, in_own_thread, refusal
+from torch_backend.segments import PackedMetadata
+
+LOG2E = 1.4426950408889634
+_SHARES = 2**30  # numbers that hold the shares of some queries at a time: 2 GiB in bfloat16
+_TOLERANCE = 0.05  # as that of packed attention's trial
+_LENGTH, _TOP = 75, 40  # of the trial's document, longer than a tile
+
+
+def refuses(request: AttentionRequest, rank: int | None, rotated: int) -> str | None:
+    """Explains why :func:`document_attention` cannot run, by a trial run once per configuration; None if it can.
+
+    Args:
+        request: of the layer's attention.
+        rank, rotated: widths of latent attention's compressed vector and of the end of its keys; None and 0 without.
+    """
+    if not runs_triton(torch.empty(0, dtype=request.dtype, device=request.device)):
+        return "needs Triton and a GPU, and bfloat16, float16 or float32"
+    if rank is None:
+        width, value_dim, values_at, kv_heads = request.head_dim, request.value_dim, request.head_dim, request.kv_heads
+    else:
+        width, value_dim, values_at, kv_heads = rank + rotated, rank, 0, 1
+    if max(width, value_dim) > 768:
+        return "keys and values of at most 768 channels"
+    sizes = request.heads // kv_heads, min(kv_heads, 2), width, value_dim, values_at
+    return _outcome(request.dtype, request.device, *sizes, request.sinks)
+
+
+def document_attention(
+    q: Tensor,
+    kv: Tensor,
+    selected: Tensor,
+    *,
+    value_dim: int,
+    values_at: int,
+    scale: float,
+    block: int = 1,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of one document over selected keys.
+
+    Args:
+        q: [L, H, D].
+        kv: [L, K, W], the keys as its first D channels and the values as ``value_dim`` from ``values_at`` on.
+        selected: int32 [L, S] or [L, G, S] with G of 1 or K, blocks of keys counted from the document's beginning, each
+            once; -1 for none.
+        scale: of the scores.
+        block: keys of a block.
+        sinks: [H].
+
+    Returns:
+        [L, H, Dv], dtype of q.
+    """
+    chosen = selected.view(len(selected), -1, selected.shape[-1]).contiguous()
+    numbers = torch.arange(1, chosen.shape[-1] + 1, dtype=torch.int32, device=chosen.device)
+    ends = ((chosen >= 0) * numbers).amax(-1)
+    out: Tensor = _Selected.apply(
+        q.contiguous(), kv.contiguous(), sinks, chosen, ends, value_dim, values_at, scale, block
+    )
+    return out
+
+
+class _Selected(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None,
+        selected: Tensor,
+        ends: Tensor,
+        value_dim: int,
+        values_at: int,
+        scale: float,
+        block: int,
+    ) -> Tensor:
+        options = value_dim, values_at, scale, block
+        out, lse = _forward(q, kv, sinks, selected, ends, *options)
+        ctx.save_for_backward(q, kv, sinks, selected, ends, out, lse)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, sinks, selected, ends, out, lse = ctx.saved_tensors
+        dq, dkv, delta = _backward(dout.contiguous(), q, kv, selected, ends, out, lse, *ctx.options)
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[2]:
+            dsinks = -((sinks.float() * LOG2E - lse).exp2() * delta).sum(0).to(sinks.dtype)
+        return dq, dkv, dsinks, *[None] * 6
+
+
+# Launchers
+
+
+def _launch_forward(
+    q: Tensor,
+    kv: Tensor,
+    sinks: Tensor | None,
+    selected: Tensor,
+    ends: Tensor,
+    value_dim: int,
+    values_at: int,
+    scale: float,
+    block: int,
+) -> tuple[Tensor, Tensor]:
+    from torch_backend.ops.attention import selected_kernels as kernels
+
+    out, lse = _forward_outputs(q, kv, sinks, selected, ends, value_dim)
+    constants = _constants(q, kv, selected, value_dim, values_at, block, backward=False)
+    kernels.forward[_programs(q, kv, len(q), constants),](
+        q, kv, selected, ends, sinks, out, lse, scale, SINKS=sinks is not None, **constants
+    )
+    return out, lse
+
+
+def _launch_backward(
+    dout: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    selected: Tensor,
+    ends: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    value_dim: int,
+    values_at: int,
+    scale: float,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from torch_backend.ops.attention import selected_kernels as kernels
+
+    (tokens, heads, width), (_, kv_heads, both) = q.shape, kv.shape
+    groups, places = selected.shape[1], selected.shape[2] * block
+    dq, dkv, delta = _backward_outputs(dout, q, kv, selected, ends, out, lse)
+    total = dkv if dkv.dtype == torch.float32 else torch.empty_like(dkv, dtype=torch.float32)
+    total.zero_()
+    constants = _constants(q, kv, selected, value_dim, values_at, block, backward=True)
+    for start in range(0, tokens, at_once := max(1, _SHARES // (kv_heads * places * both))):
+        rows = slice(start, min(start + at_once, tokens))
+        count, group = rows.stop - start, heads // kv_heads
+        weights = q.new_empty(count * kv_heads, 2 * group, places)
+        kernels.backward[_programs(q, kv, count, constants),](
+            dout, q, kv, selected, ends, out, lse, dq, delta, weights, start, scale, **constants
+        )
+        factors = q.new_zeros(count, kv_heads, 2 * group, both)
+        factors[:, :, :group, :width] = q[rows].unflatten(1, (kv_heads, group))
+        factors[:, :, group:, values_at : values_at + value_dim] = dout[rows].unflatten(1, (kv_heads, group))
+        shares = torch.bmm(weights.transpose(1, 2), factors.flatten(0, 1))
+        order, starts = _by_keys(selected[rows], start, block)
+        kernels.add_shares[rows.stop * kv_heads,](
+            shares, order, starts, total, rows.stop,
+            KV_HEADS=kv_heads, GROUPS=groups, WIDTH=both, PLACES=places, BLOCK_W=_power_of_two(both), ROWS=8,
+        )  # fmt: skip
+    return dq, dkv.copy_(total), delta
+
+
+def _by_keys(selected: Tensor, start: int, block: int) -> tuple[Tensor, Tensor]:
+    """The places of a selection [C, G, S] sorted by key, and where those of each key begin, [G, 1 + stop] and the end.
+
+    Queries are ``start`` to ``stop``. The first entry of a group is of places without a key.
+    """
+    count, groups, _ = selected.shape
+    device, stop = selected.device, start + count
+    keys = (selected.unsqueeze(-1) * block + torch.arange(block, dtype=torch.int32, device=device)).flatten(2)
+    queries = torch.arange(start, stop, dtype=torch.int32, device=device).view(-1, 1, 1)
+    keys = torch.where((keys >= 0) & (keys <= queries), keys + 1, 0)
+    keys += torch.arange(groups, dtype=torch.int32, device=device).view(-1, 1) * (stop + 1)
+    by_keys, order = keys.flatten().sort(stable=True)
+    numbers = torch.arange(groups * (stop + 1) + 1, dtype=torch.int32, device=device)
+    return order, torch.searchsorted(by_keys, numbers, out_int32=True)
+
+
+def _forward_outputs(
+    q: Tensor, kv: Tensor, sinks: Tensor | None, selected: Tensor, ends: Tensor, value_dim: int, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:2], value_dim), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _backward_outputs(
+    dout: Tensor, q: Tensor, kv: Tensor, selected: Tensor, ends: Tensor, out: Tensor, lse: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(kv), torch.empty_like(lse)
+
+
+_OPTIONS = "int value_dim, int values_at, float scale, int block"
+_forward = operator(
+    f"selected_attention_forward(Tensor q, Tensor kv, Tensor? sinks, Tensor selected, Tensor ends, {_OPTIONS}) "
+    "-> (Tensor, Tensor)",
+    _launch_forward,
+    _forward_outputs,
+)
+_backward = operator(
+    "selected_attention_backward(Tensor dout, Tensor q, Tensor kv, Tensor selected, Tensor ends, Tensor out, "
+    f"Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    _launch_backward,
+    _backward_outputs,
+)
+
+
+def _programs(q: Tensor, kv: Tensor, queries: int, constants: dict[str, Any]) -> int:
+    return queries * kv.shape[1] * -(-constants["GROUP"] // constants["BLOCK_M"])
+
+
+def _constants(
+    q: Tensor, kv: Tensor, selected: Tensor, value_dim: int, values_at: int, block: int, *, backward: bool
+) -> dict[str, Any]:
+    heads, width = q.shape[1:]
+    group = heads // kv.shape[1]
+    main = max(16, 1 << (width.bit_length() - 1))
+    rest = max(16, _power_of_two(width - main)) if width > main else 0
+    large = q.dtype != torch.float32 and shared_memory(q.device) >= 200 * 1024
+    wide = max(main, value_dim) > 256
+    rows = min(max(16, _power_of_two(group)), 64 if large else 16)
+    tile = {"BLOCK_M": rows, "BLOCK_N": (32 if wide else 64) if large else 16}
+    tile |= {"num_warps": 8 if wide and large else 4, "num_stages": 2 if large else 1}
+    return tile | {
+        "HEADS": heads, "GROUP": group, "GROUPS": selected.shape[1], "HEAD_DIM": width, "VALUE_DIM": value_dim,
+        "WIDTH": kv.shape[2], "VALUES_AT": values_at, "TOP": selected.shape[2], "SIZE": block,
+        "SHARED": values_at == 0 and value_dim == main, "BLOCK_D": main, "BLOCK_R": rest,
+        "BLOCK_E": max(16, _power_of_two(value_dim)),
+    }  # fmt: skip
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+# The trial
+
+
+@cache
+def _outcome(*configuration: Any) -> str | None:
+    return refusal(partial(_errors, *configuration), _TOLERANCE)
+
+
+@in_own_thread
+def _errors(
+    dtype: torch.dtype,
+    device: torch.device,
+    group: int,
+    kv_heads: int,
+    width: int,
+    value_dim: int,
+    values_at: int,
+    with_sinks: bool,
+) -> list[float]:
+    """The errors of the output and of each gradient, as shares of its largest value."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    heads, scale = group * kv_heads, width**-0.5
+    visible = torch.rand(_LENGTH, _LENGTH, generator=generator).argsort(-1).argsort(-1) < _TOP
+    visible |= torch.eye(_LENGTH, dtype=torch.bool)
+    visible = visible.tril().to(device)
+    places = torch.where(visible, torch.arange(_LENGTH, device=device), -1).sort(-1, descending=True).values.int()
+    leaves = [normal(_LENGTH, heads, width), normal(_LENGTH, kv_heads, max(width, values_at + value_dim))]
+    leaves += [normal(heads)] if with_sinks else []
+    leaves, dout = [x.requires_grad_() for x in leaves], normal(_LENGTH, heads, value_dim)
+
+    def tried(q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return document_attention(q, kv, places, value_dim=value_dim, values_at=values_at, scale=scale, sinks=sinks)
+
+    def plain(q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        q, k, v = (x.float() for x in (q, kv[..., :width], kv[..., values_at : values_at + value_dim]))
+        request = request_of(q, k, v, PackedMetadata.from_lengths([_LENGTH], device=device), scale=scale)
+        sinks = None if sinks is None else sinks.float()
+        return scores_attention(q, k, v, request=request, sinks=sinks, visible=visible).to(dtype)
+
+    with current_device(device):
+        results = [[(out := run(*leaves)).detach(), *torch.autograd.grad(out, leaves, dout)] for run in (tried, plain)]
+        pairs = zip(*results, strict=True)
+        return [float((x - y).float().abs().max() / y.float().abs().max()) for x, y in pairs]
