@@ -25,6 +25,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError, first_line
 from torch_backend.collate.image_tensors import Images, join_images, sizes_of
 from torch_backend.collate.pictures import asks_for_video, pictures_of
+from torch_backend.hf.anatomy.audio import FEATURES
 
 if TYPE_CHECKING:  # a collator is used where transformers is not installed, too
     from torch_backend.hf.anatomy.vision import Vision
@@ -142,10 +143,13 @@ class VisionReader:
         shown = torch.isin(ids, torch.tensor(sorted(self.vision.placeholders))).nonzero()[:, 0]
         if overflow == "truncate" and int(shown[-1]) < capacity:
             return
-        cuts = "" if overflow == "error" else f', and overflow="{overflow}" would cut an image or part it from its text'
+        one, smaller = ("clip", "shorter") if self.vision.audio is not None else ("image", "smaller")
+        cuts = (
+            "" if overflow == "error" else f', and overflow="{overflow}" would cut {one}s or part them from their text'
+        )
         raise CapacityError(
-            f"{where} has {len(ids):,} tokens, {len(shown):,} of them of images, and capacity is {capacity:,}{cuts}: "
-            'raise capacity, let the processor make images smaller, or pass overflow="drop"',
+            f"{where} has {len(ids):,} tokens, {len(shown):,} of them of {one}s, and capacity is {capacity:,}{cuts}: "
+            f'raise capacity, make {one}s {smaller}, or pass overflow="drop"',
             option="overflow capacity",
         )
 
@@ -163,9 +167,12 @@ class VisionReader:
         count = len(batch["input_ids"])
         numbers = rows.batch.rows.tolist() if count == len(rows.batch) else [0] * rows.batch.n_segments
         images = join_images(rows.images, numbers, count, in_rows=self.vision.in_rows)
+        sizes = sizes_of(images)
+        if images and (audio := self.vision.audio) is not None:
+            images, sizes = audio.cropped(images), audio.sizes(rows.images)
         if images and (labels := batch.get("labels")) is not None:
             batch[BatchKey.TARGETS] = int((labels != IGNORE_INDEX).sum())
-        return batch | images | ({BatchKey.IMAGES: sizes} if (sizes := sizes_of(images)) else {})
+        return batch | images | ({BatchKey.IMAGES: sizes} if sizes else {})
 
     # -- raw examples --------------------------------------------------------------------------------------------------
 
@@ -268,7 +275,7 @@ class VisionReader:
                     f"{where} has {name} of shape {list(column.shape)}, which {self.vision.model} is not known to be "
                     f"exact with in packed rows: leave it out, or pass the processor of the model"
                 )
-        images = images if any(name.startswith("pixel_values") for name in images) else {}
+        images = images if any(name.startswith(("pixel_values", FEATURES)) for name in images) else {}
         columns = _without_padding(columns, where)
         kinds = {name: columns.pop(name, None) for name in _TYPES}
         ids_L = torch.from_numpy(columns["input_ids"])

@@ -1,7 +1,7 @@
-"""Runs the vision tower on a blank image in calls whose batch has no image, where something waits for the tower.
+"""Runs the tower on a blank image or clip in calls whose batch has none, where something waits for the tower.
 
-    a batch without images -> the embedding of its tokens -> a forward hook runs the tower on one blank image and ties
-    its features to the embeddings, which keep their values -> every parameter of the tower has a gradient, 0
+    a batch without images -> the embedding of its tokens -> a forward hook runs the tower on one blank image, or clip,
+    and ties its features to the embeddings, which keep their values -> every parameter of the tower has a gradient, 0
 
 DDP waits for the gradient of every parameter on every rank, FSDP for every rank in each collective of the tower. The
 hook is at the embedding, because models embed their tokens first: ranks with and without images then gather sharded
@@ -20,18 +20,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from torch_backend.hf.anatomy.audio import FEATURES, Audio, audio_of
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, ROWS_OF_IMAGES
+from torch_backend.hf.edits.clips import encode_clips
 from torch_backend.hf.forward import PackedForward
 
 _PIXELS = ("pixel_values", "pixel_values_videos")
+_SILENCE = 8  # frames of a blank clip
 _FEATURES = ("pooler_output", "deepstack_features")  # of what a tower returns, those that models put among the tokens
 
 
+def takes_media(config: Any) -> bool:
+    """Returns whether a model takes images or audio packed."""
+    return not {"pixel_values", FEATURES}.isdisjoint(EXACT_KEYS.get(config.model_type, ()))
+
+
 def wants_blank_image(root: Any, decoder: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a packed call has to run the vision tower although its batch has no image."""
-    if "pixel_values" not in EXACT_KEYS.get(root.config.model_type, ()):
+    """Returns whether a packed call has to run the tower although its batch has no image, and no clip."""
+    if not takes_media(root.config):
         return False
-    if any(kwargs.get(name) is not None for name in _PIXELS):
+    if any(kwargs.get(name) is not None for name in (*_PIXELS, FEATURES)):
         return False
     tower = list(_tower(root, decoder))
     trained = torch.is_grad_enabled() and any(p.requires_grad for m in tower for p in m.parameters(recurse=False))
@@ -44,6 +52,10 @@ def wants_blank_image(root: Any, decoder: nn.Module, kwargs: Mapping[str, Any]) 
 def tie_blank_image(root: Any, forward: PackedForward, embeddings: Tensor) -> Tensor:
     """Runs the tower of a model on a blank image, and returns the embeddings, on which its gradients now wait."""
     forward.wants_blank_image = False  # some models embed tokens more than once
+    if (audio := audio_of(root.config)) is not None:
+        clip = blank_clip(audio, root.base_model.audio_tower)
+        features = [encode_clips(audio, root.base_model, None, *clip)]
+        return _Tied.apply(embeddings, *(x for x in features if x.requires_grad))  # type: ignore[no-any-return]
     model = root if hasattr(root, "get_image_features") else root.base_model
     found = model.get_image_features(**blank_image(root))
     used = {name: found[name] for name in _FEATURES if name in found} if isinstance(found, Mapping) else found
@@ -63,6 +75,15 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return grad, *(torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.shapes)
+
+
+def blank_clip(audio: Audio, tower: Any) -> tuple[Tensor, Tensor | None]:
+    """The features [1, bins, frames] of a short silence, and their mask."""
+    width = audio.width or max(audio.multiple, _SILENCE)
+    features = next(tower.parameters()).new_zeros(1, tower.config.num_mel_bins, width)
+    return features, None if audio.mask is None else (torch.arange(width, device=features.device) < _SILENCE)[
+        None
+    ].long()
 
 
 def blank_image(root: Any) -> dict[str, Tensor]:

@@ -21,13 +21,14 @@ from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import AUTO, ContextGroup, context_group
 from torch_backend.context_parallel.random_numbers import draws_of_rank
 from torch_backend.hf import router
-from torch_backend.hf.anatomy.families import EXACT_KEYS, both_ways_of
+from torch_backend.hf.anatomy.families import both_ways_of
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.structure import STATE, causal_lm, has_compiled_layers, refuse_sharding_inside
 from torch_backend.hf.attention import PACKED, register, softcap_of
 from torch_backend.hf.batch_reader import BatchReader
-from torch_backend.hf.blank_images import tie_blank_image, wants_blank_image
+from torch_backend.hf.blank_images import takes_media, tie_blank_image, wants_blank_image
 from torch_backend.hf.edits import own_attention
+from torch_backend.hf.edits.clips import clip_edits
 from torch_backend.hf.edits.experts import restore_experts
 from torch_backend.hf.edits.indexers import override_indexer
 from torch_backend.hf.edits.kinds import (
@@ -225,9 +226,10 @@ class Patched(BatchReader):
         for module, start in override_entries(self):
             yield LayerOverride(module, start, restore_entry)
         yield from self.rows.edits(self.current)
-        if "pixel_values" in EXACT_KEYS.get(self.root.config.model_type, ()):
+        if takes_media(self.root.config):
             yield Hook(partial(self.root.get_input_embeddings().register_forward_hook, self._tie_blank_image))
         yield from tower_edits(self.root, self._hand_to_tower, self.current)
+        yield from clip_edits(self.root, self.current)
         if both_ways_of(self.root.config) is not None:
             between = self.root.base_model  # it would make masks [S, S] of every batch, for layers that read none
             yield Hook(partial(between.register_forward_pre_hook, self._hand_over, with_kwargs=True))

@@ -21,7 +21,8 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.storage.forest import depth_of
 from torch_backend.pieces import padding_lengths
 
-OF_IMAGES = ("pixel", "image", "video", "spatial")  # how the names of tensors begin that are not one for each token
+# How the names of tensors begin that are not one for each token.
+OF_MEDIA = ("pixel", "image", "video", "spatial", "input_features", "feature_")
 TOKENS_PER_SEGMENT = 64  # room for segments: rows whose documents are this long on average fit without a change of form
 
 
@@ -105,7 +106,7 @@ class FixedShapes:
     def _padded(self, name: str, x: Any, shape: tuple[int, int], longest: int) -> Any:
         """A value per token with padding after its last token; anything else as it is."""
         (rows, length), more = shape, self.rows * self.row_length - shape[0] * shape[1]
-        if not more or not isinstance(x, Tensor) or x.shape[-2:] != (rows, length) or name.startswith(OF_IMAGES):
+        if not more or not isinstance(x, Tensor) or x.shape[-2:] != (rows, length) or name.startswith(OF_MEDIA):
             return x
         if name == "token_type_ids":  # as the last token, which is of no prefix that would see both ways
             flat = torch.cat((x.flatten(-2), x.flatten(-2)[..., -1:].expand(*x.shape[:-2], more)), -1)

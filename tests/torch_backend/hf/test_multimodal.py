@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import torch_backend
 from packing_core.errors import LayoutError, UnsupportedModelError
+from tests.torch_backend import audio_models
 from tests.torch_backend.models import Run, alone, collate, documents, packed, run_of
 from tests.torch_backend.vision_models import (
     CASES,
@@ -99,6 +100,9 @@ def test_every_family_and_every_key_of_the_table_is_proved_here() -> None:
         proved.setdefault(FAMILY.get(case, case), set()).update(keys)
     for family in M_ROPE:
         proved[family] |= {"pixel_values_videos", "video_grid_thw", "mm_token_type_ids"}
+    for case in audio_models.CASES:  # by tests/torch_backend/collate/test_audio_collator.py
+        found = [document for row in audio_models.audio_documents(case) for document in row]
+        proved[case] = {key for document in found for key in document.images}
     proved["gemma4"] |= {key for document in gemma4_videos() for key in document.images}  # test_gemma_videos.py
     assert proved == {family: set(keys) for family, keys in EXACT_KEYS.items() if family not in TEXT_ONLY}
 

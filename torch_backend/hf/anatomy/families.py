@@ -122,6 +122,8 @@ M_ROPE = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
 )
+# Thinkers that take audio, images and videos, of which audio alone is exact packed: its tokens count like text.
+OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 # Families whose processors give a row of images to each row of tokens, pixel_values [B, images, ...].
 ROWS_OF_IMAGES = ("idefics2", "idefics3", "smolvlm")
 _GRIDS = frozenset(("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids"))
@@ -129,6 +131,7 @@ _PIXELS = frozenset(("pixel_values",))
 _SIZES = _PIXELS | {"image_sizes"}
 _FRAMES = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")  # Gemma 4's videos
 _PIXEL_MASK = _PIXELS | {"pixel_attention_mask"}
+_CLIPS = frozenset(("input_features",))
 # Tensor arguments with which a family is exact when packed; tests/torch_backend/hf/test_multimodal.py proves every one.
 # Others are refused: nothing else tells whether tokens attend in both directions or positions depend on the row.
 EXACT_KEYS: Mapping[str, frozenset[str]] = {
@@ -140,6 +143,9 @@ EXACT_KEYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("gemma3", "paligemma"), _PIXELS | {"token_type_ids"}),
     "gemma4": _PIXELS | {"image_position_ids", "mm_token_type_ids", *_FRAMES},
     "gpt2": frozenset(("token_type_ids",)),
+    "voxtral": _CLIPS,
+    **dict.fromkeys(("audioflamingo3", "qwen3_asr"), _CLIPS | {"input_features_mask"}),
+    **dict.fromkeys(("qwen2_audio", *OMNI), _CLIPS | {"feature_attention_mask"}),
 }
 
 

@@ -1,4 +1,4 @@
-"""Describes how a family takes images: which tensors, which tokens stand for them, and at which positions.
+"""Describes how a family takes images and audio: which tensors, which tokens stand for them, at which positions.
 
 A model -> :func:`vision_of` -> :class:`Vision`, which holds no weights, so a collator with one pickles into a worker.
 """
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
-from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, ROWS_OF_IMAGES, BothWays, both_ways_of
+from torch_backend.hf.anatomy.audio import Audio, audio_of
+from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, ROWS_OF_IMAGES, BothWays, both_ways_of, refusal
 from torch_backend.hf.anatomy.structure import causal_lm
 
 PIXELS = ("pixel_values", "pixel_values_videos")
@@ -29,7 +30,7 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Vision:
-    """Describes the images of a family.
+    """Describes the images, or the audio, of a family.
 
     Attributes:
         model: the class of the model, for messages.
@@ -39,6 +40,7 @@ class Vision:
         merge: tokens of a grid are its patches divided by this; None where there are no grids.
         indexer: an object without weights whose ``get_rope_index`` numbers a document; None without M-RoPE.
         both_ways: the tokens that see each other in both directions; None if attention is causal throughout.
+        audio: its clips; None if it takes none.
     """
 
     model: str
@@ -48,6 +50,7 @@ class Vision:
     merge: int | None
     indexer: Any
     both_ways: BothWays | None
+    audio: Audio | None = None
 
     def positions(self, ids: Tensor, images: Mapping[str, Tensor], types: Tensor | None) -> Tensor:
         """Returns the positions of one document [3, L], by the family's own ``get_rope_index``.
@@ -92,6 +95,9 @@ class Vision:
     def check(self, ids: Tensor, images: Mapping[str, Tensor], where: str) -> None:
         """Raises LayoutError if a document's placeholders and its images disagree."""
         marked = int(torch.isin(ids, torch.tensor(sorted(self.placeholders))).sum())
+        if self.audio is not None:
+            self.audio.check(marked, images, where)
+            return
         pixels = [name for name in PIXELS if name in images]
         for name in pixels:
             if not images[name].numel():
@@ -146,7 +152,7 @@ def indexer_of(root: nn.Module) -> Any:
 
 
 def vision_of(model: nn.Module) -> Vision:
-    """Describes how a model takes images.
+    """Describes how a model takes images or audio.
 
     Raises:
         UnsupportedModelError: it takes none, or is not known to be exact with packed images.
@@ -154,10 +160,15 @@ def vision_of(model: nn.Module) -> Vision:
     root = causal_lm(model)
     config: Any = root.config
     keys = EXACT_KEYS.get(config.model_type, frozenset())
+    if (reason := refusal(config.model_type, config)) is not None:
+        raise UnsupportedModelError(reason)
+    if (audio := audio_of(config)) is not None:
+        name, marks = type(root).__name__, frozenset((audio.placeholder,))
+        return Vision(name, audio.keys, marks, in_rows=False, merge=None, indexer=None, both_ways=None, audio=audio)
     if "pixel_values" not in keys:
         raise UnsupportedModelError(
-            f"{type(root).__name__} is not known to be exact with images in packed rows: pack text alone, without "
-            "processor=, and give the model documents with images unpacked"
+            f"{type(root).__name__} is not known to be exact with images or audio in packed rows: pack text alone, "
+            "without processor=, and give the model documents with images or audio unpacked"
         )
     indexer = indexer_of(root) if config.model_type in M_ROPE else None
     both_ways = both_ways_of(config)
@@ -181,6 +192,14 @@ def check_processor(processor: Any, model: nn.Module) -> None:
     config: Any = root.config
     name, kind = type(processor).__name__, type(root).__name__
     tokenizer = getattr(processor, "tokenizer", None)
+    if (audio := audio_of(config)) is not None:
+        if tokenizer is None or getattr(processor, "feature_extractor", None) is None:
+            raise PackingError(
+                f"processor is a {name}, which has no tokenizer and feature_extractor: pass transformers.AutoProcessor"
+                ".from_pretrained(...) of the model"
+            )
+        audio.check_processor(processor, kind, config.audio_config)
+        return
     if tokenizer is None or getattr(processor, "image_processor", None) is None:
         raise PackingError(
             f"processor is a {name}, which has no tokenizer and image_processor: pass transformers.AutoProcessor"

@@ -42,7 +42,7 @@ from torch_backend.hf.forward import PackedForward
 from torch_backend.segments import PackedMetadata, to_device
 
 BOUNDARIES = "cu_seqlens"
-_FROM_HOST, _AT_ONCE = "_crosspack_from_host", "_crosspack_at_once"  # copies of a tower's and of a layer's forward
+_FROM_HOST, AT_ONCE = "_crosspack_from_host", "_crosspack_at_once"  # copies of a tower's and of a layer's forward
 _ASKS_FOR_FLASH = "is_flash_attention_requested"
 
 
@@ -242,11 +242,11 @@ def _from_host(
 
 def override_tower_layer(layer: nn.Module) -> None:
     """Make an attention layer of a tower run all images of a packed call at once."""
-    override(layer, _attend_at_once, _layer_attributes)
+    override(layer, _attend_at_once, layer_attributes)
 
 
-def _layer_attributes(original: type[nn.Module]) -> dict[str, Any]:
-    return {_AT_ONCE: _forward_at_once(original.forward)}
+def layer_attributes(original: type[nn.Module]) -> dict[str, Any]:
+    return {AT_ONCE: _forward_at_once(original.forward)}
 
 
 @cache
@@ -264,7 +264,7 @@ def _yes(*_: Any) -> bool:
 
 def compiles(layer: nn.Module) -> bool:
     """Returns whether an attention layer of a tower can be compiled: it reads no boundaries back."""
-    return layer.__dict__.get(_AT_ONCE) is not None and not has_own_forward(layer)
+    return layer.__dict__.get(AT_ONCE) is not None and not has_own_forward(layer)
 
 
 def _attend_at_once(layer: nn.Module, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -275,6 +275,6 @@ def _attend_at_once(layer: nn.Module, call: Callable[..., Any], hidden: Tensor, 
             return call(hidden, *args, **kwargs)
         kwargs[TOWER_SEGMENTS] = tower.segments_between(boundaries, hidden.shape[0], hidden.device)
     if compiles(layer):
-        return layer.__dict__[_AT_ONCE](layer, hidden, *args, **kwargs)
+        return layer.__dict__[AT_ONCE](layer, hidden, *args, **kwargs)
     kwargs[BOUNDARIES] = torch.tensor([0, hidden.shape[0]])  # on the host: the layer reads it back
     return call(hidden, *args, **kwargs)

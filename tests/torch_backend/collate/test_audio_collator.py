@@ -1,0 +1,152 @@
+"""``PackedCollator``: rows of documents with audio equal each document alone.
+
+The truth is the family's own model, one document at a time; documents without, with one and with two clips stand in one
+row, and clips are shorter than, as long as and longer than what a window of an encoder holds.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import torch_backend
+from packing_core.errors import CapacityError, LayoutError
+from tests.torch_backend.audio_models import AUDIO, CASES, audio_documents, audio_model
+from tests.torch_backend.collate.test_vision_collator import collator_of_processed, update
+from tests.torch_backend.vision_models import Document
+from torch_backend.hf.anatomy.audio import FEATURES, audio_of
+
+TOLERANCE = 1e-5
+
+
+def alone(document: Document) -> dict[str, Any]:
+    """Returns the batch of one document as the family's own model takes it, with labels at text alone."""
+    ids = document.ids[None]
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": ids.masked_fill(ids == AUDIO, -100),
+        **document.images,
+    }
+
+
+def features_of(documents: list[Document]) -> list[dict[str, Any]]:
+    return [{"input_ids": document.ids.tolist(), **document.images} for document in documents]
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """Loss and gradients agree, those of the encoder and the decoder, against the largest of each part."""
+    assert got.keys() == want.keys()
+    towers = [name for name in want if "audio" in name]
+    assert towers and len(towers) < len(want) - 1
+    for names in (["loss"], towers, want.keys() - {"loss", *towers}):
+        largest = max(float(want[name].abs().max()) for name in names)
+        errors = {name: float((got[name] - want[name]).abs().max()) / largest for name in names}
+        assert all(error < TOLERANCE for error in errors.values()), max(errors.items(), key=lambda each: each[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_clips_equal_each_document_alone(case: str) -> None:
+    model, rows = audio_model(case), audio_documents(case)
+    documents = [document for row in rows for document in row]
+    truth = update(model, [alone(document) for document in documents])
+    collate = collator_of_processed(model, max(sum(len(x.ids) for x in row) for row in rows))
+    batch = collate(features_of(documents))
+    assert batch["input_ids"].shape[0] == 2 and len(batch["packed_documents"]) == 8
+    assert not (batch["labels"] == AUDIO).any() and (batch["labels"] >= 0).any()
+    assert_same(update(torch_backend.patch(model, verify=False), [batch]), truth)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_without_clips_give_the_encoder_gradients_of_zero(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_backend.hf.patch.wants_blank_image", lambda root, decoder, kwargs: True)
+    model, document = torch_backend.patch(audio_model(case), verify=False), audio_documents(case)[0][0]
+    update(model, [collator_of_processed(model, 64)(features_of([document]))])
+    tower = [p for name, p in model.named_parameters() if "audio_tower" in name and p.requires_grad]
+    used = [p for p in tower if p.grad is not None]
+    assert len(used) > len(tower) - 3 and not any(p.grad.any() for p in used)
+
+
+@pytest.mark.parametrize("case", ["qwen2_audio", "qwen2_5_omni_thinker"])
+def test_other_collators_batches_are_read_from_the_mask(case: str) -> None:
+    """A batch without the frames of its clips on the host gives the same loss."""
+    model, rows = torch_backend.patch(audio_model(case), verify=False), audio_documents(case)
+    batch = collator_of_processed(model, 400)(features_of(rows[1]))
+    want = update(model, [batch])
+    assert_same(update(model, [{name: x for name, x in batch.items() if name != "packed_images"}]), want)
+
+
+def test_one_clip_after_the_other_does_not_change_it() -> None:
+    """A change of one clip, its last frame or the padding behind it, leaves the logits of other documents alone."""
+    model, rows = torch_backend.patch(audio_model("qwen2_audio"), verify=False).eval(), audio_documents("qwen2_audio")
+    collate = collator_of_processed(model, 400)
+    before = collate(features_of(rows[0]))
+    rows[0][1].images[FEATURES] += 100
+    after = collate(features_of(rows[0]))
+    with torch.no_grad():
+        found = [model(**{k: x for k, x in batch.items() if k != "labels"}).logits[0] for batch in (before, after)]
+    ends = [0, *torch.tensor(before["packed_lengths"]).cumsum(0).tolist()]
+    changed = [not torch.equal(found[0][a:b], found[1][a:b]) for a, b in pairwise(ends)]
+    assert changed[:4] == [False, True, False, False]
+
+
+def processed(case: str = "qwen2_audio") -> tuple[Any, dict[str, Any]]:
+    """A collator, and a document of it with two clips."""
+    model = audio_model(case)
+    return collator_of_processed(model, 64), features_of([audio_documents(case)[0][2]])[0]
+
+
+def test_placeholders_and_clips_must_agree() -> None:
+    collate, example = processed()
+    example["input_ids"] = example["input_ids"][:-3]
+    collate([example])
+    with pytest.raises(LayoutError, match="example 0 has 10 audio tokens and clips of 9"):
+        collate([{**example, "input_ids": [AUDIO, *example["input_ids"]]}])
+
+
+def test_a_clip_of_one_frame_and_silence_and_nan() -> None:
+    collate, example = processed()
+    mask, features = example["feature_attention_mask"].clone(), example[FEATURES]
+    collate([{**example, FEATURES: torch.zeros_like(features)}])
+    with pytest.raises(LayoutError, match="example 0 has audio that is not finite"):
+        collate([{**example, FEATURES: features * float("nan")}])
+    mask[0, 1:] = 0
+    with pytest.raises(LayoutError, match="example 0: clip 0 has 1 frames, too few for a single token"):
+        collate([{**example, "feature_attention_mask": mask}])
+    with pytest.raises(LayoutError, match="feature_attention_mask of clip 0 has a hole"):
+        collate([{**example, "feature_attention_mask": example["feature_attention_mask"].flip(1)}])
+
+
+def test_features_of_another_length_and_without_a_mask() -> None:
+    collate, example = processed()
+    with pytest.raises(LayoutError, match="features of 60 frames and the encoder takes 80"):
+        collate([{**example, FEATURES: example[FEATURES][..., :60]}])
+    with pytest.raises(LayoutError, match="audio without feature_attention_mask"):
+        collate([{name: x for name, x in example.items() if name != "feature_attention_mask"}])
+
+
+def test_no_overflow_cuts_a_clip() -> None:
+    model = audio_model("qwen2_audio")
+    long = features_of([audio_documents("qwen2_audio")[0][3]])
+    for overflow in ("error", "truncate", "split"):
+        collate = collator_of_processed(model, 16)
+        collate.plan_options["overflow"] = overflow
+        with pytest.raises(CapacityError, match="20 of them of clips"):
+            collate(long)
+
+
+def test_the_number_of_tokens_is_that_of_the_family() -> None:
+    """By transformers' own counts, from one frame on."""
+    for case, lengths in {"qwen2_audio": range(1, 80), "qwen3_omni_moe_thinker": range(1, 350)}.items():
+        model = audio_model(case)
+        audio, tower = audio_of(model.config), model.model.audio_tower
+        for frames in lengths:
+            if case == "qwen2_audio":
+                want = tower._get_feat_extract_output_lengths(torch.tensor(frames))[1]
+            else:
+                module = __import__(type(model).__module__, fromlist=["_"])
+                want = module._get_feat_extract_output_lengths(torch.tensor(frames), tower.n_window)
+            assert audio.tokens(frames) == int(want), (case, frames)

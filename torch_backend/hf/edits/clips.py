@@ -1,0 +1,207 @@
+"""Audio encoders that know where clips end: no clip of a packed call is padded to 30 seconds, or to the longest.
+
+    a packed call with input_features -> a hook in front of the model embeds its tokens, runs the encoder, and puts the
+    encoded clips where their tokens stand -> the model goes on from inputs_embeds
+
+The encoder of Whisper's kind (``row``) runs on one row of all clips. The convolutions see of each clip what they see of
+it alone: the frames behind its end that the processor gave it, and zeros in front of its first. Position embeddings
+count in each clip, attention runs inside clips, and frames are averaged two by two inside them.
+
+Encoders with windows keep their own forward. They take boundaries of windows, which are made on the host here and carry
+their segments, so that each layer attends to all windows at once. Where clips of different length would see different
+padding, each length runs by itself.
+
+How many frames each clip has is carried by batches of our collators; of others it is read from the device, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torch_backend.hf.anatomy.audio import BEYOND, FEATURES, FRAMES, LONGEST, Audio, audio_of
+from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS
+from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook, LayerOverride
+from torch_backend.hf.edits.override import override
+from torch_backend.hf.edits.towers import AT_ONCE, BOUNDARIES, compiles, layer_attributes, tower_layers
+from torch_backend.hf.forward import PackedForward
+from torch_backend.segments import PackedMetadata, to_device
+
+_SEGMENTS = "crosspack_segments"  # the attribute of boundaries that holds the segments between them
+
+
+def clip_edits(root: Any, current: Callable[[], PackedForward | None]) -> Iterator[Edit]:
+    """The edits of a model's audio encoder; none if it takes no audio packed.
+
+    Args:
+        root: the model.
+        current: returns the packed forward that runs on this thread.
+    """
+    if (audio := audio_of(root.config)) is None:
+        return
+    model = root.base_model
+    tower = model.audio_tower
+    if audio.encoder == "row":
+        yield AttentionName(tower.config)
+        yield LayerOverride(tower, override_row_encoder)
+    elif audio.encoder == "windows" and "flash" not in (tower.config._attn_implementation or ""):
+        yield AttentionName(tower.config)
+        yield from (LayerOverride(layer, override_window_layer) for layer in tower_layers(tower))
+    hook = partial(_embed_clips, audio, current)
+    yield Hook(partial(model.register_forward_pre_hook, hook, with_kwargs=True))
+
+
+def _embed_clips(
+    audio: Audio,
+    current: Callable[[], PackedForward | None],
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward pre-hook: the call with embedded clips in place of their features."""
+    forward, features = current(), kwargs.get(FEATURES)
+    if forward is None or features is None or kwargs.get("input_ids") is None:
+        return args, kwargs
+    ids = kwargs["input_ids"]
+    embedded = model.get_input_embeddings()(ids)
+    mask = None if audio.mask is None else kwargs.get(audio.mask)
+    clips = encode_clips(audio, model, forward, features, mask).to(embedded.device, embedded.dtype)
+    embedded = embedded.masked_scatter((ids == audio.placeholder)[..., None], clips)
+    kept = {name: x for name, x in kwargs.items() if name not in audio.keys}
+    return args, {**kept, "input_ids": None, "inputs_embeds": embedded}
+
+
+def encode_clips(
+    audio: Audio, model: Any, forward: PackedForward | None, features: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Encodes clips [N, bins, frames]; [tokens, D], as the decoder takes them."""
+    if audio.encoder == "row":
+        frames = frames_of(forward, features, mask)
+        encoded: Tensor = model.audio_tower(features, **{PACKED: frames})
+        found: Tensor = model.multi_modal_projector(encoded)
+        return found
+    if audio.encoder == "equal":
+        found = model.get_audio_features(features, return_dict=True).pooler_output
+        return found.flatten(0, -2)
+    frames = frames_of(forward, features, mask)
+    longest = frames_of(forward, features, mask, LONGEST)
+    lengths: dict[int, list[int]] = {}
+    for number, count in enumerate(longest):  # a last chunk sees what fills it up, as in its record alone
+        lengths.setdefault(min(count, audio.chunk), []).append(number)
+    parts: list[Tensor] = [features] * len(frames)
+    for numbers in lengths.values():
+        of_length = [frames[number] for number in numbers]
+        chosen = slice(None) if len(numbers) == len(frames) else torch.tensor(numbers, device=features.device)
+        spans = [span for count in of_length for span in audio.spans(count)]
+        boundaries = _boundaries(spans, features.device)
+        given = {BOUNDARIES: boundaries, "max_seqlen": max(spans), "return_dict": True}
+        assert mask is not None
+        found = model.get_audio_features(features[chosen], mask[chosen], **given).pooler_output
+        for number, part in zip(numbers, found.split([audio.tokens(count) for count in of_length]), strict=True):
+            parts[number] = part
+    return torch.cat(parts)
+
+
+def frames_of(forward: PackedForward | None, features: Tensor, mask: Tensor | None, name: str = FRAMES) -> list[int]:
+    """The frames of each clip: those that the batch carries, else those that the mask marks."""
+    carried = None if forward is None else forward.image_sizes.get(name)
+    if carried is not None and len(carried) == len(features):
+        return [int(count) for count in carried.tolist()]
+    return [features.shape[-1]] * len(features) if mask is None else [int(x) for x in mask.sum(-1).tolist()]
+
+
+# -- Whisper's kind ----------------------------------------------------------------------------------------------------
+
+
+def override_row_encoder(tower: nn.Module) -> None:
+    """Make an encoder run the clips of a packed call as segments of one row."""
+    override(tower, _on_row, takes=(PACKED,))
+
+
+def _on_row(tower: Any, call: Callable[..., Any], features: Tensor, *args: Any, **kwargs: Any) -> Any:
+    frames = kwargs.pop(PACKED, None)
+    return call(features, *args, **kwargs) if frames is None else encode_row(tower, features, frames)
+
+
+def encode_row(tower: Any, features: Tensor, frames: Sequence[int]) -> Tensor:
+    """Encodes clips [N, bins, T] of so many frames each as one row; [tokens, D], those of each clip in turn."""
+    rows = ClipRows(frames, features.shape[-1])
+    device, dtype = tower.conv1.weight.device, tower.conv1.weight.dtype
+    source, kept, outputs, places, pairs = (to_device(torch.from_numpy(x), device) for x in rows.indices)
+    row = features.to(device, dtype).transpose(0, 1).flatten(1).index_select(1, source) * kept.to(dtype)
+    hidden = nn.functional.gelu(tower.conv1(row[None])) * kept.to(dtype)  # a clip begins and ends in zeros
+    hidden = nn.functional.gelu(tower.conv2(hidden))[0].T.index_select(0, outputs)
+    hidden = (hidden + tower.embed_positions.weight.index_select(0, places)).to(hidden.dtype)
+    hidden = nn.functional.dropout(hidden, p=tower.dropout, training=tower.training)[None]
+    segments = PackedMetadata.from_lengths(rows.halves, device=device)
+    for layer in tower.layers:
+        if not (tower.training and tower.layerdrop > 0.0 and torch.rand([]) < tower.layerdrop):
+            hidden = layer(hidden, None, **{TOWER_SEGMENTS: segments})
+    hidden = hidden[0]
+    pooled: Tensor = (hidden.index_select(0, pairs) + hidden.index_select(0, pairs + 1)) / 2
+    normed: Tensor = tower.layer_norm(pooled)
+    return normed
+
+
+class ClipRows:
+    """Where the frames of clips lie in one row, by plain numbers.
+
+    A clip of L frames takes its L frames, as many as ``BEYOND`` behind them, and one or two zeros; so it begins at an
+    even place, and the convolution of stride 2 begins at its first frame.
+
+    Attributes:
+        halves: positions of each clip after that convolution.
+        indices: [W] the frame of the features at each place of the row, and float32 [W] 0 where it is to be a zero;
+            [F] the outputs of the convolution that are kept, and their numbers in their clips; [P] the first of each
+            pair that is averaged.
+    """
+
+    def __init__(self, frames: Sequence[int], width: int) -> None:
+        count = np.asarray(frames, np.int64)
+        seen = np.minimum(count + BEYOND, width)
+        slots = seen + 2 - seen % 2
+        clip, place = _numbered(slots)
+        halves = (count + 1) // 2
+        half_clip, half_place = _numbered(halves)
+        pair_clip, pair_place = _numbered(halves // 2)
+        self.halves = halves.tolist()
+        self.indices = (
+            clip * width + np.minimum(place, seen[clip] - 1),
+            (place < seen[clip]).astype(np.float32),
+            (np.cumsum(slots) - slots)[half_clip] // 2 + half_place,
+            half_place,
+            (np.cumsum(halves) - halves)[pair_clip] + 2 * pair_place,
+        )
+
+
+def _numbered(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Any, Any]:
+    """Of items that lie one after the other, the item and the number in it at each place."""
+    item = np.repeat(np.arange(len(lengths)), lengths)
+    return item, np.arange(len(item)) - (np.cumsum(lengths) - lengths)[item]
+
+
+# -- encoders with windows ---------------------------------------------------------------------------------------------
+
+
+def _boundaries(spans: Sequence[int], device: torch.device) -> Tensor:
+    """int32 [spans + 1] boundaries that carry their segments; checkpoints keep them by the tensor."""
+    ends = to_device(torch.tensor([0, *np.cumsum(spans).tolist()], dtype=torch.int32), device)
+    setattr(ends, _SEGMENTS, PackedMetadata.from_lengths(list(spans), device=device))
+    return ends
+
+
+def override_window_layer(layer: nn.Module) -> None:
+    """Make an attention layer attend to all windows of a packed call at once."""
+    override(layer, _all_windows, layer_attributes)
+
+
+def _all_windows(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    segments = getattr(kwargs.get(BOUNDARIES), _SEGMENTS, None)
+    if segments is None or not compiles(layer):
+        return call(*args, **kwargs)
+    return layer.__dict__[AT_ONCE](layer, *args, **kwargs, **{TOWER_SEGMENTS: segments})
