@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,3 +301,15 @@ def test_columns_are_read_under_other_names(encoder, write):
     command = ("train", "--task", "embed", "--model", encoder, "--data", data, "--device", "cpu", "--steps", 1)
     done(*command, "--column", "anchor=title", "--column", "positive=body")
     assert "--task embed has no --capacity: leave it out" in one_line(run(*command, "--capacity", 64))
+
+
+def test_a_count_that_fails_leaves_the_models_limit_as_it_was():
+    from torch_backend.job.retrieval import _lengths
+
+    def fails(texts: list[str], prompt: str | None) -> None:
+        raise ValueError("no tokenizer")
+
+    model, job = SimpleNamespace(max_seq_length=7, preprocess=fails), SimpleNamespace(task="embed", arguments={})
+    with pytest.raises(ValueError, match="no tokenizer"):
+        _lengths(job, model, [{"anchor": "a"}], ("anchor",))
+    assert model.max_seq_length == 7

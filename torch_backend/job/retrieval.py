@@ -203,13 +203,15 @@ class Retrieval(TaskKind):
             for name, text in self.texts(record):
                 inputs[name].append((number, text))
         longest, model.max_seq_length = model.max_seq_length, _WHOLE
-        for name, numbered in inputs.items():
-            for start in range(0, len(numbered), 256):
-                part = numbered[start : start + 256]
-                mask = model.preprocess([text for _, text in part], prompt=self.prompt(name))["attention_mask"]
-                for (number, _), count in zip(part, mask.sum(1).tolist(), strict=True):
-                    lengths[number].append(count)
-        model.max_seq_length = longest
+        try:
+            for name, numbered in inputs.items():
+                for start in range(0, len(numbered), 256):
+                    part = numbered[start : start + 256]
+                    mask = model.preprocess([text for _, text in part], prompt=self.prompt(name))["attention_mask"]
+                    for (number, _), count in zip(part, mask.sum(1).tolist(), strict=True):
+                        lengths[number].append(count)
+        finally:
+            model.max_seq_length = longest
         return lengths
 
 
