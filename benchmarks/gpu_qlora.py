@@ -2,16 +2,19 @@
 
     python -m benchmarks.gpu_qlora                     # the Qwen3-14B shape cut to 8 layers, rows of 8,192
     python -m benchmarks.gpu_qlora --layers 40 --gib 24 --match auto   # what fits a card of 24 GiB
+    python -m benchmarks.gpu_qlora --shape gpt-oss-20b --layers 24 --match ', checkpointing'   # experts in MXFP4
     python -m benchmarks.gpu_qlora --tiny              # every contender on the CPU; its times mean nothing
 
 Random weights in NF4 with double quantisation that compute in bfloat16, adapters of rank 16 on all linear layers, with
-TRL's default checkpointing and without; documents and rows are those of ``benchmarks.gpu_trainers``. The last lines
-compare tokens per second. bitsandbytes, peft and trl are needed.
+TRL's default checkpointing and without; documents and rows are those of ``benchmarks.gpu_trainers``. Of gpt-oss-20b the
+experts are in MXFP4, which stock trainers do not train, and adapters are on attention and experts. The last lines
+compare tokens per second. peft and trl are needed, and bitsandbytes for NF4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,11 +23,15 @@ from torch import nn
 
 from benchmarks.gpu import collected, parsed, parser, survived
 from benchmarks.gpu_clock import TOY, Result, free, wanted
-from benchmarks.gpu_trainer_runs import measure, sft
+from benchmarks.gpu_moe_shapes import adapted_model, gpt_oss
+from benchmarks.gpu_trainer_runs import measure, packed_trainer, sft
 from benchmarks.gpu_workload import DTYPE, Shape, qwen2, with_adapters
+from torch_backend.hf.anatomy.experts import find_experts
+from torch_backend.ops.mxfp4 import GROUP, Mxfp4Weight
 
 ROW, RATE = 256 if TOY else 8_192, "real tokens/s"
 STOCK, PACKED = "SFTTrainer(packing=True), stock SDPA", "SFTTrainer(packing=True), enable_packing"
+TRAINER = "Trainer, enable_packing"
 AGAIN, AUTO = ", checkpointing", '(memory="auto")'
 CONTENDERS = {
     PACKED + AGAIN: partial(sft, checkpointing=True),
@@ -32,6 +39,11 @@ CONTENDERS = {
     PACKED + AUTO: partial(sft, memory="auto"),
     STOCK + AGAIN: partial(sft, packed=False, checkpointing=True),
     STOCK: partial(sft, packed=False),
+}
+ON_EXPERTS = {  # TRL would add the router's loss
+    TRAINER + AGAIN: partial(packed_trainer, memory="full"),
+    TRAINER: packed_trainer,
+    TRAINER + AUTO: partial(packed_trainer, memory="auto"),
 }
 
 
@@ -47,12 +59,8 @@ def qwen3_14b(layers: int, few: bool) -> Any:
     )  # fmt: skip
 
 
-def in_4_bits(gib: float | None, model: Any) -> Any:
-    """Adapters over the model, the linear layers of its decoder quantised one by one.
-
-    Args:
-        gib: what the process may allocate from then on; None for all that there is.
-    """
+def in_nf4(model: Any) -> None:
+    """Quantises the linear layers of a decoder one by one."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for parent in list(model.get_decoder().modules()):
@@ -64,10 +72,62 @@ def in_4_bits(gib: float | None, model: Any) -> Any:
                 new.weight, new.bias = packed.to(old.weight.device), old.bias
                 setattr(parent, name, new)
     model.is_loaded_in_4bit = True
+
+
+def in_mxfp4(model: Any) -> None:
+    """Puts random blocks and scales in place of the weights of experts, as a published checkpoint is loaded."""
+    for module in find_experts(model).values():
+        for name in ("gate_up_proj", "down_proj"):
+            values = getattr(module, name)
+            count, width, outer = values.shape
+            made = {"dtype": torch.uint8, "device": values.device}
+            blocks = torch.randint(256, (count, outer, width // 2), **made)
+            scales = torch.randint(118, 123, (count, outer, width // GROUP), **made)
+            setattr(module, name, nn.Parameter(Mxfp4Weight(blocks, scales, values.dtype), requires_grad=False))
+            del values
+    if not TOY:  # a checkpoint is loaded without values
+        free()
+        torch.cuda.reset_peak_memory_stats()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A shape, and the weights in fewer bits that stand beside bfloat16.
+
+    Attributes:
+        config: layers, few or all of them -> the config.
+        bits: the name of these weights; quantise: makes them of a model, in place.
+        adapters: model -> the model under PEFT.
+    """
+
+    config: Callable[[int, bool], Any]
+    bits: str
+    quantise: Callable[[Any], None]
+    adapters: Callable[[Any], Any]
+    contenders: Mapping[str, Any] = field(default_factory=lambda: CONTENDERS)
+    attention: str = "sdpa"
+
+
+WORKLOADS = {
+    "Qwen3-14B": Workload(qwen3_14b, "NF4", in_nf4, with_adapters),
+    "gpt-oss-20b": Workload(
+        lambda layers, few: gpt_oss(2 if TOY else layers, 4 if TOY else 32),
+        "MXFP4", in_mxfp4, adapted_model, ON_EXPERTS, "eager",
+    ),
+}  # fmt: skip
+
+
+def in_4_bits(workload: Workload, gib: float | None, model: Any) -> Any:
+    """Adapters over the model in 4 bits.
+
+    Args:
+        gib: what the process may allocate from then on; None for all that there is.
+    """
+    workload.quantise(model)
     free()
     if gib is not None and not TOY:
         _allow(gib)
-    return with_adapters(model)
+    return workload.adapters(model)
 
 
 def _allow(gib: float | None) -> None:
@@ -75,14 +135,17 @@ def _allow(gib: float | None) -> None:
     torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else min(1.0, gib * 2**30 / there))
 
 
-def run(layers: int, epochs: int, gib: float | None) -> Iterator[Result]:
-    make = partial(qwen3_14b, layers)
-    name = "toy" if TOY else f"Qwen3-14B, {layers} layers" + (f" in {gib:g} GiB" if gib else "")
-    for weights, adapters in (("NF4", partial(in_4_bits, gib)), ("bfloat16", with_adapters)):
-        shape = Shape(f"{name}, LoRA, {weights}", make, (ROW,), lora=True, adapters=adapters)
-        for contender in CONTENDERS:
-            if wanted(contender) and (weights == "NF4" or contender.startswith(PACKED)):
-                yield from measure(shape, contender, ROW, epochs, 1, contenders=CONTENDERS)
+def run(chosen: str, layers: int, epochs: int, gib: float | None) -> Iterator[Result]:
+    workload = WORKLOADS[chosen]
+    make = partial(workload.config, layers)
+    name = "toy" if TOY else f"{chosen}, {layers} layers" + (f" in {gib:g} GiB" if gib else "")
+    for weights, adapters in ((workload.bits, partial(in_4_bits, workload, gib)), ("bfloat16", workload.adapters)):
+        shape = Shape(
+            f"{name}, LoRA, {weights}", make, (ROW,), lora=True, attention=workload.attention, adapters=adapters
+        )
+        for contender in workload.contenders:
+            if wanted(contender) and (weights == workload.bits or not contender.startswith(STOCK)):
+                yield from measure(shape, contender, ROW, epochs, 1, contenders=workload.contenders)
                 torch._dynamo.reset()
                 free()
                 if not TOY:
@@ -90,27 +153,27 @@ def run(layers: int, epochs: int, gib: float | None) -> Iterator[Result]:
 
 
 def verdict(results: Sequence[Result]) -> str:
-    """Compares the rates with checkpointing and without: to stock packed rows, and to bfloat16 weights."""
+    """Compares the rates over weights in fewer bits to those of stock packed rows, and of bfloat16 weights."""
     rates = {(r.section.rpartition(" ")[2], r.contender): r.value for r in results if r.unit == RATE and r.value}
     lines = []
-    for again in (AGAIN, ""):
-        ours = rates.get(("NF4", PACKED + again))
-        for what, other in (
-            ("stock packed rows", rates.get(("NF4", STOCK + again))),
-            ("bfloat16 weights", rates.get(("bfloat16", PACKED + again))),
-        ):
-            if ours and other:
-                lines.append(f"{ours / other:.2f} times the rate of {what}{again or ', no checkpointing'}")
+    for (weights, name), ours in rates.items():
+        if weights != "bfloat16" and not name.startswith(STOCK):
+            others = (weights, name.replace(PACKED, STOCK)), ("bfloat16", name)
+            for what, other in zip(("stock packed rows", "bfloat16 weights"), others, strict=True):
+                if other != (weights, name) and other in rates:
+                    lines.append(f"{ours / rates[other]:.2f} times the rate of {what}: {name}")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
+    options.add_argument("--shape", choices=WORKLOADS, default="Qwen3-14B")
     options.add_argument("--layers", type=int, default=8)
     options.add_argument("--epochs", type=int, default=1, help="timed, after the warm-up")
     options.add_argument("--gib", type=float, help="memory that training over 4-bit weights may take")
     chosen = parsed(options, arguments)
-    results = collected(survived("QLoRA", run(chosen.layers, chosen.epochs, chosen.gib)), chosen.output, "gpu_qlora")
+    found = run(chosen.shape, chosen.layers, chosen.epochs, chosen.gib)
+    results = collected(survived("QLoRA", found), chosen.output, "gpu_qlora")
     print(verdict(results), flush=True)
     return results
 

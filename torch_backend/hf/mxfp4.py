@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.utils.quantization_config import Mxfp4Config
@@ -38,7 +38,7 @@ def load_mxfp4(path: Any, **options: Any) -> Any:
     config.quantization_config = config.quantization_config | {"quant_method": _METHOD}
     model = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
     if not any(isinstance(p, Mxfp4Weight) for p in model.parameters()):
-        raise UnsupportedModelError("this version of transformers makes values of MXFP4: load_mxfp4 needs 5.23")
+        raise UnsupportedModelError("this version of transformers makes values of MXFP4: load_mxfp4 needs 5.17")
     return model
 
 
@@ -70,8 +70,9 @@ class _Config(Mxfp4Config):  # type: ignore[misc, no-any-unimported]
 
 @register_quantizer(_METHOD)
 class _Quantizer(Mxfp4HfQuantizer):  # type: ignore[misc, no-any-unimported]
-    def get_load_operations(self) -> dict[str, Any]:
-        return {"dequantize": _Keep}
+    def get_weight_conversions(self) -> list[Any]:
+        ends = ("_blocks", "_scales")
+        return [WeightConverter([w + end for end in ends], w, [_Keep(self)]) for w in ("gate_up_proj", "down_proj")]
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         """Leaves the modules as they are."""

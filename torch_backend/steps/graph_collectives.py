@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_backend.steps.averaging import average, least, links_too_slow, reduces_by_hook
 
@@ -198,8 +199,10 @@ def _reshard(model: Any) -> None:
 
 
 def place_of(x: Tensor) -> int:
-    """Returns the address of a tensor, or of this rank's part of it."""
-    return (x.to_local() if isinstance(x, DTensor) else x).data_ptr()
+    """Returns the address of a tensor, or of the first one that it stands for, such as this rank's part of it."""
+    while is_traceable_wrapper_subclass(x):
+        x = getattr(x, x.__tensor_flatten__()[0][0])
+    return x.data_ptr()
 
 
 def _parts(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Iterator[list[nn.Parameter]]:
