@@ -194,13 +194,6 @@ class HeadsMixed(Sized):
         return out
 
 
-class GroupsLimited(Sized):
-    """A key/value head serves so many query heads at most."""
-
-    def kv_head(self, heads, kv_heads):
-        return np.minimum(np.arange(heads) // min(heads // kv_heads, self.limit), kv_heads - 1)
-
-
 class SharedHeadsLimited(Sized):
     """Heads of keys, and groups of B and C, beyond the limit are taken for the last one before."""
 
