@@ -49,9 +49,8 @@ class Layer:
         return AttentionRequest(
             tokens=sum(documents), heads=self.heads, kv_heads=self.kv_heads, head_dim=self.width,
             value_dim=self.value_width, dtype=_DTYPE, device=DEVICE, segments=len(documents),
-            max_seqlen=max(documents), host_lengths=True, requires_grad=True, causal=True, window=self.window,
-            softcap=self.softcap, sinks=self.sinks, alibi=self.alibi, dropout=0.0, scale=self.width**-0.5,
-            compiling=False,
+            max_seqlen=max(documents), window=self.window,
+            softcap=self.softcap, sinks=self.sinks, alibi=self.alibi, scale=self.width**-0.5,
         )  # fmt: skip
 
 

@@ -69,16 +69,7 @@ def _request(device: torch.device, dtype: torch.dtype, length: int = 2_048, **ch
         "device": device,
         "segments": TOKENS // length,
         "max_seqlen": length,
-        "host_lengths": True,
-        "requires_grad": True,
-        "causal": True,
-        "window": None,
-        "softcap": None,
-        "sinks": False,
-        "alibi": False,
-        "dropout": 0.0,
         "scale": 128**-0.5,
-        "compiling": False,
     }
     return AttentionRequest(**plain | changes)
 

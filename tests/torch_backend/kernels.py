@@ -6,7 +6,7 @@ product is wrong), and on a GPU with ``-m gpu`` (in bfloat16 as well).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,6 +78,13 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     yield Where(torch.device(device), getattr(torch, dtype))
     torch.use_deterministic_algorithms(deterministic)
+
+
+def assert_compiles(step: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+    """A step is one graph for ``torch.compile``, whose gradients have the bits of the step."""
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    found, right = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, step))
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
 def numpy(x: torch.Tensor) -> np.ndarray:

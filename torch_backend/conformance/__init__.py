@@ -132,16 +132,7 @@ def _request(device: torch.device, dtype: str) -> AttentionRequest:
         device=device,
         segments=4,
         max_seqlen=32,
-        host_lengths=True,
-        requires_grad=True,
-        causal=True,
-        window=None,
-        softcap=None,
-        sinks=False,
-        alibi=False,
-        dropout=0.0,
         scale=0.125,
-        compiling=False,
     )
 
 

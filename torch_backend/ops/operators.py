@@ -9,12 +9,13 @@ operators. Registering with the dispatcher directly costs 3 microseconds a call 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
+from torch import Tensor
 
 # Both are settled for the process, as Triton settles them when kernels are defined.
 TRITON = find_spec("triton") is not None
@@ -24,20 +25,41 @@ NAMESPACE = "crosspack"  # a copy of these files for the Kernels Hub has one of 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
+# The dispatcher's names of the types that launchers are annotated with.
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float", bool: "bool", str: "str",
+    list[Tensor]: "Tensor[]", Sequence[Tensor]: "Tensor[]", Sequence[Tensor | None]: "Tensor?[]", list[int]: "int[]",
+    list[bool]: "bool[]", Sequence[bool]: "bool[]", Sequence[float]: "float[]",
+}  # fmt: skip
+
+
 def operator(schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Register ``launch`` as the operator that ``schema`` describes and return the callable operator.
+    """Register ``launch`` as an operator and return the callable operator.
 
     Args:
-        schema: ``name(Tensor q, ...) -> Tensor``, in the dispatcher's notation.
+        schema: ``name(Tensor q, ...) -> Tensor``, in the dispatcher's notation; or the name alone of a launcher whose
+            annotations say the rest.
         launch: what runs, on the CPU (kernels under ``TRITON_INTERPRET=1``) and on CUDA alike.
         fake: allocates outputs of the right shape, stride and dtype without running anything.
     """
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
+    name, _, written = schema.partition("(")
+    _LIBRARY.define(schema if written else f"{name}{_annotated(launch)}")
     _LIBRARY.impl(name, launch, "CPU")
     _LIBRARY.impl(name, on_its_device(launch), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def arguments_of(annotated: Any) -> str:
+    """The arguments of an operator that are annotated, on a launcher or a named tuple."""
+    hints = get_type_hints(annotated)
+    return ", ".join(f"{_TYPES[kind]} {name}" for name, kind in hints.items() if name != "return")
+
+
+def _annotated(launch: Callable[..., Any]) -> str:
+    returned = get_type_hints(launch)["return"]
+    several = ", ".join(_TYPES[kind] for kind in get_args(returned))
+    return f"({arguments_of(launch)}) -> {_TYPES.get(returned, f'({several})')}"
 
 
 def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +69,7 @@ def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(launch)
-    def run(first: torch.Tensor, *others: Any) -> Any:
+    def run(first: Tensor, *others: Any) -> Any:
         if first.device.index == torch.cuda.current_device():
             return launch(first, *others)
         with torch.cuda.device(first.device):
@@ -56,7 +78,7 @@ def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def runs_triton(x: torch.Tensor) -> bool:
+def runs_triton(x: Tensor) -> bool:
     """Returns whether Triton kernels support this tensor: it is on a GPU, or the kernels are interpreted on the CPU.
 
     Bfloat16 needs a GPU that computes in it; plain torch, which emulates it, runs on others (a T4).

@@ -154,15 +154,5 @@ def _fake_backward(dy: Tensor, x: Tensor, tensors: Sequence[Tensor | None], *oth
     return empty_gradients(x, [x, *tensors], others[-1])
 
 
-_forward = operator(
-    "tiled_mlp_forward(Tensor x, Tensor?[] tensors, float[] norm, float[] scales, str activation, int tile, "
-    "bool last) -> Tensor",
-    _launch_forward,
-    _fake_forward,
-)
-_backward = operator(
-    "tiled_mlp_backward(Tensor dy, Tensor x, Tensor?[] tensors, float[] norm, float[] scales, str activation, "
-    "int tile, bool[] needs) -> Tensor[]",
-    _launch_backward,
-    _fake_backward,
-)
+_forward = operator("tiled_mlp_forward", _launch_forward, _fake_forward)
+_backward = operator("tiled_mlp_backward", _launch_backward, _fake_backward)

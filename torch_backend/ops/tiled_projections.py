@@ -106,14 +106,5 @@ def _fake_backward(x: Tensor, dys: Sequence[Tensor], tensors: Sequence[Tensor | 
     return empty_gradients(x, [x, *tensors], others[-1])
 
 
-_forward = operator(
-    "tiled_projections_forward(Tensor x, Tensor?[] tensors, float[] norm, float[] scales, int tile) -> Tensor[]",
-    _launch_forward,
-    _fake_forward,
-)
-_backward = operator(
-    "tiled_projections_backward(Tensor x, Tensor[] dys, Tensor?[] tensors, float[] norm, float[] scales, int tile, "
-    "bool[] needs) -> Tensor[]",
-    _launch_backward,
-    _fake_backward,
-)
+_forward = operator("tiled_projections_forward", _launch_forward, _fake_forward)
+_backward = operator("tiled_projections_backward", _launch_backward, _fake_backward)

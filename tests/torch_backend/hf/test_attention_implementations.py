@@ -44,16 +44,7 @@ REQUEST = AttentionRequest(
     device=torch.device("cuda"),
     segments=4,
     max_seqlen=512,
-    host_lengths=True,
-    requires_grad=True,
-    causal=True,
-    window=None,
-    softcap=None,
-    sinks=False,
-    alibi=False,
-    dropout=0.0,
     scale=0.125,
-    compiling=False,
 )
 OPTIONS = {
     "plain": {},

@@ -350,7 +350,6 @@ def test_tiles_hold_at_least_one_token_of_every_group(dtype, width):
     for heads in (1, 7, 71, 128):
         request = AttentionRequest(
             tokens=100, heads=heads, kv_heads=1, head_dim=width, value_dim=width, dtype=dtype, scale=1.0,
-            device=torch.device("cpu"), segments=1, max_seqlen=100, host_lengths=True, requires_grad=True, causal=True,
-            window=None, softcap=None, sinks=False, alibi=False, dropout=0.0, compiling=False,
+            device=torch.device("cpu"), segments=1, max_seqlen=100,
         )  # fmt: skip
         assert min(tile.rows for tile in choose_tiles(request)) >= heads

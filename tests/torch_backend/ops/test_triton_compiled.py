@@ -93,7 +93,7 @@ def test_tiles_of_the_widest_linear_attention_follow_it_too(monkeypatch: pytest.
     def carry_backward(memory: int, width: int = 256) -> ChunkTile:
         monkeypatch.setattr(any_width, "shared_memory", lambda device: memory)
         q, v = (torch.empty(1, 1, width, dtype=torch.bfloat16) for _ in range(2))
-        return any_width._row(q, v, None, None, torch.zeros(2)).tiles["carry_backward"]
+        return any_width._row(q, v, None, None, torch.zeros(1_000)).tiles["carry_backward"]  # many segments
 
     large = LINEAR_TILES["carry_backward"]
     chosen = [carry_backward(device.memory) for device in (HOPPER, AMPERE, CONSUMER)]

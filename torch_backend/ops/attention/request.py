@@ -42,16 +42,16 @@ class AttentionRequest:
     device: torch.device
     segments: int
     max_seqlen: int
-    host_lengths: bool
-    requires_grad: bool
-    causal: bool
-    window: int | None
-    softcap: float | None
-    sinks: bool
-    alibi: bool
-    dropout: float
     scale: float
-    compiling: bool
+    host_lengths: bool = True
+    requires_grad: bool = True
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    dropout: float = 0.0
+    compiling: bool = False
     key_tokens: int | None = None
     parents: bool = False
     both_ways: bool = False

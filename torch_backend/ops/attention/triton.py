@@ -325,17 +325,5 @@ def _backward_outputs(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) ->
 
 
 _OPTIONS = "bool causal, int window, float softcap, float scale, bool by_heads"
-_forward = operator(
-    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor work, Tensor? parts, "
-    "Tensor? ends, int[] tile, "
-    f"{_OPTIONS}) -> (Tensor, Tensor)",
-    _launch_forward,
-    _forward_outputs,
-)
-_backward = operator(
-    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor out, Tensor lse, "
-    "Tensor work_q, Tensor work_k, Tensor? sums_k, Tensor? parts_q, Tensor? parts_k, Tensor? begins, Tensor? ends, "
-    f"int[] tile_q, int[] tile_k, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _launch_backward,
-    _backward_outputs,
-)
+_forward = operator("attention_forward", _launch_forward, _forward_outputs)
+_backward = operator("attention_backward", _launch_backward, _backward_outputs)

@@ -136,14 +136,5 @@ def _fake_backward(
     return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias
 
 
-_forward = operator(
-    "short_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor positions, bool silu) -> Tensor",
-    _launch_forward,
-    lambda x, *_: x.new_empty(x.shape),
-)
-_backward = operator(
-    "short_convolution_backward(Tensor x, Tensor weight, Tensor? bias, Tensor positions, Tensor dy, bool silu) "
-    "-> (Tensor, Tensor, Tensor)",
-    _launch_backward,
-    _fake_backward,
-)
+_forward = operator("short_convolution", _launch_forward, lambda x, *_: x.new_empty(x.shape))
+_backward = operator("short_convolution_backward", _launch_backward, _fake_backward)

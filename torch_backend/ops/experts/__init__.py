@@ -11,7 +11,7 @@ product needs them, one weight at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch_backend.ops.experts.dispatch import IMPLEMENTATIONS, describe, load, 
 from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, LowRank, Places
 from torch_backend.ops.experts.request import Adapter, ExpertsRequest, request_of
 from torch_backend.ops.mxfp4 import dequantize
-from torch_backend.ops.operators import operator
+from torch_backend.ops.operators import arguments_of, operator
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -343,30 +343,25 @@ def _fake_tiled_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _schema(kind: Any) -> str:
-    """The fields of a named tuple as arguments of an operator."""
-    types: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", float: "float", bool: "bool"}
-    return ", ".join(f"{types[given]} {name}" for name, given in get_type_hints(kind).items())
-
-
+_OPERANDS, _OPTIONS, _SAVED = map(arguments_of, (_Operands, _Options, _Saved))
 _forward = operator(
-    f"experts({_schema(_Operands)}, {_schema(_Options)}) -> ({', '.join(['Tensor'] * (1 + len(_Saved._fields)))})",
+    f"experts({_OPERANDS}, {_OPTIONS}) -> ({', '.join(['Tensor'] * (1 + len(_Saved._fields)))})",
     _launch_forward,
     _fake_forward,
 )
 _backward = operator(
-    f"experts_backward(Tensor dy, {_schema(_Operands)}, {_schema(_Saved)}, {_schema(_Options)}, bool[] needs)"
+    f"experts_backward(Tensor dy, {_OPERANDS}, {_SAVED}, {_OPTIONS}, bool[] needs)"
     f" -> ({', '.join(['Tensor'] * len(_GRADIENTS))})",
     _launch_backward,
     _fake_backward,
 )
 _tiled_forward = operator(
-    f"tiled_experts({_schema(_Operands)}, {_schema(_Options)}, int tile) -> Tensor",
+    f"tiled_experts({_OPERANDS}, {_OPTIONS}, int tile) -> Tensor",
     _launch_tiled_forward,
     _fake_tiled_forward,
 )
 _tiled_backward = operator(
-    f"tiled_experts_backward(Tensor dy, {_schema(_Operands)}, {_schema(_Options)}, bool[] needs, int tile)"
+    f"tiled_experts_backward(Tensor dy, {_OPERANDS}, {_OPTIONS}, bool[] needs, int tile)"
     f" -> ({', '.join(['Tensor'] * len(_GRADIENTS))})",
     _launch_tiled_backward,
     _fake_tiled_backward,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, Places
+from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, Factor, Places
 from torch_backend.ops.experts.request import ExpertsRequest
 from torch_backend.ops.experts.triton import TritonExperts, activate, gathered
 
@@ -35,7 +35,7 @@ class GroupedMM(TritonExperts):
             return f"products are narrower than {_NARROW}"
         return super().supports(request)
 
-    def rows(self, a: Tensor | ByToken, by: ExpertProduct, routing: Places) -> Tensor:
+    def rows(self, a: Factor, by: ExpertProduct, routing: Places) -> Tensor:
         if by.bias is not None or by.adapter is not None or by.scale != 1 or min(by.w.shape[1:]) < _NARROW:
             return super().rows(a, by, routing)
         return _product(_in_order(a, routing), by.w.mT, routing)
@@ -52,15 +52,7 @@ class GroupedMM(TritonExperts):
         dh = _product(_in_order(dy, routing), by.w.mT, routing)
         return self.activation_backward(dy, by, z, dh, weights, routing, between, multiply=False)
 
-    def outer(
-        self,
-        a: Tensor | ByToken,
-        b: Tensor | ByToken,
-        routing: Places,
-        like: Tensor,
-        *,
-        weights: Tensor | None = None,
-    ) -> Tensor:
+    def outer(self, a: Factor, b: Factor, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
         if weights is not None or min(like.shape[1:]) < _NARROW:
             return super().outer(a, b, routing, like, weights=weights)
         x, y = _in_order(a, routing), _in_order(b, routing)
@@ -70,7 +62,7 @@ class GroupedMM(TritonExperts):
         return _PRODUCT(x.t(), y, offs=routing.offsets[1:])
 
 
-def _in_order(x: Tensor | ByToken, routing: Places) -> Tensor:
+def _in_order(x: Factor, routing: Places) -> Tensor:
     return x.in_order(gathered, routing) if isinstance(x, ByToken) else x
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packing_core.reference import ExpertActivation
-from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, Places, Products
+from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, Factor, Places, Products
 from torch_backend.ops.experts.request import ExpertsRequest
 
 
@@ -33,7 +33,7 @@ class Plain(Products):
         places = torch.where(routed, places, -1).view(indices.shape)
         return Places(order.int(), places.int(), F.pad(counts.cumsum(0), (1, 0)).int(), indices)
 
-    def rows(self, a: Tensor | ByToken, by: ExpertProduct, routing: Places) -> Tensor:
+    def rows(self, a: Factor, by: ExpertProduct, routing: Places) -> Tensor:
         x = _in_order(a, routing)
         y = x.new_empty(x.shape[0], by.w.shape[1])
         for e, start, end in _spans(routing):
@@ -61,15 +61,7 @@ class Plain(Products):
         dz = _activation_backward(dh.mul_(weight), z, between)
         return dz, h.mul_(weight), _at_entries(share, routing)
 
-    def outer(
-        self,
-        a: Tensor | ByToken,
-        b: Tensor | ByToken,
-        routing: Places,
-        like: Tensor,
-        *,
-        weights: Tensor | None = None,
-    ) -> Tensor:
+    def outer(self, a: Factor, b: Factor, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
         x, y = _in_order(a, routing), _in_order(b, routing)
         if weights is not None:
             y = y * _weights(weights, routing, y)
@@ -82,7 +74,7 @@ class Plain(Products):
             torch.mm(x[start:end].t(), y[start:end], out=out[e])
         return out
 
-    def sums(self, a: Tensor | ByToken, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    def sums(self, a: Factor, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
         out, x = torch.zeros_like(like), _in_order(a, routing)
         if weights is not None:
             x = x * _weights(weights, routing, x)
@@ -153,7 +145,7 @@ def _halves(z: Tensor, between: Between) -> tuple[Tensor, ...]:
     return z[:, : step * (z.shape[1] // 2) : step], z[:, second::step]
 
 
-def _in_order(x: Tensor | ByToken, routing: Places) -> Tensor:
+def _in_order(x: Factor, routing: Places) -> Tensor:
     """[S, D]: the line of a factor at each place."""
     return x.in_order(lambda x, routing: x[routing.order // routing.top_k], routing) if isinstance(x, ByToken) else x
 

@@ -58,6 +58,9 @@ class ByToken:
         return self._gathered
 
 
+Factor = Tensor | ByToken  # of a product: a line for each place, or for each token
+
+
 class LowRank(NamedTuple):
     """The second half of an adapter's product: t [S, R] at each place, b [E, N, R]."""
 
@@ -112,7 +115,7 @@ class Products(Protocol):
         """Sort by expert; entries of one expert keep their order."""
         ...
 
-    def rows(self, a: Tensor | ByToken, by: ExpertProduct, routing: Places) -> Tensor:
+    def rows(self, a: Factor, by: ExpertProduct, routing: Places) -> Tensor:
         """The product [S, N] of a [S, K]."""
         ...
 
@@ -130,22 +133,14 @@ class Products(Protocol):
         """
         ...
 
-    def outer(
-        self,
-        a: Tensor | ByToken,
-        b: Tensor | ByToken,
-        routing: Places,
-        like: Tensor,
-        *,
-        weights: Tensor | None = None,
-    ) -> Tensor:
+    def outer(self, a: Factor, b: Factor, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """The sum of ``a_s b_s^T`` over each expert's places, in the shape, strides and dtype of ``like``.
 
         With weights [T, K], b is weighted at each place.
         """
         ...
 
-    def sums(self, a: Tensor | ByToken, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    def sums(self, a: Factor, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """[E, N], dtype of ``like``: the sum of a over each expert's places, weighted with weights [T, K]."""
         ...
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_backend.ops import operators
-from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, Places, Products
+from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, Factor, Places, Products
 from torch_backend.ops.experts.request import ExpertsRequest
 from torch_backend.ops.operators import TRITON, runs_triton
 
@@ -95,7 +95,7 @@ class TritonExperts(Products):
         )
         return Places(order, places, offsets, indices)
 
-    def rows(self, a: Tensor | ByToken, by: ExpertProduct, routing: Places) -> Tensor:
+    def rows(self, a: Factor, by: ExpertProduct, routing: Places) -> Tensor:
         from torch_backend.ops.experts import product_kernels as kernels
 
         (x, gather), (n, depth) = _read(a), by.w.shape[1:]
@@ -168,15 +168,7 @@ class TritonExperts(Products):
         )  # fmt: skip
         return dz, weighted, gradient
 
-    def outer(
-        self,
-        a: Tensor | ByToken,
-        b: Tensor | ByToken,
-        routing: Places,
-        like: Tensor,
-        *,
-        weights: Tensor | None = None,
-    ) -> Tensor:
+    def outer(self, a: Factor, b: Factor, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
         from torch_backend.ops.experts import product_kernels as kernels
 
         (x, gather_x), (y, gather_y) = _read(a), _read(b)
@@ -191,7 +183,7 @@ class TritonExperts(Products):
         )  # fmt: skip
         return out
 
-    def sums(self, a: Tensor | ByToken, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    def sums(self, a: Factor, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
         from torch_backend.ops.experts import place_kernels as kernels
 
         (x, gather), (experts, n) = _read(a), like.shape
@@ -214,7 +206,7 @@ class TritonExperts(Products):
         return out
 
 
-def _read(a: Tensor | ByToken) -> tuple[Tensor, bool]:
+def _read(a: Factor) -> tuple[Tensor, bool]:
     """A factor, and whether a kernel gathers its lines as it reads them."""
     return (a.x, True) if isinstance(a, ByToken) else (a, False)
 

@@ -64,12 +64,9 @@ def linear_cross_entropy(
     given = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}"
     if hidden.shape[:-1] != targets.shape or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise LayoutError(f"linear_cross_entropy takes hidden [..., D], weight [V, D] and targets [...], got {given}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise LayoutError(f"bias must be [{weight.shape[0]}], one per logit, got {list(bias.shape)}")
+    check_layer(hidden, weight, bias)
     if weights is not None and weights.shape != targets.shape:
         raise LayoutError(f"weights must have the shape of the targets, {list(targets.shape)}: {list(weights.shape)}")
-    if weight.dtype != hidden.dtype:
-        raise LayoutError(f"hidden and weight must share a dtype, got {hidden.dtype} and {weight.dtype}")
     if not targets.numel():
         raise LayoutError(f"linear_cross_entropy needs at least one row, got {given}")
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
@@ -84,6 +81,14 @@ def linear_cross_entropy(
     rows = -(-rows // 128) * 128 if rows > 128 else rows
     options = ignore_index, scale, softcap or 0.0, rows
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, weights, options), counted.sum()
+
+
+def check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raises if an output layer's bias has another shape than its logits, or its weight another dtype than hidden."""
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise LayoutError(f"bias must be [{weight.shape[0]}], one per logit, got {list(bias.shape)}")
+    if weight.dtype != hidden.dtype:
+        raise LayoutError(f"hidden and weight must share a dtype, got {hidden.dtype} and {weight.dtype}")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -290,27 +295,12 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, *, anew: bool) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
-def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    weights: Tensor | None,
-    ignore_index: int,
-    scale: float,
-    softcap: float,
-    rows: int,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wanted = others[-1]
     loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     dhidden = hidden.new_empty(hidden.shape if wanted[0] else 0)
     dweight = loss.new_empty(weight.shape if wanted[1] else 0)
     return loss, dhidden, dweight, loss.new_empty(weight.shape[:1] if wanted[2] else 0)
 
 
-_linear_cross_entropy = operator(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? weights, "
-    "int ignore_index, float scale, float softcap, int rows, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
-    _launch,
-    _fake,
-)
+_linear_cross_entropy = operator("linear_cross_entropy", _launch, _fake)

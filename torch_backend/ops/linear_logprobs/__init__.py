@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from packing_core.errors import LayoutError
-from torch_backend.ops.linear_cross_entropy import accumulate
+from torch_backend.ops.linear_cross_entropy import accumulate, check_layer
 from torch_backend.ops.operators import operator, runs_triton
 
 _CHUNK_BYTES = 2**29
@@ -63,10 +63,7 @@ def linear_logprobs(
     shapes = hidden.ndim == 2 and weight.ndim == 2 and weight.shape[1] == hidden.shape[1]
     if not shapes or ids.ndim != 2 or len(ids) != len(hidden) or not ids.numel():
         raise LayoutError(f"linear_logprobs takes hidden [N, D], weight [V, D] and ids [N, K], not empty, got {given}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise LayoutError(f"bias must be [{weight.shape[0]}], one per logit, got {list(bias.shape)}")
-    if weight.dtype != hidden.dtype:
-        raise LayoutError(f"hidden and weight must share a dtype, got {hidden.dtype} and {weight.dtype}")
+    check_layer(hidden, weight, bias)
     rows = chunk_size(chunk_bytes // 4 // len(weight))
     columns = chunk_size(chunk_bytes // 8 // len(hidden))
     options = scale, softcap or 0.0, entropy
@@ -259,49 +256,20 @@ def _of_others(log_p: Tensor, total: Tensor, entropies: Tensor, dentropies: Tens
     return log_p.exp() * factor
 
 
-def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ids: Tensor,
-    scale: float,
-    softcap: float,
-    entropy: bool,
-    rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     logprobs = hidden.new_empty(ids.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
     return logprobs, logprobs.new_empty(len(hidden)), logprobs.new_empty(len(hidden))
 
 
 def _fake_backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ids: Tensor,
-    lse: Tensor,
-    entropies: Tensor,
-    dlogprobs: Tensor,
-    dentropies: Tensor,
-    scale: float,
-    softcap: float,
-    entropy: bool,
-    columns: int,
-    wanted: list[bool],
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, lse: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    wanted = others[-1]
     dhidden, dweight = (x.new_empty(x.shape if w else 0) for x, w in zip((hidden, weight), wanted, strict=False))
     return dhidden, dweight, lse.new_empty(len(weight) if wanted[2] else 0)
 
 
 _SIGNATURE = "Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, "
 _OPTIONS = "float scale, float softcap, bool entropy"
-_linear_logprobs = operator(
-    f"linear_logprobs({_SIGNATURE}{_OPTIONS}, int rows) -> (Tensor, Tensor, Tensor)",
-    _launch,
-    _fake,
-)
-_linear_logprobs_backward = operator(
-    f"linear_logprobs_backward({_SIGNATURE}Tensor lse, Tensor entropies, Tensor dlogprobs, Tensor dentropies, "
-    f"{_OPTIONS}, int columns, bool[] wanted) -> (Tensor, Tensor, Tensor)",
-    _launch_backward,
-    _fake_backward,
-)
+_linear_logprobs = operator("linear_logprobs", _launch, _fake)
+_linear_logprobs_backward = operator("linear_logprobs_backward", _launch_backward, _fake_backward)

@@ -139,14 +139,5 @@ def _fake_backward(
     return like(x), like(weight), like(gate)
 
 
-_forward = operator(
-    "row_norm(Tensor x, Tensor? weight, Tensor? gate, float eps, int count, bool silu) -> Tensor",
-    _launch_forward,
-    lambda x, *_: x.new_empty(x.shape),
-)
-_backward = operator(
-    "row_norm_backward(Tensor x, Tensor? weight, Tensor? gate, Tensor dy, float eps, int count, bool silu) "
-    "-> (Tensor, Tensor, Tensor)",
-    _launch_backward,
-    _fake_backward,
-)
+_forward = operator("row_norm", _launch_forward, lambda x, *_: x.new_empty(x.shape))
+_backward = operator("row_norm_backward", _launch_backward, _fake_backward)

@@ -260,10 +260,7 @@ def _launch_rope_norm_backward(
 
 
 rope = operator(
-    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool heads_first, bool interleaved, bool conjugate) "
-    "-> (Tensor, Tensor)",
-    _launch_rope,
-    lambda q, k, cos, sin, heads_first, *_: (_empty(q, heads_first), _empty(k, heads_first)),
+    "rope", _launch_rope, lambda q, k, cos, sin, heads_first, *_: (_empty(q, heads_first), _empty(k, heads_first))
 )
 rope_inplace = operator(
     "rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool heads_first, bool interleaved) -> ()",
@@ -271,14 +268,12 @@ rope_inplace = operator(
     lambda *_: None,
 )
 rope_norm = operator(
-    "rope_norm(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, bool heads_first, "
-    "bool interleaved, bool over_heads, float eps) -> (Tensor, Tensor)",
+    "rope_norm",
     _launch_rope_norm,
     lambda q, k, q_weight, k_weight, cos, sin, heads_first, *_: (_empty(q, heads_first), _empty(k, heads_first)),
 )
 rope_norm_backward = operator(
-    "rope_norm_backward(Tensor x, Tensor dout, Tensor weight, Tensor cos, Tensor sin, bool heads_first, "
-    "bool interleaved, bool over_heads, float eps) -> (Tensor, Tensor)",
+    "rope_norm_backward",
     _launch_rope_norm_backward,
     lambda x, dout, weight, cos, sin, heads_first, *_: (_empty(x, heads_first), weight.new_empty(weight.shape)),
 )

@@ -201,6 +201,13 @@ def like(x: Tensor | None, v: Tensor) -> Tensor:
     return v.new_empty(0) if x is None else torch.empty_like(x)
 
 
+def gradients_like(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, other: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:
+    """Unwritten memory for the gradients of a scan's arguments."""
+    return tuple(like(x, v) for x in (q, k, v, g, beta, other))
+
+
 def group_of(heads: int, shared: int, most: int) -> int:
     """Returns how many heads of v that share a head of k one program takes: at most ``most``, and a divisor of all."""
     each = heads // shared
@@ -236,10 +243,10 @@ class ChunkLaunch:
         self.dtype = v.dtype
         self.tokens, self.heads, self.value_width = v.shape
         self.shared, self.width = q.shape[1:]
-        self.tiles = tiles
-        self.few = LINEAR_FEW if self.tiles is LINEAR_TILES else FEW
         self.chunks = -(-self.tokens // chunk)
         self.segments = len(boundaries) - 1
+        few = LINEAR_FEW if tiles is LINEAR_TILES else FEW
+        self.tiles = {**tiles, **few} if self.segments * self.heads < _FEW_WALKS else tiles
         self.sizes: dict[str, Any] = {
             "H": self.heads, "Q": self.shared, "K": self.width, "V": self.value_width, "C": chunk,
             "GAIN": beta is not None, "STATES": initial is not None, "GROUP": self.group,
@@ -257,17 +264,19 @@ class ChunkLaunch:
         make = like.new_zeros if self.sizes["STATES"] else like.new_empty  # then chunks of padding read theirs
         return make(self.chunks, self.heads, self.value_width, self.width)
 
-    def launch(self, kernel: Any, *arguments: Any) -> None:
-        """Start a kernel, over chunks or segments as its name says, with the constants that it takes."""
-        name = kernel.__name__
-        wide = self.dtype == torch.float32
-        few = self.few if self.segments * self.heads < _FEW_WALKS else {}
-        block, warps, stages = few.get(name, self.tiles[name])
-        block = min(block, _HELD // self.width)
-        block = min(max(16, block // (1 + wide)), self.value_width)
+    def grid(self, name: str, block: int) -> tuple[int, int, int]:
+        """The programs of a kernel: over chunks or segments, heads, and parts of the channels of v."""
         first = self.segments if name.startswith("carry") else self.chunks
         second = self.heads // self.group if name == "chunk_backward" else self.heads
-        third = self.value_width // block if name in ("carry", "carry_backward", "output") else 1
+        return first, second, self.value_width // block if name in ("carry", "carry_backward", "output") else 1
+
+    def launch(self, kernel: Any, *arguments: Any) -> None:
+        """Start a kernel with the constants that it takes."""
+        name = kernel.__name__
+        wide = self.dtype == torch.float32
+        block, warps, stages = self.tiles[name]
+        block = min(block, _HELD // self.width)
+        block = min(max(16, block // (1 + wide)), self.value_width)
         known = self.sizes | {"BLOCK_V": block}
         constants = {key: value for key, value in known.items() if key in kernel.arg_names}
-        kernel[first, second, third](*arguments, **constants, num_warps=warps, num_stages=1 if wide else stages)
+        kernel[self.grid(name, block)](*arguments, **constants, num_warps=warps, num_stages=1 if wide else stages)

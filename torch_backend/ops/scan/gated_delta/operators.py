@@ -7,7 +7,6 @@ the states again.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +16,11 @@ from torch_backend.ops.operators import operator
 from torch_backend.ops.scan import chunks
 from torch_backend.ops.scan.chunks import (
     CHUNK,
-    MOST_SHARING,
+    ChunkLaunch,
     ChunkTile,
     differentiable,
     gradient_parts,
-    group_of,
+    gradients_like,
     like,
     summed_parts,
 )
@@ -64,67 +63,44 @@ def _of_inverses(dtype: torch.dtype) -> str | None:
     return "bf16x3" if dtype == torch.bfloat16 and known and not operators.INTERPRETED else None
 
 
-class _Launch:
+class _Row(ChunkLaunch):
     """One call: its sizes, and how each kernel is launched."""
 
     def __init__(self, q: Tensor, v: Tensor, initial: Tensor | None, boundaries: Tensor) -> None:
-        self.dtype = v.dtype
-        self.tokens, self.heads, self.value_width = v.shape
-        self.shared, self.width = q.shape[1:]
-        self.segments = len(boundaries) - 1
         chunk = chunk_length(q, v)
-        self.chunks = -(-self.tokens // chunk)
+        super().__init__(q, v, None, initial, boundaries, TILES, chunk)
         few = chunk == CHUNK or self.segments * self.heads < _FEW_WALKS
         self.tiles = TILES | FEW if few else TILES
-        self.group = group_of(self.heads, self.shared, MOST_SHARING)
         self.groups = self.heads // self.group
         self.parts = -(-self.width // _BLOCK_K)
-        precision = "ieee" if self.dtype == torch.float32 else "tf32x3"
-        self.sizes: dict[str, Any] = {
-            "H": self.heads, "Q": self.shared, "K": self.width, "V": self.value_width, "C": chunk,
-            "STATES": initial is not None, "GROUP": self.group, "BLOCK_K": min(self.width, _BLOCK_K),
-            "PARTS": self.parts, "PRECISION": precision,
-            "INVERSE": _of_inverses(self.dtype) or precision,
-        }  # fmt: skip
+        self.sizes |= {"BLOCK_K": min(self.width, _BLOCK_K), "PARTS": self.parts}
+        self.sizes["INVERSE"] = _of_inverses(self.dtype) or self.sizes["PRECISION"]
 
-    def __call__(self, kernel: Any, *arguments: Any) -> None:
-        name = kernel.__name__
-        block, warps, stages = self.tiles[name]
-        wide = self.dtype == torch.float32
-        block = min(block, _WIDEST * _WIDEST // self.width)
-        block = min(max(16, block // (1 + wide)), self.value_width)
-        grid = (
+    def grid(self, name: str, block: int) -> tuple[int, int, int]:
+        return (
             self.segments if name in _WALKS else self.chunks,
             self.groups if name in _GROUPED else self.heads,
             self.value_width // block if name in (*_WALKS, "output") else self.parts if name in _SPLIT else 1,
         )
-        known = self.sizes | {"BLOCK_V": block}
-        constants = {key: value for key, value in known.items() if key in kernel.arg_names}
-        kernel[grid](*arguments, **constants, num_warps=warps, num_stages=1 if wide else stages)
-
-    def states(self, like: Tensor) -> Tensor:
-        """[chunks, H, V, K], unwritten where no document reaches from one chunk into the next."""
-        make = like.new_zeros if self.sizes["STATES"] else like.new_empty  # then chunks of padding read theirs
-        return make(self.chunks, self.heads, self.value_width, self.width)
 
 
 def _launch_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None,
     boundaries: Tensor, segments: Tensor, scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from torch_backend.ops.scan.gated_delta import kernels
 
-    launch = _Launch(q, v, initial, boundaries)
+    row = _Row(q, v, initial, boundaries)
     out, gates, inverses, new, final = _made(q, v, initial)
     c, strength = gates
-    launch(kernels.prepare, k, v, g, beta, segments, c, strength, inverses, new, launch.tokens)
-    states = launch.states(v)
-    launch(kernels.carry, k, v, c, strength, inverses, boundaries, initial, new, states, final, launch.tokens)
-    launch(kernels.output, q, k, c, segments, new, states, out, scale, launch.tokens)
+    row.launch(kernels.prepare, k, v, g, beta, segments, c, strength, inverses, new, row.tokens)
+    states = row.states(v)
+    row.launch(kernels.carry, k, v, c, strength, inverses, boundaries, initial, new, states, final, row.tokens)
+    row.launch(kernels.output, q, k, c, segments, new, states, out, scale, row.tokens)
     return out, gates, inverses, new, final
 
 
-def _made(q: Tensor, v: Tensor, initial: Tensor | None) -> tuple[Tensor, ...]:
+def _made(q: Tensor, v: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output; c and beta [2, H, T] in float32; T [T, H, C]; N [T, H, V]; the final states. All unwritten."""
     gates = v.new_empty(2, *v.shape[1::-1], dtype=torch.float32)
     inverses = v.new_empty(*v.shape[:2], chunk_length(q, v))
@@ -136,45 +112,38 @@ def _launch_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None,
     boundaries: Tensor, segments: Tensor, gates: Tensor, inverses: Tensor, new: Tensor,
     dout: Tensor, dfinal: Tensor, scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from torch_backend.ops.scan.gated_delta import backward_kernels as backward
     from torch_backend.ops.scan.gated_delta import kernels as forward
 
-    launch = _Launch(q, v, initial, boundaries)
+    row = _Row(q, v, initial, boundaries)
     c, strength = gates
-    states, dstates = launch.states(v), launch.states(v)
+    states, dstates = row.states(v), row.states(v)
     dinitial = like(initial, v)
-    launch(forward.restore, k, c, boundaries, initial, new, states, launch.tokens)
-    dq, dk = (gradient_parts(q, launch.groups) for _ in range(2))
-    dscores, da = (q.new_empty(launch.tokens, launch.groups, inverses.shape[2]) for _ in range(2))
-    dc, dstrength = (c.new_empty(1 + launch.parts, *c.shape) for _ in range(2))
+    row.launch(forward.restore, k, c, boundaries, initial, new, states, row.tokens)
+    dq, dk = (gradient_parts(q, row.groups) for _ in range(2))
+    dscores, da = (q.new_empty(row.tokens, row.groups, inverses.shape[2]) for _ in range(2))
+    dc, dstrength = (c.new_empty(1 + row.parts, *c.shape) for _ in range(2))
     dright, dv, dg, dbeta = torch.empty_like(v), torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
-    launch(backward.scores_backward, q, k, c, inverses, segments, new, dout, dright, dscores, dc, scale, launch.tokens)
-    launch(backward.query_backward, q, k, c, segments, states, dout, dscores, dq, dc, scale, launch.tokens)
-    launch(
+    row.launch(backward.scores_backward, q, k, c, inverses, segments, new, dout, dright, dscores, dc, scale, row.tokens)
+    row.launch(backward.query_backward, q, k, c, segments, states, dout, dscores, dq, dc, scale, row.tokens)
+    row.launch(
         backward.carry_backward, q, k, c, strength, inverses, boundaries, dout, dright, dfinal, dstates, dinitial,
-        scale, launch.tokens,
+        scale, row.tokens,
     )  # fmt: skip
-    launch(backward.solve_backward, k, v, c, strength, segments, new, dright, da, dv, dc, dstrength, launch.tokens)
-    launch(
+    row.launch(backward.solve_backward, k, v, c, strength, segments, new, dright, da, dv, dc, dstrength, row.tokens)
+    row.launch(
         backward.key_backward, q, k, c, strength, segments, new, states, dstates, dright, dscores, da,
-        dk, dc, dstrength, launch.tokens,
+        dk, dc, dstrength, row.tokens,
     )  # fmt: skip
-    launch(backward.gates_backward, segments, dc, dstrength, dg, dbeta, launch.tokens)
+    row.launch(backward.gates_backward, segments, dc, dstrength, dg, dbeta, row.tokens)
     return summed_parts(dq, q), summed_parts(dk, q), dv, dg, dbeta, dinitial
 
 
-_forward = operator(
-    "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial, Tensor boundaries, "
-    "Tensor segments, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _launch_forward,
-    lambda q, k, v, g, beta, initial, *_: _made(q, v, initial),
-)
+_forward = operator("gated_delta_rule", _launch_forward, lambda q, k, v, g, beta, initial, *_: _made(q, v, initial))
 _backward = operator(
-    "gated_delta_rule_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial, "
-    "Tensor boundaries, Tensor segments, Tensor gates, Tensor inverses, Tensor new, Tensor dout, Tensor dfinal, "
-    "float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "gated_delta_rule_backward",
     _launch_backward,
-    lambda q, k, v, g, beta, initial, *_: tuple(like(x, v) for x in (q, k, v, g, beta, initial)),
+    gradients_like,
 )
 delta_scan = differentiable(_forward, _backward)

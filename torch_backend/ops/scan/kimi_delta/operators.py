@@ -19,6 +19,7 @@ from torch_backend.ops.scan.chunks import (
     KIMI_TILES,
     ChunkLaunch,
     differentiable,
+    gradients_like,
     like,
     scan,
     scan_with_states,
@@ -91,7 +92,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: Pac
 def _launch_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None,
     boundaries: Tensor, segments: Tensor, scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from torch_backend.ops.scan.kimi_delta import kernels
 
     row = ChunkLaunch(q, v, beta, initial, boundaries, KIMI_TILES, CHUNK)
@@ -111,7 +112,7 @@ def _launch_forward(
     return out, inverses, scores, final
 
 
-def _made(v: Tensor, initial: Tensor | None) -> tuple[Tensor, ...]:
+def _made(v: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output, T and B [T, H, C], the final states. All unwritten."""
     inverses, scores = (v.new_empty(*v.shape[:2], CHUNK) for _ in range(2))
     return torch.empty_like(v), inverses, scores, like(initial, v)
@@ -127,7 +128,7 @@ def _launch_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None,
     boundaries: Tensor, segments: Tensor, inverses: Tensor, scores: Tensor,
     dout: Tensor, dfinal: Tensor, scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from torch_backend.ops.scan.kimi_delta import backward_kernels as backward
     from torch_backend.ops.scan.kimi_delta import kernels as forward
 
@@ -152,17 +153,10 @@ def _launch_backward(
     return dq, dk, dv, dg, dbeta, dinitial
 
 
-_forward = operator(
-    "kimi_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial, Tensor boundaries, "
-    "Tensor segments, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
-    _launch_forward,
-    lambda q, k, v, g, beta, initial, *_: _made(v, initial),
-)
+_forward = operator("kimi_delta_rule", _launch_forward, lambda q, k, v, g, beta, initial, *_: _made(v, initial))
 _backward = operator(
-    "kimi_delta_rule_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial, "
-    "Tensor boundaries, Tensor segments, Tensor inverses, Tensor scores, Tensor dout, "
-    "Tensor dfinal, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "kimi_delta_rule_backward",
     _launch_backward,
-    lambda q, k, v, g, beta, initial, *_: tuple(like(x, v) for x in (q, k, v, g, beta, initial)),
+    gradients_like,
 )
 _scan = differentiable(_forward, _backward)

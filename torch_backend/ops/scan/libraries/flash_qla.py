@@ -84,7 +84,7 @@ def _launch_forward(
 def _launch_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, boundaries: Tensor, starts: Tensor, listed: Tensor,
     sums: Tensor, inverses: Tensor, dout: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from flash_qla import chunk_gated_delta_rule_bwd
 
     _list_chunks(boundaries, starts, listed)
@@ -112,15 +112,12 @@ def _takes_lists() -> bool:
 
 
 _forward = operator(
-    "flash_qla_gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor boundaries, Tensor starts, "
-    "Tensor listed) -> (Tensor, Tensor, Tensor)",
+    "flash_qla_gated_delta_rule",
     _launch_forward,
     lambda q, k, v, g, *_: (torch.empty_like(v), torch.empty_like(g), k.new_empty(*v.shape[:2], CHUNK)),
 )
 _backward = operator(
-    "flash_qla_gated_delta_rule_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor boundaries, "
-    "Tensor starts, Tensor listed, Tensor sums, Tensor inverses, Tensor dout) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "flash_qla_gated_delta_rule_backward",
     _launch_backward,
     lambda q, k, v, g, beta, *_: tuple(torch.empty_like(x) for x in (q, k, v, g, beta)),
 )

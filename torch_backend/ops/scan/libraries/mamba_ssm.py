@@ -61,7 +61,7 @@ def _launch_forward(
 def _launch_backward(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, segments: Tensor,
     out: Tensor, dout: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from mamba_ssm.ops.triton.ssd_combined import _mamba_chunk_scan_combined_bwd
 
     rows = dout[None], x[None], dt[None], A, B[None], C[None], out[None]
@@ -70,14 +70,9 @@ def _launch_backward(
     return dx[0].to(x.dtype), ddt[0].to(dt.dtype), dA.to(A.dtype), dB[0].to(B.dtype), dC[0].to(C.dtype), dD
 
 
-_forward = operator(
-    "mamba_ssm_ssd(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor segments) -> Tensor",
-    _launch_forward,
-    lambda x, *_: torch.empty_like(x),
-)
+_forward = operator("mamba_ssm_ssd", _launch_forward, lambda x, *_: torch.empty_like(x))
 _backward = operator(
-    "mamba_ssm_ssd_backward(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor segments, Tensor out, "
-    "Tensor dout) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "mamba_ssm_ssd_backward",
     _launch_backward,
     lambda x, dt, A, B, C, D, *_: (
         *(torch.empty_like(y) for y in (x, dt, A, B, C)),

@@ -20,6 +20,7 @@ from torch_backend.ops.scan.chunks import (
     chunk_length,
     differentiable,
     gradient_parts,
+    gradients_like,
     like,
     summed_parts,
 )
@@ -143,16 +144,13 @@ def _launch_backward(
 
 
 forward = operator(
-    "linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, Tensor boundaries, "
-    "Tensor segments, float scale) -> (Tensor, Tensor, Tensor)",
+    "linear_attention",
     _launch_forward,
     lambda q, k, v, g, beta, initial, *_: (torch.empty_like(v), _gates(v, beta), like(initial, v)),
 )
 backward = operator(
-    "linear_attention_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, "
-    "Tensor boundaries, Tensor segments, Tensor gates, Tensor dout, Tensor dfinal, float scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "linear_attention_backward",
     _launch_backward,
-    lambda q, k, v, g, beta, initial, *_: tuple(like(x, v) for x in (q, k, v, g, beta, initial)),
+    gradients_like,
 )
 decayed_scan = differentiable(forward, backward)

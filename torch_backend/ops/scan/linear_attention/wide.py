@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_backend.ops.operators import operator
-from torch_backend.ops.scan.chunks import differentiable, gradient_parts, group_of, like, summed_parts
+from torch_backend.ops.scan.chunks import differentiable, gradient_parts, gradients_like, group_of, like, summed_parts
 from torch_backend.segments import PackedMetadata
 
 _WIDTHS = (64, 128)  # of heads of k
@@ -176,17 +176,10 @@ def _launch_backward(
     return summed_parts(dq, q), summed_parts(dk, q), dv, dg, dbeta, dskip.to(dv.dtype if skip is None else skip.dtype)
 
 
-forward = operator(
-    "linear_attention_scan(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? skip, Tensor boundaries, "
-    "Tensor segments, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
-    _launch_forward,
-    _made,
-)
+forward = operator("linear_attention_scan", _launch_forward, _made)
 backward = operator(
-    "linear_attention_scan_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, "
-    "Tensor boundaries, Tensor segments, Tensor gates, Tensor entering, Tensor dout, Tensor dfinal, float scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "linear_attention_scan_backward",
     _launch_backward,
-    lambda q, k, v, g, beta, skip, *_: tuple(like(x, v) for x in (q, k, v, g, beta, skip)),
+    gradients_like,
 )
 _scan = differentiable(forward, backward)

@@ -251,7 +251,7 @@ class _Launch:
     def chunk_backward(
         self, u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, dy: Tensor, segments: Tensor, entering: Tensor,
         leaving: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """The gradients of u, g, A, B and C."""
         from torch_backend.ops.scan.selective import kernels
 
@@ -291,7 +291,7 @@ def _made(u: Tensor, A: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor,
 def _launch_backward(
     u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, initial: Tensor | None, boundaries: Tensor, segments: Tensor,
     entering: Tensor, fading: Tensor, dy: Tensor, dfinal: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     launch = _Launch(u, A, boundaries, states=initial is not None)
     local = launch.ends_backward(g, C, dy, segments)
     leaving, dinitial = launch.carry_backward(local, fading, dfinal)
@@ -299,16 +299,9 @@ def _launch_backward(
     return *launch.chunk_backward(u, g, A, B, C, dy, segments, entering, leaving), dinitial
 
 
-_forward = operator(
-    "diagonal_scan(Tensor u, Tensor g, Tensor A, Tensor B, Tensor C, Tensor? initial, Tensor boundaries, "
-    "Tensor segments) -> (Tensor, Tensor, Tensor, Tensor)",
-    _launch_forward,
-    lambda u, g, A, B, C, initial, *_: _made(u, A, initial),
-)
+_forward = operator("diagonal_scan", _launch_forward, lambda u, g, A, B, C, initial, *_: _made(u, A, initial))
 _backward = operator(
-    "diagonal_scan_backward(Tensor u, Tensor g, Tensor A, Tensor B, Tensor C, Tensor? initial, Tensor boundaries, "
-    "Tensor segments, Tensor entering, Tensor fading, Tensor dy, Tensor dfinal) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "diagonal_scan_backward",
     _launch_backward,
     lambda u, g, A, B, C, *others: tuple(torch.empty_like(x) for x in (u, g, A, B, C, others[-1])),
 )
