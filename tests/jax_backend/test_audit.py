@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import AbstractDevice, AbstractMesh
 
-import jax_backend
 from jax_backend import audit, explain, segment_attention
 from jax_backend.losses import output_layer
 from jax_backend.model.decoder import Decoder, DecoderConfig
@@ -166,10 +164,3 @@ def test_explain_of_a_call_asks_the_call_s_own_options() -> None:
         explain(q, q, q, platform="abacus")
     with pytest.raises(PackingError, match="explain takes a Decoder, or the q, k and v of a call"):
         explain(q)
-
-
-def test_no_module_has_the_name_of_a_public_function() -> None:
-    """Importing such a module would put it in the function's place."""
-    folder = Path(jax_backend.__file__).parent
-    modules = {path.stem for path in folder.iterdir()}
-    assert modules & set(jax_backend.__all__) == set()

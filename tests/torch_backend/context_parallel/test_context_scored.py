@@ -173,7 +173,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     f"{CUT}GRPOTrainer generates them, so the ranks of a group would have different ones: leave cp_size out": partial(
         packed, partial(policy, "GRPO"), prepared=with_ranks
     ),
-    f"{CUT}RLOOTrainer generates them": partial(packed, partial(policy, "RLOO"), prepared=with_ranks),
     f"{CUT}TRL computed the reference's log-probabilities when the trainer was built": partial(
         packed, over, prepared=lambda trainer: setattr(trainer, "precompute_ref_logps", True)
     ),
@@ -182,9 +181,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     "UnsupportedError: documents that are cut over ranks share no prefixes: pack without shared prefixes": partial(
         packed, over, share_prefix=True
-    ),
-    f"{CUT}no rank has the logits of whole ones: leave compute_metrics": partial(
-        packed, over, prepared=lambda trainer: setattr(trainer, "compute_metrics", max)
     ),
     "UnsupportedError: documents are cut over 2 ranks, and no rank has the logits of whole ones": partial(
         packed, over, lambda trainer: (trainer.train(), trainer.predict(trainer.eval_dataset))

@@ -205,52 +205,32 @@ def test_an_audit_of_a_trainer_tells_what_is_exact(kind: str, broken: bool) -> N
     assert "rows cut over 2 ranks" in words
 
 
-def pack(
-    kind: str = "Trainer",
-    fast: bool = True,
-    replaced: Any = None,
-    memory: Any = None,
-    predicts: bool = False,
-    **changes: Any,
-) -> None:
+def pack(kind: str = "Trainer", replaced: Any = None, predicts: bool = False, **changes: Any) -> None:
     """Packs a trainer that has other arguments, or another attribute, or asks for the logits of cut documents."""
     with TemporaryDirectory() as folder:
         trainer = trainer_of(Case(kind=kind), folder, **changes)
         for name, value in (replaced or {}).items():
             setattr(trainer, name, value)
-        enable_packing(trainer, capacity=CAPACITY, verify=False, fast=fast, memory=memory)
+        enable_packing(trainer, capacity=CAPACITY, verify=False)
         if predicts:
             trainer.train()
             trainer.predict(documents(8))
 
 
+# One of each place that refuses; ``test_over_ranks`` has the other reasons, without processes.
 WITHOUT_LOGITS = "every rank computes its part of the loss without the logits of others"
 CUT = "context parallelism (cp_size=2) cuts documents over ranks, and "
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"replaced": {"compute_loss_func": max}}, f"{CUT}{WITHOUT_LOGITS}: compute_loss_func reads them"),
     (
-        {"replaced": {"compute_metrics": max}},
-        f"{CUT}no rank has the logits of whole ones: leave compute_metrics",
-    ),
-    (
         {"kind": "SFTTrainer", "loss_type": "dft"},
         f"{CUT}{WITHOUT_LOGITS}: loss_type='dft' is a loss of TRL's own",
     ),
-    (
-        {"neftune_noise_alpha": 5.0},
-        f"{CUT}NEFTune's noise depends on their lengths: leave neftune_noise_alpha out",
-    ),
-    (
-        {"average_tokens_across_devices": False},
-        f"{CUT}their targets are counted on all ranks: leave average_tokens_across_devices=False out",
-    ),
     ({"torch_compile": True}, f"{CUT}their pieces differ in every batch: leave torch_compile out"),
-    ({"fast": False}, f"{CUT}the trainer's own step runs whole ones: leave fast=False out"),
     (
         {"predicts": True, "max_steps": 1},
         "documents are cut over 2 ranks, and no rank has the logits",
     ),
-    ({"memory": "auto"}, 'memory="auto" chooses by the tokens that a rank holds'),
 ]
 
 

@@ -57,16 +57,16 @@ def mixing(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return with_earlier(output)
 
 
+def mixing_inputs(module: nn.Module, args: Any) -> Any:
+    return with_earlier(args[0]), *args[1:]
+
+
 def hook_on_mlp(model: Any) -> None:
     model.model.layers[0].mlp.register_forward_hook(mixing)
 
 
-def hook_on_embedding(model: Any) -> None:
-    model.model.embed_tokens.register_forward_hook(mixing)
-
-
 def hook_before_layer(model: Any) -> None:
-    model.model.layers[1].register_forward_pre_hook(lambda _, args: (with_earlier(args[0]), *args[1:]))
+    model.model.layers[1].register_forward_pre_hook(mixing_inputs)
 
 
 def hook_on_decoder(model: Any) -> None:
@@ -74,13 +74,7 @@ def hook_on_decoder(model: Any) -> None:
 
 
 def hook_before_head(model: Any) -> None:
-    model.lm_head.register_forward_pre_hook(lambda _, args: (with_earlier(args[0]),))
-
-
-def forward_of_mlp(model: Any) -> None:
-    mlp = model.model.layers[0].mlp
-    own = mlp.forward
-    mlp.forward = lambda x: with_earlier(own(x))
+    model.lm_head.register_forward_pre_hook(mixing_inputs)
 
 
 def forward_of_attention(model: Any) -> None:
@@ -116,10 +110,6 @@ def mlp(model: Any) -> None:
     model.model.layers[0].mlp = Mixing(model.model.layers[0].mlp)
 
 
-def embedding(model: Any) -> None:
-    model.model.embed_tokens = Mixing(model.model.embed_tokens)
-
-
 def class_of_mlp(model: Any) -> None:
     mlp = model.model.layers[0].mlp
     forward = {"forward": lambda self, x: with_earlier(super(type(self), self).forward(x)), "__module__": __name__}
@@ -128,17 +118,14 @@ def class_of_mlp(model: Any) -> None:
 
 ADDITIONS: list[tuple[Callable[[Any], None], str]] = [
     (hook_on_mlp, HOOK.format("LlamaMLP")),
-    (hook_on_embedding, HOOK.format("Embedding")),
     (hook_before_layer, HOOK.format("LlamaDecoderLayer")),
     (hook_on_decoder, HOOK.format("LlamaModel")),
     (hook_before_head, HOOK.format("Linear")),
-    (forward_of_mlp, FORWARD.format("LlamaMLP")),
     (forward_of_attention, FORWARD.format("LlamaAttention")),
     (forward_of_decoder, FORWARD.format("LlamaModel")),
     (head, MODULE.format(r"Mixing")),
     (head_of_torch, MODULE.format(r"First, torch\.nn\.modules\.rnn\.GRU")),
     (mlp, MODULE.format("Mixing")),
-    (embedding, MODULE.format("Mixing")),
     (class_of_mlp, MODULE.format("MixingMLP")),
 ]
 
@@ -161,7 +148,7 @@ def test_what_lets_documents_see_each_other_is_refused(add: Callable[[Any], None
     assert not any(isinstance(hook, WatchedHook) for m in model.modules() for hook in m._forward_hooks.values())
 
 
-@pytest.mark.parametrize(("add", "ran"), [(hook_on_mlp, True), (forward_of_mlp, False), (head, True)])
+@pytest.mark.parametrize(("add", "ran"), [(hook_on_mlp, True), (forward_of_attention, False), (head, True)])
 def test_an_audit_sees_it_and_accepts_nothing(add: Callable[[Any], None], ran: bool) -> None:
     model, batch = patched(), collate(documents())
     if ran:

@@ -100,18 +100,6 @@ def test_a_wrapper_may_call_forward_of_an_encoder(family: str) -> None:
     assert error(found.pooler_output, torch.cat([x.pooler_output for x in truth])) < 2e-5
 
 
-def test_padded_calls_of_forward_run_packed() -> None:
-    docs = documents((5, 19, 7))
-    ids, mask = torch.zeros(3, 19, dtype=torch.long), torch.zeros(3, 19, dtype=torch.long)
-    for row, document in enumerate(docs):
-        ids[row, : len(document)], mask[row, : len(document)] = document, 1
-    model = torch_backend.unpad(tiny("llama").eval(), verify=False)
-    logits = CallsForward(model)(input_ids=ids, attention_mask=mask).logits
-    assert state_of(model).choices  # it did run packed
-    for row, want in enumerate(alone(tiny("llama").eval(), docs).logits):
-        assert error(logits[row, : len(want)], want) < 2e-5
-
-
 def replaced(model: Any) -> Any:
     """As libraries replace the forward of an instance: by a function that never calls the one before."""
     stock = original_class(model).forward
@@ -151,13 +139,6 @@ def marked(docs: list[Tensor]) -> dict[str, Any]:
 def test_a_model_that_is_not_patched_cannot_run_a_packed_batch(family: str, make: Callable[..., Any]) -> None:
     with pytest.raises(PackingError, match=NOT_PATCHED):
         tiny(family)(**make(documents()))
-
-
-@pytest.mark.parametrize("auto", [transformers.AutoModel, transformers.AutoModelForTokenClassification])
-def test_an_encoder_that_is_not_patched_cannot_run_a_packed_batch(auto: Any) -> None:
-    batch = {name: x for name, x in collate(documents(), capacity=None).items() if name != "labels"}
-    with pytest.raises(PackingError, match=NOT_PATCHED):
-        encoder("bert", auto)(**batch)
 
 
 def test_a_patched_model_that_was_unpatched_refuses_the_batch_again() -> None:

@@ -11,7 +11,6 @@ import pytest
 from torch import nn
 
 from tests.torch_backend.models import alone, assert_same, documents, packed, patched
-from torch_backend.hf.edits.rebinding import called
 
 
 def kernelizable(function: Callable[..., Any]) -> nn.Module:
@@ -42,13 +41,3 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 def test_hybrids_are_exact(family: str) -> None:
     model, docs = patched(family), documents((5, 1, 14))
     assert_same(packed(model, docs), alone(model, docs))
-
-
-def test_the_function_is_found_in_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama import modeling_llama
-
-    original = modeling_llama.apply_rotary_pos_emb
-    if inspect.isfunction(original):
-        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", kernelizable(original))
-    found = called(modeling_llama.LlamaAttention.forward)["apply_rotary_pos_emb"]
-    assert inspect.isfunction(found) and found.__name__ == "apply_rotary_pos_emb"

@@ -29,9 +29,10 @@ def patched(family: str, **changes: Any) -> Any:
     return torch_backend.patch(tiny(family, **changes), verify=False)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "reference"])
-def test_packed_equals_each_document_alone(implementation: str) -> None:
+@pytest.mark.parametrize(("implementation", "stock"), [("sdpa", "eager"), ("reference", "sdpa")])
+def test_packed_equals_each_document_alone(implementation: str, stock: str) -> None:
     model, docs = tiny("llama"), documents()
+    model.set_attn_implementation(stock)
     truth = alone(model, docs)
     torch_backend.patch(model, implementation=implementation, verify=False)
     assert_same(packed(model, docs), truth)
@@ -148,6 +149,16 @@ def test_metadata_of_another_collator_is_enough() -> None:
     for key in ("packed_lengths", "seq_idx", "position_ids"):
         del batch[key]
     assert torch.equal(model(**batch).logits, want)
+
+
+def test_positions_that_trl_pads_to_a_multiple_are_exact() -> None:
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    model, docs = patched("gemma3_text"), documents((5, 1, 14))
+    stock = DataCollatorForLanguageModeling(0, padding_free=True, pad_to_multiple_of=16)
+    batch = torch_backend.with_boundaries(stock, model)([{"input_ids": document.tolist()} for document in docs])
+    assert batch["input_ids"].shape == (1, 32)
+    assert_same(packed(model, docs, batch), alone(model, docs))
 
 
 def test_explain_names_what_serves_each_layer_and_why_not_another() -> None:

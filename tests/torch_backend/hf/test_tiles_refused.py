@@ -89,6 +89,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "a hook that scales queries": ("self_attn.q_proj", lambda m: m.register_forward_hook(scales)),
     "a hook that watches a norm": ("input_layernorm", lambda m: m.register_forward_hook(watches)),
     "a hook on the way back": ("mlp.gate_proj", on_the_way_back),
+    "a hook before the way back": ("mlp.up_proj", lambda m: m.register_full_backward_pre_hook(lambda _, dy: dy)),
     "a hook on the way back of keys": ("self_attn.k_proj", on_the_way_back),
     "a norm's hook on the way back": ("post_attention_layernorm", on_the_way_back),
     "weight_norm": ("mlp.up_proj", weight_norm),

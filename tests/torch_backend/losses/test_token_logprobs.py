@@ -153,17 +153,6 @@ def test_many_chunks_are_one(batch: dict[str, Any], monkeypatch: pytest.MonkeyPa
     assert_logprobs_of_logits(model, batch)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
-    hidden, weight = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (6, 9))
-    bias = torch.randn(9, dtype=torch.float64, requires_grad=True)
-    ids = torch.tensor([[1, 1, 2], [0, 3, 8], [-100, 0, 0], [4, 4, 4], [5, 0, 1], [8, 7, 6]])
-
-    def run(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return op.linear_logprobs(hidden, weight, ids, bias=bias, scale=1.3, softcap=2.0, entropy=True, chunk_bytes=1)
-
-    assert torch.autograd.gradcheck(run, (hidden, weight, bias))
-
-
 def test_no_tensor_has_the_size_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch_backend.patch(tiny("qwen2"), verify=False)
     batch = collate(documents((5, 9, 30) * 5), capacity=None)

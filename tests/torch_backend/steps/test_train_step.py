@@ -43,13 +43,6 @@ def test_a_step_is_the_step_of_its_documents_however_they_are_cut(family: str) -
     assert distance(found["whole"], found["skewed"]) < 1e-6
 
 
-def test_the_mean_of_means_would_differ() -> None:
-    """Otherwise the test above could not fail."""
-    model, cut = patched(), batches(SKEWED)
-    means = torch.stack([model(**batch).loss for batch in cut]).mean()
-    assert abs(float(means.detach() - make_train_step(model, torch.optim.SGD(model.parameters()))(cut)["loss"])) > 1e-2
-
-
 def test_weights_whose_sum_is_below_zero_divide_a_step_too() -> None:
     model, (batch,) = patched(), batches(WHOLE)
     weights = torch.where(batch["labels"] % 3 == 0, 0.5, -1.0)
@@ -211,13 +204,6 @@ def test_an_engine_of_deepspeed_is_refused_by_name() -> None:
     engine = type("DeepSpeedEngine", (torch.nn.Module,), {})
     with pytest.raises(UnsupportedError, match="cannot train a DeepSpeedEngine, .* itself: use a Trainer with"):
         make_train_step(type("Engine", (engine,), {})(), torch.optim.SGD([torch.zeros(1)]))
-
-
-def test_explain_says_what_it_takes() -> None:
-    with pytest.raises(
-        UnsupportedError, match="a trainer after enable_packing or a step of make_train_step, got a int"
-    ):
-        explain(3)
 
 
 def test_the_guides_step_trains(graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

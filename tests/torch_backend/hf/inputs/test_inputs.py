@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import torch_backend
-from packing_core.batches.keys import BatchKey
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import (
@@ -290,14 +289,6 @@ def test_lengths_on_the_host_decide_where_boundaries_on_a_device_contradict_them
     assert packed.cu_seqlens.tolist() == [0, 64, 128, 128]  # as many entries as the batch has
     with pytest.raises(LayoutError, match="earlier batch: packed_lengths and cu_seq_lens_q disagree at boundary 1"):
         guard.poll(wait=True)
-
-
-def test_lengths_and_boundaries_on_a_device_that_agree_pass() -> None:
-    guard, batch = DeviceGuard(), collate(documents(), max_seqlen=64, bucket=16)
-    for _ in range(3):
-        packed = taken(guard, **{key: batch[key] for key in BatchKey.ALL if key in batch})
-        guard.poll(wait=True)
-    assert torch.equal(packed.cu_seqlens, batch["cu_seq_lens_q"]) and packed.max_seqlen == 64
 
 
 @pytest.mark.parametrize(

@@ -237,11 +237,6 @@ def test_a_mask_that_cannot_be_checked_against_the_boundaries_is_refused(mask: A
         collate(cu_seq_lens_q=torch.tensor([0, 3, 6]), attention_mask=mask)
 
 
-def test_restarting_positions_are_read_below_a_mask_of_ones() -> None:
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    assert collate(position_ids=positions, attention_mask=ones())["packed_lengths"] == (3, 3)
-
-
 def test_long_padding_is_cut_so_that_it_is_no_longer_than_the_documents() -> None:
     ids = torch.tensor([[1, 2, 3, 4, 5, *[0] * 7]])
     batch = collate(input_ids=ids, seq_lengths=[[3, 2]])
