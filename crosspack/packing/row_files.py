@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError
-from packing_core.storage.segment_indexing import ranges
+from packing_core.storage.segment_indexing import offsets_of, ranges
 
 Array = NDArray[Any]
 
@@ -44,13 +44,13 @@ class Rows:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """int64 [R]: tokens of each row."""
-        return np.diff(_ends(self.segments)[_ends(self.counts)])
+        return np.diff(offsets_of(self.segments)[offsets_of(self.counts)])
 
     @property
     def targets(self) -> NDArray[np.bool_]:
         """bool [T]: trained tokens that are not the first of their segment."""
         targets = self.trained.copy()
-        targets[_ends(self.segments)[:-1]] = False
+        targets[offsets_of(self.segments)[:-1]] = False
         return targets
 
     @property
@@ -60,8 +60,8 @@ class Rows:
 
     def __getitem__(self, part: slice) -> Rows:
         begin, end, _ = part.indices(len(self))
-        first, last = _ends(self.counts)[[begin, end]]
-        start, stop = _ends(self.segments)[[first, last]]
+        first, last = offsets_of(self.counts)[[begin, end]]
+        start, stop = offsets_of(self.segments)[[first, last]]
         return Rows(
             self.ids[start:stop],
             self.trained[start:stop],
@@ -74,7 +74,7 @@ class Rows:
     def take(self, segments: NDArray[np.int64], counts: NDArray[np.int64]) -> Rows:
         """Rows of other segments: numbers of segments of these rows, and how many make each new row."""
         lengths = self.segments[segments]
-        at = np.repeat(_ends(self.segments)[segments], lengths) + ranges(lengths)
+        at = np.repeat(offsets_of(self.segments)[segments], lengths) + ranges(lengths)
         return Rows(
             self.ids[at],
             self.trained[at],
@@ -166,7 +166,3 @@ class Gathered:
             self.values,
             {name: np.concatenate(columns) for name, columns in self.tokens.items()},
         )
-
-
-def _ends(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

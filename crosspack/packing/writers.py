@@ -16,6 +16,7 @@ import numpy as np
 from crosspack.packing.row_files import Rows, joined
 from packing_core.errors import PackingError
 from packing_core.extras import require
+from packing_core.storage.segment_indexing import offsets_of
 from packing_core.training.files import sha256
 
 Format = Literal["parquet", "arrow"]
@@ -139,5 +140,4 @@ def _array(values: Any, pyarrow: Any) -> Any:
 
 
 def _offsets(counts: Any) -> Any:
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    return ends.astype(np.int32)
+    return offsets_of(counts).astype(np.int32)

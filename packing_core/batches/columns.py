@@ -27,7 +27,7 @@ from packing_core.batches.marks import (
 from packing_core.errors import LayoutError
 from packing_core.storage.digests import digest, sampled
 from packing_core.storage.ragged import Ragged
-from packing_core.storage.segment_indexing import Int64, ranges
+from packing_core.storage.segment_indexing import Int64, offsets_of, ranges
 
 # Masks, 0 where a token is not trained, under the names that TRL and this project give them. All of them must agree.
 TRAINED = ("loss_mask", "completion_mask", "assistant_masks")
@@ -92,12 +92,12 @@ def read_columns(columns: Mapping[str, Any]) -> Documents:
     if "attention_mask" in marks and np.all(marks["attention_mask"] == 1):  # as most tokenisers give it: no padding
         del marks["attention_mask"]
     loss_mask = trained_tokens({name: ragged.pop(name).flat().values for name in TRAINED if name in ragged})
-    offsets = _offsets(ragged["input_ids"].lengths)
+    offsets = offsets_of(ragged["input_ids"].lengths)
     if (mask := marks.get("attention_mask")) is not None:
         _refuse_trained_padding(ragged, loss_mask, np.asarray(mask == 0), offsets)
     if marks:
         segments = _segments(marks, offsets, ragged["input_ids"].flat().values)
-        real, offsets = ~segments.padding, _offsets(segments.documents)
+        real, offsets = ~segments.padding, offsets_of(segments.documents)
         ragged = {name: Ragged(x.flat().values[real], offsets, name=name) for name, x in ragged.items()}
         loss_mask = None if loss_mask is None else loss_mask[real]
     return Documents(
@@ -127,11 +127,14 @@ def read_examples(examples: Sequence[Mapping[str, Any]]) -> Documents:
 def documents_in(given: Any) -> Documents | None:
     """The documents of a ``datasets.Dataset`` or a list of mappings, by the columns of :func:`read_columns`.
 
-    Tokens of a dataset stay in its Arrow buffers. Returns None for anything else, such as sequences of tokens.
+    Tokens of a dataset stay in its Arrow buffers, and :class:`Documents` are themselves. Returns None for anything
+    else, such as sequences of tokens.
 
     Raises:
         LayoutError: as :func:`read_examples`.
     """
+    if isinstance(given, Documents):
+        return given
     known, names = ("input_ids", "labels", *READ), getattr(given, "column_names", None)
     if isinstance(names, list) and hasattr(given, "with_format") and hasattr(given, "__len__"):
         if "input_ids" not in names:
@@ -233,7 +236,7 @@ def _segments(marks: Mapping[str, Any], offsets: Int64, tokens: Any) -> FlatSegm
     every_token = np.ones(offsets[-1], np.bool_)
     all_marks = {**marks, **one_each}
     segments = read_segments(all_marks, offsets, tokens=tokens, needed=every_token, row_name="example")
-    real = np.diff(np.append(0, np.cumsum(~segments.padding))[offsets])
+    real = np.diff(offsets_of(~segments.padding)[offsets])
     if (example := first_true(real == 0)) is not None:
         raise LayoutError(f"example {example} has no tokens but padding: drop it")
     if "position_ids" in marks:
@@ -246,10 +249,6 @@ def _segments(marks: Mapping[str, Any], offsets: Int64, tokens: Any) -> FlatSegm
                 "that hands them through, with_boundaries(collator)"
             )
     return segments
-
-
-def _offsets(lengths: Int64) -> Int64:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
 
 def _prompts(given: Any, documents: int) -> Int64:

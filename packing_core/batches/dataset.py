@@ -23,7 +23,7 @@ from packing_core.planning.pieces import check_pad_id, choice
 from packing_core.planning.plan import PackPlan, plan
 from packing_core.storage.arrays import as_array, check_names
 from packing_core.storage.ragged import Ragged
-from packing_core.storage.segment_indexing import Array, Int64, chosen, gaps, indexes, spread
+from packing_core.storage.segment_indexing import Array, Int64, chosen, gaps, indexes, offsets_of, spread
 
 
 @hinted(plan)
@@ -118,6 +118,7 @@ class PackedDataset:
             labels = _once("labels", documents.labels, labels)
             loss_mask = _once("loss_mask", documents.loss_mask, loss_mask)
             prompt_lengths = _once("prompt_lengths", documents.prompt_lengths, prompt_lengths)
+            columns = documents.columns if columns is None else columns
         self.sequences = _of_kind(Ragged.of(sequences), "sequences", "iu", "integer token ids")
         lengths = self.sequences.lengths
         if isinstance(capacity_or_plan, PackPlan):
@@ -219,7 +220,7 @@ class PackedDataset:
             labels = filled(self.labels, IGNORE_INDEX, "labels", _no_label, "labels are token ids, and -100 for none")
         return PackedBatch(
             input_ids=filled(self.sequences, self.pad_id, "sequences", _no_id, "token ids run from 0 to 2**63 - 1"),
-            cu_seqlens=np.concatenate([np.zeros(1, np.int64), np.cumsum(length)]),
+            cu_seqlens=offsets_of(length),
             rows=row,
             sources=source,
             starts=start,

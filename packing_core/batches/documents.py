@@ -17,7 +17,7 @@ from packing_core.errors import LayoutError
 from packing_core.planning.pieces import choice
 from packing_core.storage.arrays import NUMBERS, as_array
 from packing_core.storage.forest import leaves, lineage
-from packing_core.storage.segment_indexing import Array, Int64, copy_runs, indexes
+from packing_core.storage.segment_indexing import Array, Int64, copy_runs, indexes, offsets_of
 
 Reduction = Literal["sum", "mean", "last", "first"]
 REDUCTIONS = get_args(Reduction)
@@ -67,7 +67,7 @@ def reduce(batch: DerivedBatch, values: Any, how: Reduction, where: Any) -> Arra
     counted = np.ones(len(tokens), np.bool_) if where is None else _per_token(batch, "where", where, "b")[tokens]
     if counted.ndim != 1:
         raise LayoutError(f"where must be [R, capacity] or [T], one bool per token, got {list(np.shape(where))}")
-    before = np.append(0, np.cumsum(counted))[np.append(0, np.cumsum(lengths))]
+    before = offsets_of(counted)[offsets_of(lengths)]
     counts = np.diff(before)
     per_document = (slice(None), *[None] * (taken.ndim - 1))
     if how in ("sum", "mean"):

@@ -19,7 +19,7 @@ from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError
 from packing_core.storage.ragged import Ragged
-from packing_core.storage.segment_indexing import Int64, indexes, ranges
+from packing_core.storage.segment_indexing import Int64, indexes, offsets_of, ranges
 
 Array = NDArray[Any]
 Bool = NDArray[np.bool_]
@@ -197,7 +197,7 @@ class _Rows:
         Raises:
             LayoutError: it does.
         """
-        real = np.append(0, np.cumsum(ids != 0))
+        real = offsets_of(ids != 0)
         before = np.repeat(real[self.offsets[:-1]], self.sizes)
         leading = (real[1:] == before) & np.repeat(real[self.offsets[1:]] > real[self.offsets[:-1]], self.sizes)
         first = np.repeat(tokens[np.minimum(self.offsets[:-1], self.tokens - 1)], self.sizes)
@@ -231,7 +231,7 @@ class _Rows:
             LayoutError: the lengths do not fit the rows, or leave out tokens that are needed.
         """
         lengths, pieces = self._lengths_of_rows(name, given)
-        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        ends = offsets_of(lengths)
         held = ends[pieces[1:]] - ends[pieces[:-1]]
         if (row := first_true(held > self.sizes)) is not None:
             raise self._misfit(name, held[row], row, "no segment may cross from one row into the next")
@@ -275,7 +275,7 @@ class _Rows:
                 f"{name} has lengths of {len(listed)} rows and input_ids has {len(self.sizes)}: give each row a list"
             )
         lengths = listed.values.astype(np.int64)
-        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        ends = offsets_of(lengths)
         if len(lengths) == len(self.sizes) and ends[-1] != self.tokens and name in LENGTHS:  # one document per row
             return lengths, np.arange(len(lengths) + 1)
         if ends[-1] > self.tokens:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from packing_core.batches.stored import StoredBatch
 from packing_core.storage.arrays import read_only
-from packing_core.storage.segment_indexing import Int64, chosen, indexes
+from packing_core.storage.segment_indexing import Int64, chosen, indexes, offsets_of
 
 
 def select(batch: StoredBatch, rows: int | slice | Int64 | list[int]) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def select(batch: StoredBatch, rows: int | slice | Int64 | list[int]) -> dict[st
     picked = indexes(bounds[0], counts)
     tokens = rows if isinstance(rows, slice) else numbers
     given = {
-        "cu_seqlens": np.concatenate([np.zeros(1, np.int64), np.cumsum(batch.lengths[picked])]),
+        "cu_seqlens": offsets_of(batch.lengths[picked]),
         "rows": np.repeat(np.arange(len(numbers)), counts),
         "parents": _moved(batch, picked, np.repeat(np.cumsum(counts) - counts - bounds[0], counts)),
     }

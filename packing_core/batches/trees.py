@@ -28,7 +28,7 @@ from packing_core.planning.plan import plan
 from packing_core.storage.arrays import as_array, as_int64
 from packing_core.storage.forest import ROOT, offsets
 from packing_core.storage.ragged import Ragged
-from packing_core.storage.segment_indexing import Array, Int64, gaps, indexes
+from packing_core.storage.segment_indexing import Array, Int64, gaps, indexes, offsets_of
 
 SHORTEST = 16
 # What "auto" shares: beginnings of so many tokens, in batches that save such a part of their work by it.
@@ -291,7 +291,7 @@ def _materialise(flat: PackedBatch, rows: list[list[_Piece]], capacity: int) -> 
 
     return PackedBatch(
         input_ids=moved(flat.input_ids, flat.pad_id),
-        cu_seqlens=np.concatenate([np.zeros(1, np.int64), np.cumsum(length_)]),
+        cu_seqlens=offsets_of(length_),
         rows=row_,
         sources=source_,
         starts=start_,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from packing_core.planning import bins
 from packing_core.storage.segment_indexing import blocks as batches
-from packing_core.storage.segment_indexing import indexes, ranges
+from packing_core.storage.segment_indexing import indexes, offsets_of, ranges
 
 Int64 = NDArray[np.int64]
 Shuffle = np.random.PCG64 | None  # the source of randomness; None keeps the planner's order
@@ -64,7 +64,7 @@ def sequential(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle)
     rows = permutation(len(offsets) - 1, shuffle)
     counts = np.diff(offsets)[rows]
     order = np.repeat(offsets[rows], counts) + ranges(counts)
-    return RowAssignment(_offsets(counts), order, sizes[order])
+    return RowAssignment(offsets_of(counts), order, sizes[order])
 
 
 best_fit = partial(decreasing, bins.best_fit)
@@ -88,11 +88,11 @@ def _scatter(blocks: bins.Blocks, items: NDArray[Any], shuffle: Shuffle, *, out:
     leave = np.bincount(blocks.first + blocks.rows, blocks.per_row, blocks.n_rows + 1)
     counts = np.cumsum(enter - leave)[:-1].astype(np.int64)
     if shuffle is None:
-        offsets = _offsets(counts)
+        offsets = offsets_of(counts)
         begin = offsets[:-1]
     else:
         rows = permutation(blocks.n_rows, shuffle)
-        offsets = _offsets(counts[rows])
+        offsets = offsets_of(counts[rows])
         begin = np.empty(blocks.n_rows, np.int64)
         begin[rows] = offsets[:-1]
 
@@ -118,7 +118,3 @@ def _scatter(blocks: bins.Blocks, items: NDArray[Any], shuffle: Shuffle, *, out:
         out[at] = items[done : done + len(at)]
         done += len(at)
     return offsets
-
-
-def _offsets(counts: Int64) -> Int64:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

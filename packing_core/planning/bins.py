@@ -16,6 +16,8 @@ from struct import Struct
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core.storage.segment_indexing import offsets_of
+
 Int64 = NDArray[np.int64]
 Range = tuple[int, int, int, int]  # free units, segments so far, first row, number of rows
 
@@ -163,7 +165,7 @@ def first_fit(sizes: Int64, counts: Int64, capacity: int, max_segments: int) -> 
 
 def next_fit(sizes: Int64, capacity: int, max_segments: int) -> Int64:
     """Row offsets [R+1] of next fit on the items in their order: a row is closed when the next item does not fit."""
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    ends = offsets_of(sizes)
     following = np.searchsorted(ends, ends[:-1] + capacity, side="right") - 1
     np.minimum(following, np.arange(len(sizes)) + max_segments, out=following)
     step, at, offsets = following.tolist(), 0, [0]
@@ -179,8 +181,8 @@ def lower_bound(sizes: Int64, counts: Int64, capacity: int) -> int:
     Bound L2 of Martello and Toth, Knapsack Problems (1990), section 8.3: for every threshold a <= capacity / 2, items
     over capacity - a stand alone, those over capacity / 2 open a row each, and those of at least a fill what is left.
     """
-    number = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    volume = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes * counts)])
+    number = offsets_of(counts)
+    volume = offsets_of(sizes * counts)
     half = _over_half(sizes, capacity)
     thresholds = np.append(sizes[half:], 0)
     alone = np.minimum(np.searchsorted(-sizes, thresholds - capacity), half)

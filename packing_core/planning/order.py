@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from packing_core.errors import PackingError
 from packing_core.planning.assignment import RowAssignment, Shuffle, permutation
 from packing_core.planning.mixed import FULL, mixed
+from packing_core.storage.segment_indexing import offsets_of
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
@@ -155,7 +156,7 @@ def ordered_rows(
                 order, moved, counts = order[stays], order[~stays], np.delete(counts, emptiest)
         packed.append((counts, order, lengths[order]))
     counts, order, row_lengths = map(np.concatenate, zip(*packed))
-    return RowAssignment(np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]), order, row_lengths)
+    return RowAssignment(offsets_of(counts), order, row_lengths)
 
 
 def _coded(keys: Any, documents: int) -> tuple[NDArray[Any], Int64]:

@@ -22,7 +22,7 @@ from packing_core.planning import bins as _bins
 from packing_core.planning.composition import Composition, composition
 from packing_core.planning.pieces import MOST_TOKENS, positive
 from packing_core.storage.arrays import as_int64, read_only
-from packing_core.storage.segment_indexing import indexes, sliced
+from packing_core.storage.segment_indexing import indexes, offsets_of, sliced
 
 Int64 = NDArray[np.int64]
 
@@ -265,7 +265,7 @@ class PackPlan:
         counts = np.diff(self.row_offsets)[chosen]
         pieces = indexes(self.row_offsets[chosen], counts)
         return PackPlan(
-            np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
+            offsets_of(counts),
             self.source[pieces],
             self.start[pieces],
             self.length[pieces],

@@ -21,7 +21,7 @@ from packing_core.errors import LayoutError, PackingError, first_line, reading
 from packing_core.storage.arrays import as_array, read_only, row_number
 from packing_core.storage.arrow import is_arrow, lists_of
 from packing_core.storage.mapped import MappedFile, by_path, opened
-from packing_core.storage.segment_indexing import Array, Int64, blocks, copy_runs
+from packing_core.storage.segment_indexing import Array, Int64, blocks, copy_runs, offsets_of
 
 VALUES, OFFSETS = "values.npy", "offsets.npy"
 
@@ -228,7 +228,7 @@ class _ArrayList(Ragged):
                 out[to : to + stops - begins] = joined[begins:stops]
 
     def flat(self) -> Ragged:
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
+        offsets = offsets_of(self._lengths)
         return Ragged(np.concatenate(self.arrays, dtype=self.dtype), offsets, name=self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -241,7 +241,7 @@ class _Joined(Ragged):
     def __init__(self, parts: list[Ragged], name: str) -> None:
         self.name = name
         self.parts = parts
-        self.first = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(part) for part in parts])])
+        self.first = offsets_of([len(part) for part in parts])
 
     @property
     def lengths(self) -> Int64:
@@ -291,7 +291,7 @@ class _Joined(Ragged):
 
     def flat(self) -> Ragged:
         parts = [part.flat() for part in self.parts]
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths)])
+        offsets = offsets_of(self.lengths)
         return Ragged(np.concatenate([part.values for part in parts], dtype=self.dtype), offsets, name=self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -63,6 +63,15 @@ def sliced(part: slice, count: int) -> Int64:
     return np.arange(len(picked)) * (picked.step if len(picked) > 1 else 1) + picked.start
 
 
+def offsets_of(lengths: ArrayLike) -> Int64:
+    """int64 [N+1]: 0, then the sums of the first 1, 2, .., N lengths; run n is ``offsets[n]:offsets[n + 1]``.
+
+    >>> offsets_of([3, 1, 2])
+    array([0, 3, 4, 6])
+    """
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
 def ranges(lengths: Int64) -> Int64:
     """[sum(lengths)] int64: 0, 1, .., lengths[0]-1, 0, 1, .., lengths[1]-1, and so on.
 

@@ -23,6 +23,7 @@ from packing_core.planning.balance import balance
 from packing_core.planning.cost import Cost
 from packing_core.planning.plan import PackPlan
 from packing_core.storage.ragged import Ragged
+from packing_core.storage.segment_indexing import offsets_of
 
 Int64 = NDArray[np.int64]
 
@@ -71,7 +72,7 @@ class Corpus:
         kept = list(documents)
         if not kept:
             raise PackingError(f"no document has a token to train on: check {option}, its columns and --loss")
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(document.ids) for document in kept])])
+        offsets = offsets_of([len(document.ids) for document in kept])
         return Corpus(
             Ragged(np.concatenate([document.ids for document in kept]), offsets),
             Ragged(np.concatenate([document.trained for document in kept]), offsets, name="loss_mask"),

@@ -62,12 +62,8 @@ class PackedVisionDataset(Dataset[VisionRows]):
         overflow = plan_options.get("overflow", "error")
         documents, self.numbers, self.skipped = read_all(self.reader, examples, capacity, overflow, on_error)
         self.rows = PackedDataset(
-            documents.input_ids,
+            documents,
             capacity,
-            labels=documents.labels,
-            loss_mask=documents.loss_mask,
-            prompt_lengths=documents.prompt_lengths,
-            columns=documents.columns,
             pad_id=self.reader.pad_id(0),
             **plan_options,
         )

@@ -144,12 +144,8 @@ class EpochRows(Dataset[PackedBatch]):
                 in_order=self.in_order,
             )
             packed = PackedDataset(
-                documents.input_ids,
+                documents,
                 dealt.plan,
-                labels=documents.labels,
-                loss_mask=documents.loss_mask,
-                prompt_lengths=documents.prompt_lengths,
-                columns=documents.columns,
                 per_document=self.per_document,
                 pad_id=self.pad_id,
             )

@@ -22,6 +22,7 @@ from packing_core.batches.marks import LENGTHS
 from packing_core.errors import LayoutError
 from packing_core.extras import require
 from packing_core.hints import hinted
+from packing_core.storage.segment_indexing import offsets_of
 from torch_backend.collate import labels_every_token
 from torch_backend.collate.tokens import check_first_labels, every_label
 from torch_backend.known_rows import (
@@ -142,18 +143,12 @@ def _rows(dataset: Any, options: dict[str, Any], targets: Callable[[PackedBatch]
         restarts=rows.restarts,
         check=False,
     )
-    packed = PackedDataset(
-        documents.input_ids,
-        blocks,
-        labels=documents.labels,
-        loss_mask=documents.loss_mask,
-        prompt_lengths=documents.prompt_lengths,
-    )
+    packed = PackedDataset(documents, blocks)
 
     schema = None
     for number, (first, end) in enumerate(pairwise(firsts.tolist())):
         block = packed[number]
-        tokens = np.append(0, np.cumsum(rows.row_tokens[first:end]))
+        tokens = offsets_of(rows.row_tokens[first:end])
         segments = rows.row_offsets[first : end + 1] - rows.row_offsets[first]
         columns = {
             "input_ids": (tokens, block.input_ids[0, : block.n_tokens]),
