@@ -18,7 +18,6 @@ from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.explaining import SHARERS
 from torch_backend.hf.inputs.trl_trainers import kind_of
 from torch_backend.hf.inputs.unpadding import Padded
 from torch_backend.hf.router import SWITCH, asks_for_router_loss
@@ -33,14 +32,12 @@ _OF_THE_LOSS = ("compute_loss", "_compute_loss", "generalized_jsd_loss")
 class DistillationPort(ScoredPort):
     """Packing in a trainer whose loss is the divergence of its model from its ``teacher_model``."""
 
-    has_logprobs = False
+    has_logprobs = shares = False
     other_model = "teacher"
     loss = "without logits, a chunk of both models' at a time"
 
     def plan(self) -> None:
         trainer = self.trainer
-        if self.request.share_prefix is True:
-            raise UnsupportedError(f"{self.name} shares no prefixes: {SHARERS}")
         for name in _OF_THE_LOSS:
             method = getattr(type(trainer), name, None)
             if method is not None and not method.__module__.startswith("trl."):
@@ -60,7 +57,6 @@ class DistillationPort(ScoredPort):
         if trainer.teacher_model is None:
             raise UnsupportedError(f"{self.name} has no teacher_model to run on the same rows: pass it one")
         super().plan()
-        self.share_prefix = False
 
     def why_whole(self) -> str | None:
         return f"{self.name} reads the lengths of whole ones on each rank: leave cp_size out"

@@ -71,15 +71,7 @@ class EmbeddingPort(TrainerPort):
             f"{self.name} puts the texts of each batch into one row of their length",
             way_out="leave it out, and set per_device_train_batch_size",
         )
-        if self.request.share_prefix is True:
-            raise UnsupportedError(f"{self.name} shares no prefixes: leave share_prefix out")
-        for module in self.modules:
-            for adapter in (getattr(module.model, "peft_config", None) or {}).values():
-                if getattr(adapter, "is_prompt_learning", False):
-                    raise UnsupportedError(
-                        f"{self.name} trains a {adapter.peft_type} adapter, whose virtual tokens every document of a "
-                        "row would need: use LoRA"
-                    )
+        self.refuse_virtual_tokens()
 
     def install(self, changes: Changes) -> None:
         trainer = self.trainer

@@ -16,6 +16,7 @@ from packing_core.planning.cost import Cost
 from packing_core.planning.pieces import Overflow
 from packing_core.planning.rule import RowRule
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.explaining import SHARERS
 from torch_backend.hf.float8 import Precision, check_float8, to_bfloat16, to_float8
 from torch_backend.hf.inputs.prefixes import Sharing
 from torch_backend.hf.patch import state_of
@@ -125,14 +126,18 @@ class TrainerPort:
             release_level(model)
             unpatch(model)
 
-    def check_options(self, *, has_rows: bool) -> None:
+    def check_options(self, *, has_rows: bool, shares: bool = False) -> None:
         """
         Args:
             has_rows: whether the fast step trains rows here.
+            shares: whether documents may share their common beginnings.
 
         Raises:
-            PackingError: the model cannot have the requested level of memory, or the requested precision.
+            PackingError: the model cannot have the requested level of memory, or the requested precision, or cannot
+                share prefixes as requested.
         """
+        if self.request.share_prefix is True and not shares:
+            raise UnsupportedError(f"{self.name} shares no prefixes: {SHARERS}")
         if self.request.precision is not None:
             if getattr(self.trainer, "is_deepspeed_enabled", False):
                 raise UnsupportedError(f"precision={self.request.precision!r} is not served under DeepSpeed: use FSDP2")
@@ -144,6 +149,19 @@ class TrainerPort:
                 'memory="auto" follows from rows that the fast step trains, and here it trains none: name a level, '
                 'memory="full" for example'
             )
+
+    def refuse_virtual_tokens(self) -> None:
+        """
+        Raises:
+            UnsupportedError: adapters put virtual tokens before a row, which each of its documents would need.
+        """
+        for model in self.models(self.trainer):
+            for adapter in (getattr(model, "peft_config", None) or {}).values():
+                if getattr(adapter, "is_prompt_learning", False):
+                    raise UnsupportedError(
+                        f"{self.name} trains a {adapter.peft_type} adapter, whose virtual tokens every document of a "
+                        "row would need: use LoRA"
+                    )
 
     def patch(self, models: Sequence[Any], changes: Changes, mesh: Any) -> None:
         """Patch models of the trainer, and set the memory of the trained one; also of those that it makes later.

@@ -46,12 +46,13 @@ class ScoredPort(TrainerPort):
     """Packing in a trainer whose loss reads log-probabilities or scores of documents."""
 
     has_logprobs = True  # by TRL's own fused output layer, and not scores
+    shares = True  # common beginnings of documents
     other_model = "reference"
     loss = "the trainer's own"
 
     def plan(self) -> None:
         trainer, share_prefix = self.trainer, self.request.share_prefix
-        self.check_options(has_rows=False)
+        self.check_options(has_rows=False, shares=self.shares)
         self.request.refuse(
             f"{self.name} puts the documents of each micro-batch into one row of their length",
             way_out="leave it out, and set per_device_train_batch_size",
@@ -64,15 +65,10 @@ class ScoredPort(TrainerPort):
         columns = getattr(trainer.train_dataset, "column_names", None) or ()
         if getattr(trainer, "_is_vision_dataset", False) or {"image", "images"} & set(columns):
             self.refuse_images()
-        for config in (getattr(trainer.model, "peft_config", None) or {}).values():
-            if getattr(config, "is_prompt_learning", False):
-                raise UnsupportedError(
-                    f"{self.name} trains a {config.peft_type} adapter, whose virtual tokens every document of a row "
-                    "would need: use LoRA"
-                )
+        self.refuse_virtual_tokens()
         if self.mesh is not None and share_prefix is True:
             raise UnsupportedError(f"documents that are cut over ranks share no prefixes: {WAY_OUT}")
-        self.share_prefix: Sharing = share_prefix if self.mesh is None else False
+        self.share_prefix: Sharing = share_prefix if self.shares and self.mesh is None else False
 
     def why_whole(self) -> str | None:
         """Explains why the ranks of a group cannot hold parts of documents and gather what the loss reads."""

@@ -25,7 +25,6 @@ from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.explaining import SHARERS
 from torch_backend.hf.inputs.trl_trainers import why_per_example
 from torch_backend.steps.memory import AUTO_OVER_RANKS
 from torch_backend.trainers import sft
@@ -54,8 +53,6 @@ class RowsPort(TrainerPort):
         needed = ("model", "data_collator", "accelerator", "_set_signature_columns_if_needed")
         if any(getattr(trainer, field, None) is None for field in needed):
             raise PackingError(f"{self.name} is not a transformers.Trainer: pass one that is built, with its model")
-        if request.share_prefix is True:
-            raise UnsupportedError(f"{self.name} shares no prefixes: {SHARERS}")
         self.check_options(has_rows=request.fast)
         self.loss = TrainerLoss(trainer)
         self.rows = inspect(trainer, self.loss, request)
