@@ -15,8 +15,7 @@ from crosspack.cli import options
 from crosspack.cli.console import OUT, figures
 from crosspack.cli.models import check_name
 from crosspack.cli.options import check_data
-from crosspack.encoding.kinds import kind_of
-from crosspack.encoding.layouts import canonical
+from crosspack.encoding.kinds import kind_of_row
 from crosspack.encoding.tokenizer import load_tokenizer
 from crosspack.encoding.tokens import token_documents
 from packing_core.errors import PackingError, plural
@@ -39,7 +38,7 @@ def inspect(
     check_name("--tokenizer", tokenizer)
     records = check_data([data], split, tokenizer, option="DATA")
     first = next(iter(records))
-    if kind_of(canonical(first, first.where, ()), first.where) != "input_ids":
+    if kind_of_row(first) != "input_ids":
         raise PackingError(f"DATA {data}: its records hold no token ids: pack it with `crosspack pack`")
     record = next(islice(iter(records), row, None), None)
     if record is None:

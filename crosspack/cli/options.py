@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.markup import escape
@@ -18,8 +18,8 @@ from crosspack.cli.models import check_rows_of
 from crosspack.cli.progress import counted
 from crosspack.cli.records import join, open_records, option_of_split, weighted
 from crosspack.encoding.keys import key_of
-from crosspack.encoding.kinds import Refuse, kind_of, raise_error
-from crosspack.encoding.layouts import LOOKED_AT, canonical
+from crosspack.encoding.kinds import Refuse, kind_of_row, raise_error
+from crosspack.encoding.layouts import LOOKED_AT
 from crosspack.encoding.text import Encoder, Loss, Policy, plain_texts
 from crosspack.encoding.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from crosspack.encoding.tokens import check_length
@@ -44,6 +44,16 @@ OverflowPolicy = Annotated[
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Processes that tokenise. Default: one for each core.")
 ]
+
+
+Filled = TypeVar("Filled")
+
+
+def filled(kind: type[Filled], options: object, /, **others: Any) -> Filled:
+    """Makes a dataclass of the options that have the names of its fields, and of ``others``, which replace them."""
+    fields_of_kind: Any = kind
+    named = {entry.name for entry in fields(fields_of_kind)} - others.keys()
+    return kind(**{name: getattr(options, name) for name in named if hasattr(options, name)}, **others)
 
 
 @dataclass(frozen=True)
@@ -148,9 +158,7 @@ class PlanOptions(CapacityOptions):
         Raises:
             PackingError: they contradict each other.
         """
-        return RowRule(
-            self.capacity, self.overflow, self.context, self.min_piece, self.max_segments, strategy=self.packing
-        )
+        return filled(RowRule, self, strategy=self.packing)
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,7 @@ class OrderOptions(PlanOptions):
         """Returns the rule of these options; its keys are the column of ``--order-by``."""
         if self.equal_cost and self.packing != "mixed":
             raise PackingError(f"--equal-cost chooses the rows of a step by cost: leave --packing {self.packing} out")
-        return replace(super().row_rule(), order=self.order, keys=self.order_by, equal_cost=self.equal_cost)
+        return filled(RowRule, self, strategy=self.packing, keys=self.order_by)
 
     def check_step(self, rows: int | None) -> None:
         """Refuses steps of equal cost of one row or of unknown rows, and rows of a step that has no effect."""
@@ -245,35 +253,23 @@ class EncodedRecords:
     def holds_chats(self) -> bool:
         """Returns whether the first record that can be used is a chat."""
         first = next(usable(self.records, self.encoder.policy), None)
-        fields = self.encoder.policy.fields
-        return first is not None and kind_of(canonical(first, first.where, fields), first.where) == "messages"
-
-    def documents(
-        self,
-        capacity: int,
-        overflow: str,
-        *,
-        key: str | None = None,
-        skip: Refuse | None = None,
-    ) -> Iterator[Document]:
-        """The documents; one longer than the capacity is an error that names its place if ``overflow`` is ``error``.
-
-        Args:
-            capacity, overflow: as in ``packing_core.plan``.
-            key: the column that holds the key of each document.
-            skip: is called with each record that cannot be used, in place of an error.
-
-        Raises:
-            CapacityError: a document is too long.
-            PackingError: a record has no key that is a number or a text.
-        """
-        return documents_of(self.encoder, self.records.items(), capacity, overflow, key=key, skip=skip)
+        return first is not None and kind_of_row(first, self.encoder.policy.fields) == "messages"
 
 
 def documents_of(
     encoder: Encoder, items: Iterable[Item], capacity: int, overflow: str, *, key: str | None, skip: Refuse | None
 ) -> Iterator[Document]:
-    """The documents of some records, as of :meth:`EncodedRecords.documents`."""
+    """The documents of some records; one longer than the capacity is an error if ``overflow`` is ``error``.
+
+    Args:
+        capacity, overflow: as in ``packing_core.plan``.
+        key: the column that holds the key of each document.
+        skip: is called with each record that cannot be used, in place of an error.
+
+    Raises:
+        CapacityError: a document is too long.
+        PackingError: a record has no key that is a number or a text.
+    """
     refuse = skip or raise_error
     for found in encoder.encoded(strictly(items, lambda item: refuse(item, item.error())), refuse):
         if overflow == "error":
@@ -323,7 +319,7 @@ def check_data(
         if first is None:
             what = "records that can be used" if lenient else "records"
             raise PackingError(f"{option} {records.name} has no {what}: check the file and {option_of_split(option)}")
-        kind_of(canonical(first, first.where, policy.fields), first.where)
+        kind_of_row(first, policy.fields)
     _check_columns((records for records, _ in sources), {*keep} - {"where"}, policy)
     return joined
 
@@ -346,6 +342,6 @@ def usable(records: Records, policy: Policy) -> Iterator[Row]:
     """The records that hold a text or token ids; what is wrong with others is said where they are packed."""
     for item in strictly(records.items(), lambda _: None):
         with suppress(PackingError):
-            if kind_of(canonical(item, item.where, policy.fields), item.where) != "input_ids":
+            if kind_of_row(item, policy.fields) != "input_ids":
                 list(plain_texts([item], policy.fields))
             yield item

@@ -102,17 +102,16 @@ class Job:
     """A packing job: the data, and how they are encoded and packed.
 
     Attributes:
+        about: names of the data, of their tokenizer and of the policy, for the manifest.
         size: bytes of input, as far as that is known.
         run: all that decides the result, for the journal.
         inputs: the files of the data as they were before any was read.
     """
 
-    name: str
+    about: dict[str, str]
     stretches: list[Stretch]
     size: int
     encoder: Encoder | None
-    tokenizer: str
-    policy: str
     rules: Rules
     form: Format
     rows_per_file: int
@@ -181,12 +180,10 @@ def open_job(options: PackOptions, part: Part) -> Job:
         "part": list(part),
     }
     return Job(
-        records.name,
+        {"data": records.name, "tokenizer": source.tokenizer, "policy": source.encoder.describe()},
         list(records.stretches(rules.size)),
         size,
         source.encoder,
-        source.tokenizer,
-        source.encoder.describe(),
         rules,
         options.format,
         options.rows_per_file,
@@ -286,9 +283,7 @@ def pack_part(output: str, options: PackOptions, part: Part) -> dict[str, Any]:
         content = {
             "run": {name: value for name, value in job.run.items() if name != "part"},
             "stretches": len(job.stretches),
-            "data": job.name,
-            "tokenizer": job.tokenizer,
-            "policy": job.policy,
+            **job.about,
             "part": list(part),
             "outcomes": [asdict(run.outcomes[key]) for key in sorted(run.outcomes)],
         }
@@ -362,10 +357,8 @@ def finish_job(
     job.save_tokenizer(target.partial / "tokenizer")
     manifest = {
         "crosspack": version("crosspack"),
-        "data": job.name,
-        "tokenizer": job.tokenizer,
+        **job.about,
         DIGEST: job.run[DIGEST],
-        "policy": job.policy,
         "capacity": rows.capacity,
         "overflow": rows.overflow,
         "context": rows.context_tokens,

@@ -57,12 +57,10 @@ def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
             raise PackingError(f"--merge: {path} was made of other data or with other options: make that part again")
     saved = first["run"]["rules"]
     job = Job(
-        name=first["data"],
+        about={name: first[name] for name in ("data", "tokenizer", "policy")},
         stretches=[],
         size=0,
         encoder=None,
-        tokenizer=first["tokenizer"],
-        policy=first["policy"],
         rules=Rules(**saved | {"rows": RowRule(**saved["rows"]), "keep": tuple(saved["keep"])}),
         form=first["run"]["format"],
         rows_per_file=first["run"]["rows_per_file"],

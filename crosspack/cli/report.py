@@ -5,7 +5,6 @@ The lengths of the documents are kept, and of the first ones what carries loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,8 +48,7 @@ from crosspack.cli.tables import (
     memory_table,
     savings_table,
 )
-from crosspack.encoding.kinds import kind_of
-from crosspack.encoding.layouts import canonical
+from crosspack.encoding.kinds import kind_of_row
 from crosspack.encoding.text import Encoder
 from crosspack.packing.unit import Key
 from crosspack.reading import Records
@@ -124,16 +122,21 @@ def report(options: ReportOptions) -> None:
         if options.data is None:
             figures(about_model)
             return
-    source = _Source.open(options)
-    seen = source.figures(capacity, options.overflow)
+    records = check_data(options.data, options.split, options.tokenizer)
+    source: EncodedRecords | None = None
+    if options.tokenizer is not None or kind_of_row(next(iter(records))) != "input_ids":
+        source = EncodedRecords.of(
+            records, options.tokenizer, options.policy, trust_remote_code=options.trust_remote_code
+        )
+    seen = _read(records, None if source is None else source.encoder, capacity, options.overflow)
     if not len(seen):
         raise PackingError("no document has a token to train on: check --data, its columns and --loss")
     documents, trained, rule = seen.lengths, int(seen.trained.sum()), options.row_rule()
     packed = make_plan(documents, rule, seed=seed)
     shuffled = np.random.default_rng(seed).permutation(packed.length)
     random = make_plan(shuffled, capacity, strategy="sequential", seed=None)
-    OUT.print(source.describe(), highlight=False)
-    if options.tokenizer is None and source.encoder is not None:
+    OUT.print(f"{records.name}, which holds token ids" if source is None else source.describe(), highlight=False)
+    if options.tokenizer is None and source is not None:
         OUT.print("tokens of that tokenizer: pass the --model or --tokenizer to be trained, whose count differs")
     OUT.print(lengths_table(documents, trained=trained))
     cut = _cut(documents, packed)
@@ -162,8 +165,8 @@ def report(options: ReportOptions) -> None:
     if step_seconds := speed.of_step(packed):
         timing["step_seconds"] = step_seconds
     found: dict[str, Any] = {
-        "data": source.records.name,
-        "tokenizer": source.tokenizer,
+        "data": records.name,
+        "tokenizer": "none, the data holds token ids" if source is None else source.tokenizer,
         "documents": len(documents),
         "tokens": int(documents.sum()),
         "trained_tokens": trained,
@@ -246,49 +249,20 @@ def pictured(rows: PackPlan, masks: list[NDArray[np.uint8]]) -> list[list[Segmen
     return shown
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The data, read by the processes and in the pieces of ``crosspack pack``.
-
-    Attributes:
-        records: the data.
-        encoder: of the records; None where they hold token ids, for which no tokenizer is needed.
-        tokenizer: what the figures call it.
-        describe: describes the data and how they are read.
-    """
-
-    records: Records
-    encoder: Encoder | None
-    tokenizer: str
-    describe: Callable[[], str]
-
-    @staticmethod
-    def open(options: ReportOptions) -> _Source:
-        records = check_data(options.data, options.split, options.tokenizer)
-        first = next(iter(records))
-        if options.tokenizer is None and kind_of(canonical(first, first.where, ()), first.where) == "input_ids":
-            return _Source(
-                records, None, "none, the data holds token ids", lambda: f"{records.name}, which holds token ids"
-            )
-        source = EncodedRecords.of(
-            records, options.tokenizer, options.policy, trust_remote_code=options.trust_remote_code
-        )
-        return _Source(records, source.encoder, source.tokenizer, source.describe)
-
-    def figures(self, capacity: int, overflow: str) -> DocumentFigures:
-        """Reads the documents; the figures are in their order, however many processes read."""
-        reader = partial(FigureReader, self.encoder, capacity if overflow == "error" else None)
-        parts: dict[Key, DocumentFigures] = {}
-        for key, seen in in_pieces(self.records, capacity, reader):
-            if sum(len(part.masks) for before, part in parts.items() if before < key) >= KEPT:
-                seen.masks.clear()
-            parts[key] = seen
-        whole = DocumentFigures()
-        for key in sorted(parts):
-            whole.extend(parts.pop(key))
-        if self.encoder is not None:
-            self.encoder.left_out = whole.left_out
-        return whole
+def _read(records: Records, encoder: Encoder | None, capacity: int, overflow: str) -> DocumentFigures:
+    """Reads the documents, of token ids if there is no encoder; in their order, however many processes read."""
+    reader = partial(FigureReader, encoder, capacity if overflow == "error" else None)
+    parts: dict[Key, DocumentFigures] = {}
+    for key, seen in in_pieces(records, capacity, reader):
+        if sum(len(part.masks) for before, part in parts.items() if before < key) >= KEPT:
+            seen.masks.clear()
+        parts[key] = seen
+    whole = DocumentFigures()
+    for key in sorted(parts):
+        whole.extend(parts.pop(key))
+    if encoder is not None:
+        encoder.left_out = whole.left_out
+    return whole
 
 
 def _check_output(path: Path, *, overwrite: bool) -> None:

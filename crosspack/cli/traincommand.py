@@ -33,7 +33,7 @@ from packing_core.errors import PackingError
 from packing_core.extras import loaded, registered, require
 from packing_core.training import tasks
 from packing_core.training.checkpoints import FOLDER, check_resume, has_checkpoint
-from packing_core.training.job import GROUP, ModelJob, check_honoured
+from packing_core.training.job import GROUP, check_honoured
 from packing_core.training.options import Options
 
 SUMMARY, PICTURE = "crosspack.json", "compare.png"
@@ -163,27 +163,17 @@ class TrainCommand:
             kept.clear()
         return kept
 
-    def job(self, kept: Output | None) -> ModelJob:
-        """Returns what the jobs of all tasks have in common."""
-        options = self.options
-        return ModelJob(
-            model=self.model,
-            options=self.losses,
-            device=options.device,
-            attention=options.attention,
-            gradient_checkpointing=options.gradient_checkpointing,
-            trust_remote_code=options.trust_remote_code,
-            eval_every=options.eval_every,
-            output=options.output if kept is None else kept.partial,
-            merge_lora=options.merge_lora,
-            checkpoints=None if options.output is None else options.output / FOLDER,
-            save_every=options.save_every,
-            keep_checkpoints=options.keep_checkpoints,
-            keep_best=options.keep_best,
-            early_stopping=options.early_stopping,
-            resume=self.resume,
-            on_phase=lambda line: OUT.print(line, style="dim", highlight=False),
-        )
+    def settled_job(self, kept: Output | None) -> dict[str, Any]:
+        """Returns the fields of a job of any task that are not options of the same name."""
+        output = self.options.output
+        return {
+            "model": self.model,
+            "options": self.losses,
+            "output": output if kept is None else kept.partial,
+            "checkpoints": None if output is None else output / FOLDER,
+            "resume": self.resume,
+            "on_phase": lambda line: OUT.print(line, style="dim", highlight=False),
+        }
 
 
 def _opened(options: TrainOptions, task: tasks.Task | None, tokenizer: str | None) -> tuple[Records, Records | None]:

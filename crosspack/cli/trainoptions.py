@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from crosspack.cli.options import DataOptions, ModelOptions, OrderOptions, TokenOptions, Workers
+from crosspack.cli.options import DataOptions, ModelOptions, OrderOptions, TokenOptions, Workers, filled
 from crosspack.cli.records import read_columns
 from crosspack.cli.reporting import Service
 from crosspack.cli.runfile import take_file
@@ -135,22 +135,8 @@ class LossOptions:
             settings: attributes of Options that ``--set`` names, in place of those here.
         """
         usual = 2e-4 if self.lora else 2e-5 if pretrained else 3e-3
-        chosen: dict[str, Any] = {"decay": self.decay, "optim": self.optim, "neftune_alpha": self.neftune_alpha}
-        return Options(
-            lr=usual if self.lr is None else self.lr,
-            warmup=self.warmup,
-            weight_decay=self.weight_decay,
-            clip=self.clip,
-            precision=self.precision or self.dtype,
-            seed=seed,
-            dtype=self.dtype,
-            master_weights=self.master_weights,
-            lora=self.lora,
-            lora_alpha=self.lora_alpha,
-            lora_dropout=self.lora_dropout,
-            lora_targets=self.lora_targets,
-            **{**chosen, **settings},
-        )
+        rate, precision = usual if self.lr is None else self.lr, self.precision or self.dtype
+        return filled(Options, self, lr=rate, precision=precision, seed=seed, **settings)
 
 
 @dataclass(frozen=True)

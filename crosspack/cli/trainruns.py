@@ -24,7 +24,7 @@ from crosspack.cli.documents import documents_together
 from crosspack.cli.figures import compare_figure
 from crosspack.cli.hub import push
 from crosspack.cli.models import SMALL_LLAMA, model_config, special_tokens
-from crosspack.cli.options import EncodedRecords
+from crosspack.cli.options import EncodedRecords, documents_of, filled
 from crosspack.cli.outputs import Output
 from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
@@ -110,7 +110,9 @@ class Steps:
             )
         else:  # the rest is not read
             skip = (lambda _, error: skipped.append(first_line(error))) if lenient else None
-            documents = islice(source.documents(rule.capacity, rule.overflow, key=rule.keys, skip=skip), options.limit)
+            items = command.records.items()
+            read = documents_of(source.encoder, items, rule.capacity, rule.overflow, key=rule.keys, skip=skip)
+            documents = islice(read, options.limit)
         corpus = Corpus.collect(documents)
         model: Any = command.model
         if options.model is None:
@@ -184,16 +186,14 @@ class Steps:
             self.samples.append({"steps": done, "prompt": prompt, "continuation": text})
             OUT.print(f"after step {done:,}: {prompt} -> {text}", highlight=False, markup=False)
 
-        job = TrainJob(
-            **vars(replace(command.job(kept), model=self.model)),
+        job = filled(
+            TrainJob,
+            options,
+            **command.settled_job(kept) | {"model": self.model},
             schedule=self.schedule,
             evaluation=self.evaluation,
-            compile=options.compile,
-            strategy=options.strategy,
-            context_parallel=options.context_parallel,
             mesh=read_mesh(options.mesh),
             runs=("padded", "grouped", "packed") if options.compare else ("packed",),
-            deterministic=options.deterministic,
             prompts=self.prompts,
             on_step=on_step,
             on_sample=on_sample,
@@ -269,21 +269,14 @@ class Examples:
     def train(self, trainer: Callable[[TaskJob], TaskResult], kept: Output | None, stack: ExitStack) -> Audit:
         """Trains, and reports the result."""
         command, options = self.command, self.command.options
-        overflow: Any = options.overflow  # checked
-        job = TaskJob(
-            **vars(command.job(kept)),
-            task=options.task,
+        job = filled(
+            TaskJob,
+            options,
+            **command.settled_job(kept),
             tokenizer=str(command.tokenizer),
             records=self.records,
             held_out=self.held_out,
             arguments={"report_to": options.report_to, **command.arguments},
-            batch_size=options.batch_size,
-            capacity=options.capacity,
-            overflow=overflow,
-            epochs=options.epochs,
-            steps=options.steps,
-            loss=options.loss,
-            on_error=options.on_error,
             images=options.task == "sft" or any(images_in(record) for record in [*self.records, *self.held_out]),
             rewards=command.rewards,
         )

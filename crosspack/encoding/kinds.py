@@ -98,6 +98,11 @@ def kind_of(record: Record, where: Where) -> str:
     )
 
 
+def kind_of_row(record: Row, fields: tuple[tuple[str, str], ...] = ()) -> str:
+    """Returns the kind of a record in any layout, by the columns of ``fields`` if there are any."""
+    return kind_of(canonical(record, record.where, fields), record.where)
+
+
 def encodable(text: str, where: Where) -> str:
     try:
         text.encode()

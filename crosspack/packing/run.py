@@ -254,7 +254,7 @@ class Run:
         Returns:
             The files of rows of all units, in order, and how many rows each has.
         """
-        rules, units = self.worker.rules, self.worker.units
+        rules = self.worker.rules
         sequence = [(rows_file(folder_of(key), key), self.outcomes[key].rows) for key in sorted(self.outcomes)]
         if rules.planned_at_once:
             return self._pack_at_once(folder_of)
@@ -266,9 +266,7 @@ class Run:
             made.piece += 1
             full, left = pack_documents(joined(held), rules, made.key, all_rows=last)
             if len(full):
-                write(rows_file(units, made.key), full)
-                sequence.append((rows_file(units, made.key), len(full)))
-                self.totals.add(_counted(full))
+                sequence.append(self._kept(full, made.key))
             return [left] if len(left) else []
 
         for key in sorted(self.outcomes):
@@ -286,7 +284,7 @@ class Run:
         Raises:
             PackingError: keys are numbers in some records and texts in others.
         """
-        rules, units = self.worker.rules, self.worker.units
+        rules = self.worker.rules
         keys = [key for key in sorted(self.outcomes) if self.outcomes[key].left]
         first = {kind: where for key in reversed(keys) for kind, where in self.outcomes[key].keys.items()}
         if len(first) > 1:
@@ -294,13 +292,16 @@ class Run:
                 f"--order-by {rules.rows.keys} is a number at {first['number']} and a text at {first['text']}: give "
                 "every record a number, or every record a text"
             )
-        sequence = []
-        for number, rows in enumerate(planned_rows([left_file(folder_of(key), key) for key in keys], rules)):
-            path = rows_file(units, Key(len(self.stretches), number))
-            write(path, rows)
-            sequence.append((path, len(rows)))
-            self.totals.add(_counted(rows))
-        return sequence
+        planned = planned_rows([left_file(folder_of(key), key) for key in keys], rules)
+        return [self._kept(rows, Key(len(self.stretches), number)) for number, rows in enumerate(planned)]
+
+    def _kept(self, rows: Rows, key: Key) -> tuple[Path, int]:
+        """Writes rows of no unit of the input, and counts them; returns their file and how many they are."""
+        path = rows_file(self.worker.units, key)
+        write(path, rows)
+        trained = int(np.count_nonzero(rows.targets))
+        self.totals.add(Outcome(*key, rows=len(rows), tokens=len(rows.ids), trained=trained))
+        return path, len(rows)
 
     def write_files(self, pool: Pool, sequence: Sequence[tuple[Path, int]], rows_per_file: int) -> None:
         """Write the files that are not written yet."""
@@ -327,10 +328,6 @@ class Run:
             path = kind(folder(key), key)
             if path.exists():
                 yield path.read_bytes()
-
-
-def _counted(rows: Rows) -> Outcome:
-    return Outcome(0, 0, rows=len(rows), tokens=len(rows.ids), trained=int(np.count_nonzero(rows.targets)))
 
 
 def _small(stretch: Stretch, size: int) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from crosspack.cli import documents
 from crosspack.cli.documents import documents_together
-from crosspack.cli.options import EncodedRecords, check_data
+from crosspack.cli.options import EncodedRecords, check_data, documents_of
 from crosspack.encoding.text import Policy
 from crosspack.packing.workers import Processes
 from packing_core.errors import PackingError
@@ -53,7 +53,8 @@ def test_documents_do_not_depend_on_the_number_of_processes(model, files, counts
         source = EncodedRecords.of(records, str(model.parent), Policy("completion", eos=False))
         skipped: list[str] = []
         if workers is None:
-            given = source.documents(64, "error", key="rank", skip=lambda _, error: skipped.append(str(error)))
+            skip = lambda _, error: skipped.append(str(error))  # noqa: E731
+            given = documents_of(source.encoder, records.items(), 64, "error", key="rank", skip=skip)
         else:
             given = documents_together(source, 64, "error", key="rank", skipped=skipped, workers=workers)
         found = [(d.ids.tolist(), d.trained.tolist(), d.key) for d in given]
