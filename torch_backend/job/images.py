@@ -1,7 +1,7 @@
-"""Records with images as the trainers behind ``crosspack train`` read them: packed rows, or TRL's columns.
+"""Records with images as TRL's trainers read them.
 
 The records of a TaskJob -> every image is decoded once, so that errors name the record before anything is trained ->
-a :class:`PackedVisionDataset` for next tokens, or a ``datasets.Dataset`` whose images TRL's collators decode again.
+a ``datasets.Dataset`` whose images TRL's collators decode again.
 """
 
 from __future__ import annotations
@@ -14,38 +14,15 @@ from packing_core.extras import require
 from packing_core.training.tasks import TaskJob
 from torch_backend.collate.pictures import has_own_pictures, pictures_of
 from torch_backend.collate.vision import place_of
-from torch_backend.collate.vision_dataset import PackedVisionDataset
 
 _CHATS = ("prompt", "completion", "chosen", "rejected")
 
 
-def image_rows(
-    job: TaskJob, records: Sequence[Mapping[str, Any]], model: Any, processor: Any, skipped: list[str]
-) -> PackedVisionDataset:
-    """The records in packed rows, whose images are read again when a row is trained.
+def image_dataset(job: TaskJob, records: Sequence[Mapping[str, Any]], skipped: list[str]) -> Any:
+    """The records with a column ``images``, as TRL's trainers take them.
 
     Args:
         skipped: gets the reason for each record that is left out.
-
-    Raises:
-        PackingError: a record cannot be used, or the processor is not the model's.
-    """
-    rows = PackedVisionDataset(
-        records,
-        job.capacity,
-        model,
-        processor,
-        loss="assistant" if job.loss == "completion" else "all",
-        on_error="raise" if job.on_error == "stop" else "skip",
-        overflow=job.overflow,
-        seed=job.options.seed,
-    )
-    skipped += rows.skipped.values()
-    return rows
-
-
-def image_dataset(job: TaskJob, records: Sequence[Mapping[str, Any]], skipped: list[str]) -> Any:
-    """The records with a column ``images``, as TRL's trainers take them; ``skipped`` as above.
 
     Raises:
         PackingError: a record cannot be used, or under ``on_error="skip"`` none can.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,7 +23,8 @@ from packing_core.training.tasks import TASKS, TaskJob
 from torch_backend.auditing.model import AuditReport, verify
 from torch_backend.auditing.trainer import TrainerReport, audit_trainer
 from torch_backend.collate import PackedCollator
-from torch_backend.job.images import image_dataset, image_rows
+from torch_backend.collate.vision_dataset import PackedVisionDataset
+from torch_backend.job.images import image_dataset
 from torch_backend.job.models import load_model, naming, shared_arguments, with_adapters, write_model
 from torch_backend.trainers.enable_packing import enable_packing
 
@@ -50,7 +51,7 @@ class TaskKind:
 
     head = ""  # transformers' class of the model; "" is that of a language model
     adapters = "CAUSAL_LM"  # peft's name of the task, by which it knows which heads are trained whole
-    removes_columns = True  # whether the trainer keeps the columns alone that the model takes
+    fixed: ClassVar[Mapping[str, Any]] = {}  # arguments of the trainer, unless --set names them
 
     def __init__(self, job: TaskJob) -> None:
         self.job = job
@@ -80,6 +81,11 @@ class TaskKind:
 
     def dataset(self, records: Records) -> Any:
         """Returns records as the trainer reads them."""
+        return require("datasets", extra="hf").Dataset.from_list([self.example(record) for record in records])
+
+    def example(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a record as the trainer reads it."""
+        return dict(record)
 
     def trainer(self, folder: Path, common: Mapping[str, Any]) -> Any:
         """Builds the trainer of what all trainers take; its checkpoints go to ``folder``.
@@ -87,8 +93,7 @@ class TaskKind:
         Raises:
             PackingError: a record cannot be used, or the trainer's library refuses an argument.
         """
-        data, columns = self.data(), {"remove_unused_columns": self.removes_columns}
-        arguments = task_arguments(self.job, transformers.TrainingArguments, folder, **columns)
+        data, arguments = self.data(), task_arguments(self.job, transformers.TrainingArguments, folder, **self.fixed)
         return transformers.Trainer(args=arguments, data_collator=self.collator(), **data, **common)
 
     def collator(self) -> Any:
@@ -108,10 +113,22 @@ class TaskKind:
 class ImageDocuments(TaskKind):
     """Next tokens of documents with images, which are packed into rows before the trainer is built."""
 
-    removes_columns = False
+    fixed: ClassVar[Mapping[str, Any]] = {"remove_unused_columns": False}
 
     def dataset(self, records: Records) -> Any:
-        return image_rows(self.job, records, self.model, self.processor, self.skipped)
+        job = self.job
+        rows = PackedVisionDataset(
+            records,
+            job.capacity,
+            self.model,
+            self.processor,
+            loss="assistant" if job.loss == "completion" else "all",
+            on_error="raise" if job.on_error == "stop" else "skip",
+            overflow=job.overflow,
+            seed=job.options.seed,
+        )
+        self.skipped += rows.skipped.values()
+        return rows
 
     def collator(self) -> Any:
         return PackedCollator(self.model, processor=self.processor)
@@ -122,11 +139,7 @@ class MaskedTokens(TaskKind):
 
     head = "AutoModelForMaskedLM"
 
-    def dataset(self, records: Records) -> Any:
-        return _datasets().from_list([self.example(record) for record in records])
-
     def example(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a record as the model reads it."""
         ids = record.get("input_ids")
         return {"input_ids": self.processor(record["text"])["input_ids"] if ids is None else list(ids)}
 
@@ -171,9 +184,7 @@ class Answers(TaskKind):
     """A task of TRL, whose trainer tokenises prompts and answers itself."""
 
     def dataset(self, records: Records) -> Any:
-        if self.job.images:
-            return image_dataset(self.job, records, self.skipped)
-        return _datasets().from_list([dict(record) for record in records])
+        return image_dataset(self.job, records, self.skipped) if self.job.images else super().dataset(records)
 
     def trainer(self, folder: Path, common: Mapping[str, Any]) -> Any:
         job, trl = self.job, require("trl", extra="hf")
@@ -239,10 +250,6 @@ def _processor(job: TaskJob) -> Any:
     return loaded
 
 
-def _datasets() -> Any:
-    return require("datasets", extra="hf").Dataset
-
-
 def _longest(model: Any, tokenizer: Any) -> int:
     """Returns the number of tokens of a text that both the model and its tokenizer take."""
     positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -303,6 +310,7 @@ def task_arguments(job: TaskJob, kind: type[Any], folder: Path, **own: Any) -> A
         "weight_decay": options.weight_decay,
         "bf16": options.dtype == "float32" and options.precision != "float32",
         "activation_checkpointing" if renamed else "gradient_checkpointing": job.gradient_checkpointing,
+        "remove_unused_columns": True,
         "use_cpu": job.device == "cpu" or not torch.cuda.is_available(),
         **evaluates,
         **saves,

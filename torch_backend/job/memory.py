@@ -4,63 +4,42 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
+from packing_core.errors import PackingError
 from packing_core.training.job import TrainJob
+from packing_core.training.memory_model import GIB, MemoryModel
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.job.ranks import Ranks
 
-_GIB = 2**30
 
-
-def weights_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the weights."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def states_bytes(model: torch.nn.Module, job: TrainJob) -> int:
-    """Bytes of weights, gradients and AdamW's two moments, and of float32 copies of the weights."""
-    weights = weights_bytes(model)
+def states_bytes(model: torch.nn.Module, job: TrainJob) -> tuple[int, int]:
+    """Bytes of the weights, and of what training adds: gradients, AdamW's two moments, float32 copies of weights."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients = sum(p.numel() * p.element_size() for p in trained)
-    if job.options.master_weights:
-        return weights + gradients + sum(p.numel() for p in trained) * 3 * 4
-    return weights + gradients + 2 * gradients
-
-
-def activation_bytes(model: Any, job: TrainJob) -> int:
-    """Bytes of a packed row's activations, roughly.
-
-    In 16 bits a layer keeps 34 bytes for a token and unit of width (Korthikanti et al. 2022, arXiv:2205.05198, equation
-    1, without the scores that attention kernels do not keep); with gradient checkpointing it keeps its input, and one
-    layer at a time the rest.
-    """
-    config = causal_lm(model).config.get_text_config()
-    layers, width = config.num_hidden_layers, config.hidden_size
-    tokens = job.schedule.plans[0].capacity
-    units = tokens * width * (2 if job.options.precision == "float32" else 1)
-    return units * (2 * layers + 34 if job.gradient_checkpointing else 34 * layers)
+    moments = sum(p.numel() for p in trained) * 3 * 4 if job.options.master_weights else 2 * gradients
+    return weights, gradients + moments
 
 
 def memory_line(model: Any, job: TrainJob, ranks: Ranks, device: torch.device) -> str:
     """Compares the memory that a process of the job needs with the memory of the device."""
-    weights, activations = weights_bytes(model), activation_bytes(model, job) / _GIB
-    others = states_bytes(model, job) - weights
-    if job.strategy in ("fsdp", "zero3"):
-        states = (weights + others) / ranks.world / _GIB
-    else:
-        states = (weights + others / (ranks.world if job.strategy == "zero2" else 1)) / _GIB
-    there = ""
+    weights, others = states_bytes(model, job)
+    weights //= ranks.world if job.strategy in ("fsdp", "zero3") else 1
+    others //= ranks.world if job.strategy in ("fsdp", "zero2", "zero3") else 1
+    line = f"memory: {(weights + others) / GIB:.2f} GiB of weights, gradients and optimizer states"
+    with suppress(PackingError):  # of families whose memory the formula does not know
+        itemsize = 4 if job.options.precision == "float32" else 2
+        formula = MemoryModel.from_config(causal_lm(model).config, fixed=0, gradients=0, itemsize=itemsize)
+        level = "full" if job.gradient_checkpointing else "none"
+        line += f", and about {formula.bytes(level, job.schedule.plans[0].capacity) / GIB:.2f} GiB of activations"
     if device.type == "cuda":
-        free, total = (size / _GIB for size in torch.cuda.mem_get_info(device))
-        there = f"; {free:.1f} of {total:.1f} GiB are free"
-    return (
-        f"memory: {states:.2f} GiB of weights, gradients and optimizer states, and about {activations:.2f} GiB of "
-        f"activations{there}"
-    )
+        free, total = (size / GIB for size in torch.cuda.mem_get_info(device))
+        line += f"; {free:.1f} of {total:.1f} GiB are free"
+    return line
 
 
 def release(device: torch.device) -> None:

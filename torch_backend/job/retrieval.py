@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -48,7 +48,7 @@ class Retrieval(TaskKind):
         columns: those that all records have.
     """
 
-    finds_unused: bool | None = None  # whether DDP searches for unused parameters; None leaves it to the trainer
+    fixed: ClassVar[Mapping[str, Any]] = {"remove_unused_columns": False}
     kind = ""  # the library's class of the model, by which those of its trainer are named
 
     def load(self) -> tuple[Any, Any]:
@@ -97,9 +97,8 @@ class Retrieval(TaskKind):
             built |= {"eval_dataset": self.dataset(held_out), "evaluator": self.evaluator(held_out)}
         return built
 
-    def dataset(self, records: Records) -> Any:
-        rows = [{name: _VALUES.get(name, str)(record[name]) for name in self.columns} for record in records]
-        return require("datasets", extra="hf").Dataset.from_list(rows)
+    def example(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: _VALUES.get(name, str)(record[name]) for name in self.columns}
 
     def loss(self, records: Records) -> Any:
         """Returns the library's loss for the columns and labels."""
@@ -113,8 +112,7 @@ class Retrieval(TaskKind):
 
     def trainer(self, folder: Path, common: Mapping[str, Any]) -> Any:
         data, kind = self.data(), getattr(library(), f"{self.kind}TrainingArguments")
-        own = {"remove_unused_columns": False, "ddp_find_unused_parameters": self.finds_unused}
-        arguments = task_arguments(self.job, kind, folder, **own)
+        arguments = task_arguments(self.job, kind, folder, **self.fixed)
         if self.columns[-1] in ("positive", "score") and arguments.per_device_train_batch_size < 2:
             raise PackingError(
                 f"--batch-size {self.job.batch_size} leaves a pair alone on its process, and the other pairs of a "
@@ -259,7 +257,8 @@ class Embeddings(Retrieval):
 class Reranking(Retrieval):
     """Scores of documents for a query, by a ``CrossEncoder`` of one score."""
 
-    finds_unused = False  # whose search does not find what the library's outputs use
+    # DDP's search for unused parameters does not find what the library's outputs use
+    fixed: ClassVar[Mapping[str, Any]] = {"remove_unused_columns": False, "ddp_find_unused_parameters": False}
     kind = "CrossEncoder"
     adapters = "SEQ_CLS"
 

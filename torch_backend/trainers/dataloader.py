@@ -116,7 +116,7 @@ def _of_ranks(value: Any) -> list[Any]:
 def use_rows(changes: Changes, rows: EpochRows | RowStream | None) -> None:
     """Let a trainer make its training dataloader of rows, or make its own again (None), of packed batches alone.
 
-    A run that resumes inside an epoch then checks that its rows are those of before (:mod:`.resuming`).
+    A run that resumes inside an epoch then checks that its rows are those of before (:class:`.callbacks.SameRows`).
     """
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     changes.set("dispatch_batches", False, of=changes.trainer.accelerator.dataloader_config)

@@ -1,4 +1,4 @@
-"""Tells whose loss a trainer computes, and whether one of its own divides by the targets of the whole step."""
+"""Classifies a trainer's loss (transformers, TRL, custom), and warns where a custom one differs on packed rows."""
 
 from __future__ import annotations
 
