@@ -21,10 +21,11 @@ from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.context_parallel.attention import NOT_CROSSED, MethodChoice, choose_method, context_attention
 from torch_backend.hf.anatomy.families import INTERFACE, WITHOUT_EFFECT
+from torch_backend.hf.edits.latents import latent_of
 from torch_backend.hf.forward import AttentionChoice, PackedForward
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
 from torch_backend.ops.attention import AttentionRequest, choose, request_of, run
-from torch_backend.ops.attention.selected import selected_attention
+from torch_backend.ops.attention.selected import selected_attention, words_of
 from torch_backend.segments import PackedMetadata, refined
 
 require("transformers", extra="hf")
@@ -179,6 +180,7 @@ def _packed(
     if packed.spans is not None and not _sees_both_ways(module, mask):
         packed = packed.without_spans
     rows, heads, length, _ = query.shape
+    latent = latent_of(module, key)
     query, key, value = _same_dtype(query, key, value)
     q, k, v = (x.transpose(1, 2).reshape(rows * length, x.shape[1], x.shape[3]) for x in (query, key, value))
     # PaliGemma's layers say that they are not causal, and leave it to its mask
@@ -207,10 +209,11 @@ def _packed(
         )
         name, request = choose(request, packed, mask.implementation)
         long = None if indices is None or not indices.shape[-1] else mask.long
-        mask.record(module, AttentionChoice(name, request, crossing, long))
         if indices is not None and long is not None:
-            implementation = mask.implementation
-            return selected_attention(q, k, v, indices, long, request, sinks=sinks, implementation=implementation)
+            options = {"latent": latent, "implementation": mask.implementation}
+            mask.record(module, AttentionChoice(name, request, crossing, words_of(long, request, **options)))
+            return selected_attention(q, k, v, indices, long, request, sinks=sinks, **options)
+        mask.record(module, AttentionChoice(name, request, crossing))
         return run(name, request, q, k, v, packed, sinks=sinks, alibi_slopes=alibi_slopes)
 
     if mask.over_ranks:

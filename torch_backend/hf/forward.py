@@ -38,13 +38,13 @@ TRITON_SCAN = ScanChoice(TRITON, "scan by Triton")
 class AttentionChoice:
     """An attention layer: the implementation that ran, its request, and how it crossed ranks; None if it did not.
 
-    ``long`` are the documents that saw selected keys, which run by themselves; None without.
+    ``long`` says which documents saw selected keys, which run by themselves, and by what; None without.
     """
 
     implementation: str
     request: AttentionRequest
     crossing: MethodChoice | None = None
-    long: LongDocuments | None = None
+    long: str | None = None
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from torch_backend.hf.edits.kinds import (
     Rotation,
 )
 from torch_backend.hf.edits.late_hooks import accept_hooks
+from torch_backend.hf.edits.latents import LatentKeys, has_latent
 from torch_backend.hf.edits.mixers import overrides, run_per_document
 from torch_backend.hf.edits.override import is_reached
 from torch_backend.hf.edits.rotary import override_frequencies, restore_frequencies
@@ -210,6 +211,8 @@ class Patched(BatchReader):
             yield ContinuousBatching(self.root, self.suspend)
         for indexer in self.anatomy.indexers:
             yield LayerOverride(indexer, override_indexer)
+        if self.anatomy.indexers:
+            yield from map(LatentKeys, filter(has_latent, self.anatomy.attention.values()))
         if self.anatomy.route != "documents":
             around = {id(layer) for layer, _ in self.experts}
             for layer, start in overrides(self.decoder, self.anatomy.mixers.values()):

@@ -24,8 +24,9 @@ from tests.torch_backend.models import (
     patched,
     tiny,
 )
-from torch_backend import explain, make_train_step, patch
+from torch_backend import explain, make_train_step, patch, unpatch
 from torch_backend.hf.edits.indexers import find_indexers
+from torch_backend.hf.edits.latents import latent_of
 from torch_backend.hf.inputs.context import refuse_context
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -145,7 +146,8 @@ def test_explain_names_the_documents_above_the_budget() -> None:
     model = patched("deepseek_v32", index_topk=33)
     model(**collate(documents()))
     text = str(explain(model))
-    assert "causal; 1 document above 33 tokens by selected keys in plain torch, outside of compiled layers" in text
+    assert "causal; 1 document above 33 tokens by selected keys in plain torch (needs Triton and a GPU" in text
+    assert "float32), outside of compiled layers" in text
     assert "documents of at most 33 tokens select all of their keys" in text
     model(**collate(documents((33, 5))))
     assert "by selected keys" not in str(explain(model))
@@ -228,3 +230,25 @@ def test_steps_run_longer_documents_beside_their_graph(
         losses[-1].append(float(step(collate(documents(lengths[-1]), capacity=64))["loss"]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert (compiled.recorded, compiled.replayed) == (1, 3)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "hy_v4"])
+def test_latent_attention_runs_in_triton_by_what_its_keys_are_made_of(interpreted: None, family: str) -> None:
+    """Hunyuan's has sinks. Layers that are computed again find the same vectors, and adapters are not passed over."""
+    docs = documents((3, 12, 9))
+    model = indexed(family, 8)
+    want = alone(model, docs)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    patch(model, implementation=("triton", "sdpa"), verify=False)
+    results = packed(model, docs)
+    assert_same_gradients(results.gradients, want.gradients)
+    results.gradients = want.gradients
+    assert_same(results, want, 2e-5)
+    assert "2 documents above 8 tokens by selected keys in Triton, outside of compiled layers" in str(explain(model))
+    layer = next(module for module in model.modules() if hasattr(module, "kv_b_proj"))
+    keys, _ = layer.expand_kv(torch.ones(1, 1, 2, layer.kv_lora_rank), torch.ones(1, 1, 2, layer.qk_rope_head_dim))
+    assert latent_of(layer, keys) is not None and latent_of(layer, keys.clone()) is None
+    layer.kv_b_proj = nn.Sequential(layer.kv_b_proj)
+    assert latent_of(layer, keys) is None
+    unpatch(model)
+    assert "expand_kv" not in layer.__dict__

@@ -100,10 +100,6 @@ class LongDocuments:
         places, others, order = (to_device(each, device) for each in (self.places, self.others, self.order))
         return LongDocuments(self.budget, self.block, self.lengths, places, others, rest, order)
 
-    def __str__(self) -> str:
-        number = f"{len(self.lengths)} documents" if len(self.lengths) > 1 else "1 document"
-        return f"{number} above {self.budget:,} tokens by selected keys"
-
 
 @dataclass(frozen=True)
 class Latent:
@@ -238,6 +234,17 @@ def why_not_triton(
         return f"fewer than {_HEADS} heads share their keys"
     rotated = 0 if latent is None else latent.rotated.shape[1]
     return refuses(request, None if latent is None else latent.compressed.shape[1], rotated)
+
+
+@torch.compiler.disable  # as selected_attention
+def words_of(
+    long: LongDocuments, request: AttentionRequest, latent: Latent | None, implementation: str | Sequence[str]
+) -> str:
+    """Says which documents see selected keys, and by what, for ``explain``."""
+    number = f"{len(long.lengths)} documents" if len(long.lengths) > 1 else "1 document"
+    refused = why_not_triton(request, latent, implementation)
+    by = "Triton" if refused is None else f"plain torch ({refused})"
+    return f"{number} above {long.budget:,} tokens by selected keys in {by}, outside of compiled layers"
 
 
 @torch.compiler.disable  # each batch has other documents

@@ -1,0 +1,61 @@
+"""The latent vectors of latent attention beside its keys, so that attention over selected keys can use them.
+
+``expand_kv`` of a modeling file makes the keys and values of all heads of one latent vector for each token. Its keys
+carry that vector from here to the attention function, as an attribute that goes when they go; recomputed layers make it
+again. Compiled layers run no selected keys, and carry nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_backend.ops.attention.selected import Latent
+
+_EXPAND, _MADE_OF = "expand_kv", "_crosspack_made_of"
+
+
+@dataclass
+class LatentKeys:
+    """The keys of a layer carry what they were made of."""
+
+    layer: nn.Module
+
+    def apply(self) -> None:
+        self.layer.__dict__[_EXPAND] = partial(_expand, self.layer)
+
+    def undo(self) -> None:
+        self.layer.__dict__.pop(_EXPAND, None)
+
+
+def has_latent(layer: nn.Module) -> bool:
+    """Returns whether a layer expands latent vectors, by a method that nobody has replaced."""
+    return hasattr(type(layer), _EXPAND) and _EXPAND not in layer.__dict__
+
+
+def _expand(layer: Any, compressed: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = type(layer).expand_kv(layer, compressed, rotated)
+    if not torch.compiler.is_compiling():
+        setattr(keys, _MADE_OF, (compressed, rotated))
+    return keys, values
+
+
+def latent_of(layer: Any, keys: Tensor) -> Latent | None:
+    """What the keys [B, H, S, D] of a layer were made of; None if they say nothing, or other than a plain projection.
+
+    Adapters, quantized weights, hooks and sharded weights are such others.
+    """
+    made_of = None if torch.compiler.is_compiling() else getattr(keys, _MADE_OF, None)
+    if made_of is None:
+        return None
+    projection = layer.kv_b_proj
+    plain = type(projection) is nn.Linear and projection.bias is None and "forward" not in projection.__dict__
+    hooks = projection._forward_hooks or projection._forward_pre_hooks or projection._backward_hooks
+    if not plain or hooks or type(projection.weight) not in (Tensor, nn.Parameter):
+        return None
+    compressed, rotated = (x.flatten(0, 2) for x in made_of)
+    return Latent(compressed, rotated, projection.weight)
