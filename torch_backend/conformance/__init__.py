@@ -106,7 +106,7 @@ def capabilities(name: str, device: torch.device) -> Capabilities:
         options -= {"shared_prefixes"}
     if not getattr(served, "both_ways", False):
         options -= {"both_ways"}
-    if name == "sdpa":  # selected keys run on torch's function, whatever runs the other documents
+    if name in ("sdpa", "triton"):  # those that run selected keys themselves: plain torch and the kernels
         options |= {"selected_keys"}
     if device.type == "cuda":  # gloo has no all-to-all of its tensors
         options -= {"cut_documents"}

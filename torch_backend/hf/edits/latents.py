@@ -45,9 +45,9 @@ def _expand(layer: Any, compressed: Tensor, rotated: Tensor) -> tuple[Tensor, Te
 
 
 def latent_of(layer: Any, keys: Tensor) -> Latent | None:
-    """What the keys [B, H, S, D] of a layer were made of; None if they say nothing, or other than a plain projection.
+    """Returns the operands that the keys [B, H, S, D] of a layer were made of; None if they carry none.
 
-    Adapters, quantized weights, hooks and sharded weights are such others.
+    None also if their projection is not a plain one: adapters, quantized and sharded weights, hooks.
     """
     made_of = None if torch.compiler.is_compiling() else getattr(keys, _MADE_OF, None)
     if made_of is None:

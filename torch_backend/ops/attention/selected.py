@@ -279,9 +279,12 @@ def selected_attention(
         parts = _in_torch(queries, k, v, chosen, long, request, sinks)
     elif latent is None:
         both = torch.cat([k, v], -1).index_select(0, long.places).split(long.lengths)
-        options = {"scale": request.scale, "block": long.block, "sinks": sinks}
-        sizes = {"value_dim": v.shape[2], "values_at": k.shape[2]}
-        parts = [document_attention(*each, **sizes, **options) for each in zip(queries, both, chosen, strict=True)]
+        parts = [
+            document_attention(
+                *each, value_dim=v.shape[2], values_at=k.shape[2], scale=request.scale, block=long.block, sinks=sinks
+            )
+            for each in zip(queries, both, chosen, strict=True)
+        ]
     else:
         parts = _over_latent(queries, latent, chosen, long, request, sinks)
     if long.rest is not None:

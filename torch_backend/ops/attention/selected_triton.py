@@ -290,6 +290,7 @@ def _errors(
         return scores_attention(q, k, v, request=request, sinks=sinks, visible=visible).to(dtype)
 
     with current_device(device):
-        results = [[(out := run(*leaves)).detach(), *torch.autograd.grad(out, leaves, dout)] for run in (tried, plain)]
+        outs = [run(*leaves) for run in (tried, plain)]
+        results = [[out.detach(), *torch.autograd.grad(out, leaves, dout)] for out in outs]
         pairs = zip(*results, strict=True)
         return [float((x - y).float().abs().max() / y.float().abs().max()) for x, y in pairs]
