@@ -42,8 +42,9 @@ SECTIONS = {
     "distillation": "benchmarks.gpu_distillation:run",
     "float8": "benchmarks.gpu_float8:run",
     "sparse": "benchmarks.gpu_sparse:run_step",
+    "audio": "benchmarks.gpu_audio:run",
 }
-BY_NAME_ONLY = {"options", "moe", "distillation", "float8", "sparse"}  # take minutes by themselves
+BY_NAME_ONLY = {"options", "moe", "distillation", "float8", "sparse", "audio"}  # take minutes by themselves
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:

@@ -55,11 +55,12 @@ def tie_blank_image(root: Any, forward: PackedForward, embeddings: Tensor) -> Te
     if (audio := audio_of(root.config)) is not None:
         clip = blank_clip(audio, root.base_model.audio_tower)
         features = [encode_clips(audio, root.base_model, None, *clip)]
-        return _Tied.apply(embeddings, *(x for x in features if x.requires_grad))  # type: ignore[no-any-return]
-    model = root if hasattr(root, "get_image_features") else root.base_model
-    found = model.get_image_features(**blank_image(root))
-    used = {name: found[name] for name in _FEATURES if name in found} if isinstance(found, Mapping) else found
-    features = [x for x in _tensors(used) if x.requires_grad]
+    else:
+        model = root if hasattr(root, "get_image_features") else root.base_model
+        found = model.get_image_features(**blank_image(root))
+        used = {name: found[name] for name in _FEATURES if name in found} if isinstance(found, Mapping) else found
+        features = list(_tensors(used))
+    features = [x for x in features if x.requires_grad]
     tied: Tensor = _Tied.apply(embeddings, *features) if features else embeddings
     return tied
 

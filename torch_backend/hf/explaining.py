@@ -12,7 +12,9 @@ from typing import Any
 from torch import nn
 
 from packing_core.errors import UnsupportedError
+from torch_backend.hf.anatomy.audio import FEATURES, audio_of
 from torch_backend.hf.anatomy.experts import find_experts
+from torch_backend.hf.anatomy.families import EXACT_KEYS
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits.experts import reasons_against
 from torch_backend.hf.edits.mixers import why_not_on_the_row
@@ -125,6 +127,9 @@ def _notes(state: Patched) -> list[str]:
         layers = [name for name, why in state.own_rotation.items() if why == reason]
         which = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
         notes.append(f"the rotary embedding is the modeling file's own in {which}: {reason}")
+    if FEATURES in EXACT_KEYS.get(state.root.config.model_type, ()):
+        audio = audio_of(state.root.config)
+        notes += [] if audio is None else [audio.description]
     if state.adds_softcap:
         notes.append(state.adds_softcap)
     if (float8 := describe_float8(state.root)) is not None:

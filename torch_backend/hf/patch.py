@@ -28,7 +28,7 @@ from torch_backend.hf.attention import PACKED, register, softcap_of
 from torch_backend.hf.batch_reader import BatchReader
 from torch_backend.hf.blank_images import takes_media, tie_blank_image, wants_blank_image
 from torch_backend.hf.edits import own_attention
-from torch_backend.hf.edits.clips import clip_edits
+from torch_backend.hf.edits.clips import by_loss_function, clip_edits
 from torch_backend.hf.edits.experts import restore_experts
 from torch_backend.hf.edits.indexers import override_indexer
 from torch_backend.hf.edits.kinds import (
@@ -296,6 +296,7 @@ class Patched(BatchReader):
         refuse_transforms()
         kwargs = self.rows.begin(forward, kwargs)
         forward.wants_blank_image = wants_blank_image(self.root, self.decoder, kwargs)
+        call = by_loss_function(self.root, call)
         call = router.over_ranks(self.root, call, share, kwargs, whole=whole)
         with nullcontext() if share is None or not self.root.training else draws_of_rank(share):
             output = run_inside(self, forward, call, *args, **kwargs)

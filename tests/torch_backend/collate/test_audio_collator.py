@@ -150,3 +150,32 @@ def test_the_number_of_tokens_is_that_of_the_family() -> None:
                 module = __import__(type(model).__module__, fromlist=["_"])
                 want = module._get_feat_extract_output_lengths(torch.tensor(frames), tower.n_window)
             assert audio.tokens(frames) == int(want), (case, frames)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_step_makes_no_logits_and_the_same_update(case: str) -> None:
+    """make_train_step on packed rows moves every parameter as the step on the records alone does."""
+    model, rows = audio_model(case), audio_documents(case)
+    documents = [document for row in rows for document in row]
+    truth = update(model, [alone(document) for document in documents])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    batch = collator_of_processed(model, max(sum(len(x.ids) for x in row) for row in rows))(features_of(documents))
+    model = torch_backend.patch(model, verify=False)
+    step = torch_backend.make_train_step(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    got = {"loss": step(batch)["loss"].detach()}
+    got |= {name: before[name] - p.detach() for name, p in model.named_parameters() if name in truth}
+    assert "without logits" in step.parts["loss"]
+    assert_same(got, truth)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("audioflamingo3", "all clips as segments of one row, without padding"),
+        ("qwen3_asr", "the windows of all clips as segments of one row"),
+        ("voxtral", "all clips have its full length"),
+    ],
+)
+def test_explain_says_how_clips_run_through_the_encoder(case: str, words: str) -> None:
+    notes = torch_backend.explain(torch_backend.patch(audio_model(case), verify=False)).notes
+    assert [note for note in notes if note.startswith("audio: ") and words in note]

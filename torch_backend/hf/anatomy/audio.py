@@ -27,6 +27,11 @@ BEYOND = 2  # frames behind the end of a clip that an encoder of Whisper's kind 
 FRAMES, LONGEST = "clip_frames", "clip_longest"
 Encoder = Literal["row", "windows", "equal"]
 
+_DESCRIPTIONS: dict[Encoder, str] = {
+    "row": "the encoder runs all clips as segments of one row, without padding",
+    "windows": "the encoder runs the windows of all clips as segments of one row, and pads last chunks alone",
+    "equal": "the encoder sees the padding of a clip, so all clips have its full length and run as one batch",
+}
 # Families that take audio and are refused, with the reason.
 REFUSED_AUDIO = {
     "gemma3n": "its encoder sees the padding of the longest clip of a batch",
@@ -66,6 +71,11 @@ class Audio:
     width: int | None = None
     multiple: int = 1
     chunk: int = 1
+
+    @property
+    def description(self) -> str:
+        """Says how clips run through the encoder."""
+        return f"audio: {_DESCRIPTIONS[self.encoder]}"
 
     @property
     def keys(self) -> frozenset[str]:
@@ -135,6 +145,15 @@ class Audio:
                 f"the feature extractor of {name} makes {bins} mel bins and the encoder of {kind} takes "
                 f"{tower.num_mel_bins}: pass the processor of the model"
             )
+
+
+def require_encoder(root: Any) -> None:
+    """Raises UnsupportedModelError if an installed model keeps its encoder elsewhere, as those of old versions do."""
+    if root.base_model is root or not hasattr(root.base_model, "audio_tower"):
+        raise UnsupportedModelError(
+            f"{type(root).__name__} of this version of transformers has no base model with an audio_tower, in which "
+            "clips are packed: pip install --upgrade transformers, or pack text alone"
+        )
 
 
 def _from_the_start(mask: Tensor, count: int) -> bool:

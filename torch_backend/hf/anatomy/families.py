@@ -124,6 +124,8 @@ M_ROPE = (
 )
 # Thinkers that take audio, images and videos, of which audio alone is exact packed: its tokens count like text.
 OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+# Families whose forward spells out the mean loss that transformers' loss_function makes.
+SPELL_OUT_LOSS = ("qwen2_audio",)
 # Families whose processors give a row of images to each row of tokens, pixel_values [B, images, ...].
 ROWS_OF_IMAGES = ("idefics2", "idefics3", "smolvlm")
 _GRIDS = frozenset(("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids"))

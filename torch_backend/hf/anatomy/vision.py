@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
-from torch_backend.hf.anatomy.audio import Audio, audio_of
+from torch_backend.hf.anatomy.audio import Audio, audio_of, require_encoder
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, ROWS_OF_IMAGES, BothWays, both_ways_of, refusal
 from torch_backend.hf.anatomy.structure import causal_lm
 
@@ -163,6 +163,7 @@ def vision_of(model: nn.Module) -> Vision:
     if (reason := refusal(config.model_type, config)) is not None:
         raise UnsupportedModelError(reason)
     if (audio := audio_of(config)) is not None:
+        require_encoder(root)
         name, marks = type(root).__name__, frozenset((audio.placeholder,))
         return Vision(name, audio.keys, marks, in_rows=False, merge=None, indexer=None, both_ways=None, audio=audio)
     if "pixel_values" not in keys:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_backend.hf.anatomy.audio import BEYOND, FEATURES, FRAMES, LONGEST, Audio, audio_of
+from torch_backend.hf.anatomy.families import SPELL_OUT_LOSS
 from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS
 from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook, LayerOverride
 from torch_backend.hf.edits.override import override
@@ -42,9 +43,9 @@ def clip_edits(root: Any, current: Callable[[], PackedForward | None]) -> Iterat
         root: the model.
         current: returns the packed forward that runs on this thread.
     """
-    if (audio := audio_of(root.config)) is None:
+    audio, model = audio_of(root.config), root.base_model
+    if audio is None or model is root:  # of old versions, whose batches with clips are refused
         return
-    model = root.base_model
     tower = model.audio_tower
     if audio.encoder == "row":
         yield AttentionName(tower.config)
@@ -113,6 +114,28 @@ def frames_of(forward: PackedForward | None, features: Tensor, mask: Tensor | No
     if carried is not None and len(carried) == len(features):
         return [int(count) for count in carried.tolist()]
     return [features.shape[-1]] * len(features) if mask is None else [int(x) for x in mask.sum(-1).tolist()]
+
+
+def by_loss_function(root: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that spells out its loss, with that loss by ``loss_function``, which losses without logits replace."""
+    return partial(_loss_by_function, root, call) if root.config.model_type in SPELL_OUT_LOSS else call
+
+
+def _loss_by_function(
+    root: Any, call: Callable[..., Any], *args: Any, labels: Tensor | None = None, **kwargs: Any
+) -> Any:
+    output = call(*args, **kwargs)
+    if labels is None:
+        return output
+    logits = output[0] if isinstance(output, tuple) else output["logits"]
+    count = {name: kwargs[name] for name in ("num_items_in_batch",) if name in kwargs}
+    loss = root.loss_function(
+        logits=logits, labels=labels, vocab_size=root.config.get_text_config().vocab_size, **count
+    )
+    if isinstance(output, tuple):
+        return loss, *output
+    output["loss"] = loss
+    return output
 
 
 # -- Whisper's kind ----------------------------------------------------------------------------------------------------
