@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from packing_core.errors import LayoutError, PackingError, first_line
 from packing_core.extras import require
 
-_SOURCES = ("image", "path", "url", "base64")  # where a part of a message may have its image
+_SOURCES = ("path", "url", "base64")  # where a part of a message may have its image, beside its own type
 _MORE_BITS = ("I", "F")  # how modes of 16 and 32 bits begin, whose numbers mean what their maker says
 
 
@@ -29,22 +29,37 @@ def pictures_of(example: Mapping[str, Any], where: str) -> list[Any]:
         PackingError: an image cannot be decoded.
         LayoutError: there are more or fewer images than places without one, or ``image`` and ``images``.
     """
-    several, single = example.get("images"), example.get("image")
+    return [
+        _decode(image, f"{where}: image {number}") for number, image in enumerate(media_of(example, "image", where))
+    ]
+
+
+def media_of(example: Mapping[str, Any], kind: str, where: str) -> list[Any]:
+    """The images or clips of an example as they come, in the order of their places.
+
+    Args:
+        example: a column ``images``, a list, or ``image``, likewise of another ``kind``; and chats whose parts of that
+            type may have one of their own.
+
+    Raises:
+        LayoutError: there are more or fewer than places without one, or both columns.
+    """
+    several, single = example.get(f"{kind}s"), example.get(kind)
     listed = [] if several is None else [several]
     if isinstance(several, Sequence) and not isinstance(several, str):
         listed = list(several)
     if listed and single is not None:
-        raise LayoutError(f"{where} has image and images: pass all of them as images")
+        raise LayoutError(f"{where} has {kind} and {kind}s: pass all of them as {kind}s")
     listed = listed if single is None else [single]
     chat = example.get("messages") if example.get("messages") is not None else example.get("prompt")
-    parts = [part for part in _parts(() if isinstance(chat, str) else chat or ()) if part.get("type") == "image"]
-    own = [next((part[name] for name in _SOURCES if part.get(name) is not None), None) for part in parts]
+    parts = [part for part in _parts(() if isinstance(chat, str) else chat or ()) if part.get("type") == kind]
+    sources = (kind, f"{kind}_url", *_SOURCES)
+    own = [next((part[name] for name in sources if part.get(name) is not None), None) for part in parts]
     free = sum(one is None for one in own)
     if parts and free != len(listed):
-        raise LayoutError(f"{where} has {free} places for images and {len(listed)} images: they must agree")
+        raise LayoutError(f"{where} has {free} places for {kind}s and {len(listed)} {kind}s: they must agree")
     rest = iter(listed)
-    images = [one if one is not None else next(rest) for one in own] if parts else listed
-    return [_decode(image, f"{where}: image {number}") for number, image in enumerate(images)]
+    return [one if one is not None else next(rest) for one in own] if parts else listed
 
 
 def asks_for_video(example: Mapping[str, Any], turns: Iterable[Mapping[str, Any]]) -> bool:
@@ -56,7 +71,10 @@ def asks_for_video(example: Mapping[str, Any], turns: Iterable[Mapping[str, Any]
 def has_own_pictures(chat: Any) -> bool:
     """Returns whether a part of a chat holds or names an image itself; False of text."""
     parts = [] if chat is None or isinstance(chat, str) else _parts(chat)
-    return any(part.get("type") == "image" and any(part.get(name) is not None for name in _SOURCES) for part in parts)
+    return any(
+        part.get("type") == "image" and any(part.get(name) is not None for name in ("image", *_SOURCES))
+        for part in parts
+    )
 
 
 def _parts(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -25,6 +25,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError, first_line
 from torch_backend.collate.image_tensors import Images, join_images, sizes_of
 from torch_backend.collate.pictures import asks_for_video, pictures_of
+from torch_backend.collate.sounds import clips_of
 from torch_backend.hf.anatomy.audio import FEATURES
 
 if TYPE_CHECKING:  # a collator is used where transformers is not installed, too
@@ -36,7 +37,8 @@ SECONDS = "second_per_grid_ts"  # of videos, read by get_rope_index and by nothi
 # Columns with the three axes of a document's positions, less those of text: 0 at text and in padding.
 AXES = ("_axis_0", "_axis_1", "_axis_2")
 MARKED = "_both_ways"  # a column: 1 at tokens that see each other in both directions, 0 at others and in padding
-RAW = ("messages", "prompt", "completion", "text", "images", "image", "videos", "video")
+RAW = ("messages", "prompt", "completion", "text", "sampling_rate")
+RAW += ("images", "image", "videos", "video", "audios", "audio")
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 # What a processor says of the characters of its text, and no model reads.
 _OF_CHARACTERS = ("offset_mapping", "text_replacement_offsets")
@@ -95,6 +97,16 @@ class VisionReader:
         self.loss = loss
         self.collate = collate
         self.name = getattr(collate, "name", type(processor or collate).__name__)
+
+    @property
+    def kind(self) -> str:
+        """``audio`` or ``image``."""
+        return "image" if self.vision.audio is None else "audio"
+
+    @property
+    def _rate(self) -> dict[str, Any]:
+        """What a processor is told of clips, which :mod:`.sounds` has resampled."""
+        return {"sampling_rate": self.processor.feature_extractor.sampling_rate} if self.kind == "audio" else {}
 
     def pad_id(self, default: int) -> int:
         """Returns the token that fills padding, which the processor's tokeniser knows better than some configs."""
@@ -184,9 +196,9 @@ class VisionReader:
             raise UnsupportedError(
                 f"{where} has a video: run the processor on it first, and pass input_ids with pixel_values_videos"
             )
-        pictures = pictures_of(example, where)
+        pictures = self._media(example, turns, where)
         if example.get("messages") is not None:
-            return self._messages(_with_pictures(example["messages"], pictures, where), where)
+            return self._messages(_with_pictures(example["messages"], pictures, where, self.kind), where)
         if example.get("prompt") is not None and example.get("completion") is not None:
             return self._completion(example["prompt"], example["completion"], pictures, where)
         if example.get("text") is not None:
@@ -194,6 +206,21 @@ class VisionReader:
         raise LayoutError(
             f"{where} has neither messages, prompt and completion, text nor input_ids, only {', '.join(example)}"
         )
+
+    def _media(self, example: Mapping[str, Any], turns: Sequence[Any], where: str) -> list[Any]:
+        """The decoded images of an example, or its clips."""
+        other = "image" if self.kind == "audio" else "audio"
+        if any(example.get(name) is not None and len(example[name]) for name in (other, f"{other}s")) or any(
+            part.get("type") == other for turn in turns for part in _parts(turn)
+        ):
+            raise UnsupportedError(f"{where} has {other}, which {self.vision.model} does not take packed: leave it out")
+        if self.kind == "image":
+            return pictures_of(example, where)
+        extractor = self.processor.feature_extractor
+        seconds = getattr(self.processor, "max_audio_len", None)
+        longest = None if self.vision.audio is None or self.vision.audio.width is None else extractor.n_samples
+        longest = longest if seconds is None else seconds * extractor.sampling_rate
+        return clips_of(example, where, extractor.sampling_rate, longest)
 
     def _messages(self, messages: list[dict[str, Any]], where: str) -> dict[str, Any]:
         marks = self.loss == "assistant"
@@ -205,7 +232,7 @@ class VisionReader:
             return_dict=True,
             return_tensors="pt",
             return_assistant_tokens_mask=marks,
-            processor_kwargs=dict(_WITHOUT_SPECIAL),
+            processor_kwargs={**_WITHOUT_SPECIAL, **self._rate},
         )
         if marks and not np.asarray(found["assistant_masks"]).any():
             raise PackingError(
@@ -216,10 +243,12 @@ class VisionReader:
 
     def _completion(self, prompt: Any, completion: Any, pictures: list[Any], where: str) -> dict[str, Any]:
         if not isinstance(prompt, str):
-            turns = _with_pictures(prompt, pictures, where)
-            pictures = [part["image"] for turn in turns for part in turn["content"] if part["type"] == "image"]
+            turns = _with_pictures(prompt, pictures, where, self.kind)
+            pictures = [part[self.kind] for turn in turns for part in turn["content"] if part["type"] == self.kind]
             write = self.processor.apply_chat_template
-            whole = self._called(where, write, [*turns, *_with_pictures(completion, [], where)], tokenize=False)
+            whole = self._called(
+                where, write, [*turns, *_with_pictures(completion, [], where, self.kind)], tokenize=False
+            )
             prompt = self._called(where, write, turns, tokenize=False, add_generation_prompt=True)
             if not whole.startswith(prompt):
                 raise PackingError(
@@ -238,13 +267,14 @@ class VisionReader:
         return {**found, "completion_mask": np.arange(before + len(ids)) >= before}
 
     def _tokens(self, text: str, pictures: list[Any], where: str) -> dict[str, Any]:
-        mark = getattr(self.processor, "image_token", None)
+        mark = getattr(self.processor, f"{self.kind}_token", None)
         if mark is not None and text.count(mark) != len(pictures):
             raise LayoutError(
-                f"{where} has {text.count(mark)} placeholders {mark} and {len(pictures)} images: they must agree"
+                f"{where} has {text.count(mark)} placeholders {mark} and {len(pictures)} {self.kind}s: they must agree"
             )
-        images = [pictures] if pictures else None
-        return self._called(where, self.processor, text=[text], images=images, return_tensors="pt", **_WITHOUT_SPECIAL)
+        media = {self.kind: pictures} if self.kind == "audio" else {"images": [pictures]}
+        media = {**media, **self._rate} if pictures else {}
+        return self._called(where, self.processor, text=[text], **media, return_tensors="pt", **_WITHOUT_SPECIAL)
 
     def _called(self, where: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """The result of another library's function, whose errors say where."""
@@ -326,24 +356,24 @@ def _turns(value: Any) -> Sequence[Any]:
     return () if value is None or isinstance(value, str) else value
 
 
-def _with_pictures(messages: Any, pictures: list[Any], where: str) -> list[dict[str, Any]]:
-    """Messages whose content is a list of parts, with the images of the example in them.
+def _with_pictures(messages: Any, pictures: list[Any], where: str, kind: str) -> list[dict[str, Any]]:
+    """Messages whose content is a list of parts, with the images or clips of the example in them.
 
-    Images without a place stand before the text of the first user's message, as in TRL.
+    Those without a place stand before the text of the first user's message, as in TRL.
     """
     left, turns, placed = list(pictures), [], False
-    marked = any(_is_picture(part) for turn in messages for part in _parts(turn))
+    marked = any(part.get("type") == kind for turn in messages for part in _parts(turn))
     for turn in messages:
         parts = [dict(part) for part in _parts(turn)]
         if turn.get("role") == "user" and not marked and not placed:
-            parts, placed = [{"type": "image"} for _ in left] + parts, True
+            parts, placed = [{"type": kind} for _ in left] + parts, True
         turns.append({**turn, "content": parts})
-    places = [part for turn in turns for part in turn["content"] if _is_picture(part)]
+    places = [part for turn in turns for part in turn["content"] if part.get("type") == kind]
     if len(places) != len(left):
-        raise LayoutError(f"{where} has {len(places)} places for images and {len(left)} images: they must agree")
+        raise LayoutError(f"{where} has {len(places)} places for {kind}s and {len(left)} {kind}s: they must agree")
     for part, picture in zip(places, left, strict=True):
         part.clear()
-        part.update(type="image", image=picture)
+        part.update({"type": kind, kind: picture})
     return turns
 
 
@@ -352,10 +382,6 @@ def _parts(turn: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [{name: value for name, value in part.items() if value is not None} for part in content or ()]
-
-
-def _is_picture(part: Mapping[str, Any]) -> bool:
-    return part.get("type") == "image"
 
 
 def _without_padding(columns: dict[str, Any], where: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ _DESCRIPTIONS: dict[Encoder, str] = {
     "windows": "the encoder runs the windows of all clips as segments of one row, and pads last chunks alone",
     "equal": "the encoder sees the padding of a clip, so all clips have its full length and run as one batch",
 }
-# Families that take audio and are refused, with the reason.
+# Families that take audio, of which no clip is packed, with the reason.
 REFUSED_AUDIO = {
     "gemma3n": "its encoder sees the padding of the longest clip of a batch",
     "gemma4": "its encoder is not known to be exact on clips of unequal length",
@@ -107,13 +107,19 @@ class Audio:
         if missing:
             raise LayoutError(f"{where} has audio without {missing[0]}: pass what the processor returns")
         frames = self.frames(clips)
-        if clips and (self.width or 0) not in (0, width := clips[FEATURES].shape[-1]):
+        width = clips[FEATURES].shape[-1] if clips else 0
+        if clips and self.width not in (None, width):
             raise LayoutError(
                 f"{where} has features of {width:,} frames and the encoder takes {self.width:,}: let the processor pad "
                 "clips to the encoder's length and cut longer ones into clips"
             )
         if clips and not bool(clips[FEATURES].isfinite().all()):
             raise LayoutError(f"{where} has audio that is not finite: repair it or leave out the example")
+        if width % self.multiple:
+            raise LayoutError(
+                f"{where} has features of {width:,} frames, and the encoder takes multiples of {self.multiple}: pass "
+                "what the processor of the model returns"
+            )
         for number, count in enumerate(frames):
             if self.tokens(count) < 1:
                 raise LayoutError(
@@ -161,14 +167,8 @@ def _from_the_start(mask: Tensor, count: int) -> bool:
 
 
 def audio_of(config: Any) -> Audio | None:
-    """Returns how a model takes audio, None if it takes none.
-
-    Raises:
-        UnsupportedModelError: the family takes audio and is refused.
-    """
+    """Returns how a model takes audio, None if it takes none packed."""
     family = config.model_type
-    if family in REFUSED_AUDIO and getattr(config, "audio_config", None) is not None:
-        raise UnsupportedModelError(f"{family} cannot be trained packed with audio: {REFUSED_AUDIO[family]}")
     keys = EXACT_KEYS.get(family, frozenset())
     if FEATURES not in keys:
         return None

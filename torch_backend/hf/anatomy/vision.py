@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
-from torch_backend.hf.anatomy.audio import Audio, audio_of, require_encoder
+from torch_backend.hf.anatomy.audio import REFUSED_AUDIO, Audio, audio_of, require_encoder
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, ROWS_OF_IMAGES, BothWays, both_ways_of, refusal
 from torch_backend.hf.anatomy.structure import causal_lm
 
@@ -167,9 +167,10 @@ def vision_of(model: nn.Module) -> Vision:
         name, marks = type(root).__name__, frozenset((audio.placeholder,))
         return Vision(name, audio.keys, marks, in_rows=False, merge=None, indexer=None, both_ways=None, audio=audio)
     if "pixel_values" not in keys:
+        why = f" ({REFUSED_AUDIO[config.model_type]})" if config.model_type in REFUSED_AUDIO else ""
         raise UnsupportedModelError(
-            f"{type(root).__name__} is not known to be exact with images or audio in packed rows: pack text alone, "
-            "without processor=, and give the model documents with images or audio unpacked"
+            f"{type(root).__name__} is not known to be exact with images or audio in packed rows{why}: pack text "
+            "alone, without processor=, and give the model documents with images or audio unpacked"
         )
     indexer = indexer_of(root) if config.model_type in M_ROPE else None
     both_ways = both_ways_of(config)

@@ -1,0 +1,164 @@
+"""Raw examples with clips: files, arrays and rates, read by the family's processor, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.utils.data import DataLoader
+
+import torch_backend
+from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
+from tests.torch_backend.audio_models import AUDIO, audio_model
+from tests.torch_backend.audio_processors import PROCESSORS, RATE, sound, wav
+from tests.torch_backend.collate.test_audio_collator import assert_same
+from tests.torch_backend.collate.test_vision_collator import update
+from torch_backend import PackedCollator, PackedVisionDataset
+from torch_backend.collate.sounds import clips_of, resampled
+
+
+def chat(*clips: Any, ask: str = "w5 w6", answer: str = "w7 w8 w9", **more: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, "audios": list(clips), **more}
+
+
+def at_rate(clip: Any, rate: int = RATE) -> dict[str, Any]:
+    return {"array": clip, "sampling_rate": rate}
+
+
+CHATS = [
+    chat(ask="w4"),
+    chat(at_rate(sound(0.3, 1)), answer="w10 w11"),
+    chat(at_rate(sound(1.0, 2)), ask="w20"),
+    chat({"bytes": wav(sound(0.11, 3)), "path": None}, ask="w30 w31"),
+]
+
+
+def processed(processor: Any, example: dict[str, Any]) -> dict[str, Any]:
+    """Returns the processor's result for a chat, with labels at text alone; clips stand before the user's text."""
+    user, assistant = example["messages"]
+    parts = [{"type": "audio", "audio": clips_of({"audio": clip}, "it", RATE)[0]} for clip in example["audios"]]
+    turns = [
+        {"role": "user", "content": [*parts, {"type": "text", "text": user["content"]}]},
+        {"role": "assistant", "content": [{"type": "text", "text": assistant["content"]}]},
+    ]
+    found = processor.apply_chat_template(
+        [turns],
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"add_special_tokens": False, "sampling_rate": RATE},
+    )
+    return {**found, "labels": found["input_ids"].masked_fill(found["input_ids"] == AUDIO, -100)}
+
+
+@pytest.mark.parametrize("case", PROCESSORS)
+def test_raw_chats_equal_each_document_alone(case: str) -> None:
+    model, processor = audio_model(case), PROCESSORS[case]()
+    truth = update(model, [processed(processor, example) for example in CHATS])
+    batch = PackedCollator(model, 160, processor=processor, strategy="sequential")(CHATS)
+    assert len(batch["packed_documents"]) == 4 and (batch["input_ids"].as_subclass(torch.Tensor) == AUDIO).any()
+    assert_same(update(torch_backend.patch(model, verify=False), [batch]), truth)
+
+
+def test_a_data_set_reads_its_clips_in_workers() -> None:
+    model, processor = audio_model("qwen2_audio"), PROCESSORS["qwen2_audio"]()
+    bad = chat({"bytes": b"nothing", "path": None})
+    rows = PackedVisionDataset([*CHATS, bad], 64, model, processor, on_error="skip", seed=None)
+    assert list(rows.skipped) == [4] and "example 4: clip 0 cannot be decoded" in rows.skipped[4]
+    collate = PackedCollator(model, processor=processor)
+    here = [collate([row]) for row in rows]
+    there = list(DataLoader(rows, batch_size=1, num_workers=1, collate_fn=collate, multiprocessing_context="fork"))
+    for a, b in zip(here, there, strict=True):
+        assert torch.equal(a["input_features"], b["input_features"]) and a["packed_images"] == b["packed_images"]
+
+
+def test_a_prompt_with_a_place_and_a_completion() -> None:
+    model, processor = audio_model("qwen2_audio"), PROCESSORS["qwen2_audio"]()
+    collate = PackedCollator(model, processor=processor)
+    batch = collate([{"prompt": "w4 <|AUDIO|> w5", "completion": "w6 w7", "audio": at_rate(sound(0.2))}])
+    assert batch["labels"][batch["labels"] != -100].tolist() == [6, 7]
+    places = [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "w4"}]}]
+    with pytest.raises(LayoutError, match="example 0 has 1 places for audios and 2 audios"):
+        collate([{"messages": places, "audios": [at_rate(sound(0.2))] * 2}])
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_files_of_every_width_and_of_two_channels_are_read(width: int, tmp_path: Path) -> None:
+    clip = sound(0.1)
+    both = np.stack([clip, -0.5 * clip], 1)
+    (tmp_path / "a.wav").write_bytes(wav(both, channels=2, width=width))
+    (found,) = clips_of({"audio": str(tmp_path / "a.wav")}, "example 3", RATE)
+    assert found.dtype == np.float32 and np.abs(found - 0.25 * clip).max() < 2.0 ** (2 - 8 * width) + 1e-6
+
+
+@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 48_000])
+def test_clips_of_other_rates_are_resampled(rate: int) -> None:
+    """A tone keeps its frequency, its amplitude and its length; one above half the rate is gone."""
+    tone = np.sin(2 * np.pi * 440 * np.arange(rate) / rate).astype(np.float32)
+    found = resampled(tone, rate, RATE)
+    want = np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)
+    assert len(found) == RATE and np.abs(found - want)[500:-500].max() < 1e-3
+    if rate > 2 * 11_000:
+        high = np.sin(2 * np.pi * 10_000 * np.arange(rate) / rate).astype(np.float32)
+        assert np.abs(resampled(high, rate, RATE))[500:-500].max() < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("clip", "words"),
+    [
+        ("absent.wav", "FileNotFoundError"),
+        ({"bytes": b"RIFF\0\0\0\0WAVEfmt ", "path": None}, "cannot be decoded"),
+        ({"bytes": b"", "path": None}, "cannot be decoded"),
+        (sound(0.1), "an array whose sampling_rate is None"),
+        (at_rate(np.stack([sound(0.1)] * 2)), r"an array of shape \[2, 1600\]: pass one channel"),
+        (at_rate(np.zeros(0)), "it has no samples"),
+        (at_rate(np.zeros(9, np.int16)), "an array of int16: pass numbers from -1 to 1"),
+        (at_rate(np.full(9, np.nan)), "samples that are not finite"),
+        (at_rate(sound(1.1)), "clip 0 has 1.1 seconds and the model 1: cut it into clips"),
+        (at_rate(np.zeros(1)), "clip 0 has 1 frames, too few for a single token"),
+    ],
+)
+def test_clips_that_cannot_be_used_are_named_by_their_record(clip: Any, words: str) -> None:
+    collate = PackedCollator(audio_model("qwen2_audio"), processor=PROCESSORS["qwen2_audio"]())
+    with pytest.raises(PackingError, match=f"example 1.*{words}"):
+        collate([CHATS[0], chat(clip)])
+
+
+def test_silence_is_a_clip() -> None:
+    collate = PackedCollator(audio_model("qwen2_audio"), processor=PROCESSORS["qwen2_audio"]())
+    assert collate([chat(at_rate(np.zeros(RATE // 4)))])["input_features"].isfinite().all()
+
+
+def test_images_and_processors_of_others_are_refused() -> None:
+    model = audio_model("qwen2_audio")
+    with pytest.raises(UnsupportedError, match="example 0 has image, which Qwen2AudioForCond.* does not take packed"):
+        PackedCollator(model, processor=PROCESSORS["qwen2_audio"]())([chat(images=[0])])
+    processor = PROCESSORS["qwen2_audio"]()
+    processor.audio_token_id = 5
+    with pytest.raises(PackingError, match="marks audio by the token 5 and Qwen2AudioForCond.* expects 93"):
+        PackedCollator(model, processor=processor)
+    from tests.torch_backend.processors import tiny_processor
+
+    with pytest.raises(PackingError, match="has no tokenizer and feature_extractor"):
+        PackedCollator(model, processor=tiny_processor("llava"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("Whisper", "whisper cannot be trained packed: it is the decoder of an encoder-decoder"),
+        ("Speech2Text", "speech_to_text cannot be trained packed: it is an encoder-decoder"),
+        ("GraniteSpeech", r"GraniteSpeechFor.* \(its encoder has batch norms"),
+        ("GlmAsr", r"GlmAsrFor.* \(its encoder sees the padding of a clip"),
+    ],
+)
+def test_other_families_are_refused_by_name(kind: str, words: str) -> None:
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForConditionalGeneration")(getattr(transformers, f"{kind}Config")())
+    with pytest.raises(UnsupportedModelError, match=words):
+        PackedCollator(model, processor=PROCESSORS["qwen2_audio"]())

@@ -1,0 +1,136 @@
+"""The clips of a raw example, decoded: one channel, float32, at the rate of the family's feature extractor.
+
+Files of PCM are read by the standard library, others by soundfile if it is there, addresses by transformers. Clips of
+another rate are resampled by soxr if it is there, as transformers does, else here.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import wave
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from packing_core.errors import LayoutError, PackingError, first_line
+from packing_core.extras import require
+from torch_backend.collate.pictures import media_of
+
+Clip = NDArray[np.float32]
+_ZEROS, _ROLLOFF = 24, 0.97  # zero crossings of the kernel on either side, the part of the band that is kept
+
+
+def clips_of(example: Mapping[str, Any], where: str, rate: int, longest: int | None = None) -> list[Clip]:
+    """Decodes the clips of an example [samples], in the order of their places.
+
+    Args:
+        example: ``audios``, a list, or ``audio``; and ``messages`` or a ``prompt`` whose parts may have clips of their
+            own (``{"type": "audio", "audio": ...}``, ``path`` or ``url``). Each is a path, a URL, ``{"array": ...,
+            "sampling_rate": ...}``, ``{"bytes": ..., "path": ...}`` or a decoder, as ``datasets`` gives them, or an
+            array beside a column ``sampling_rate``.
+        where: what messages call the example.
+        rate: samples per second that the feature extractor takes.
+        longest: samples beyond which the model would hear the beginning of a clip alone.
+
+    Raises:
+        PackingError: a clip cannot be decoded.
+        LayoutError: it is longer than the model takes, empty, or there are more or fewer than places without one.
+    """
+    found = []
+    for number, item in enumerate(media_of(example, "audio", where)):
+        clip = _decode(item, f"{where}: clip {number}", rate, example.get("sampling_rate"))
+        if longest is not None and len(clip) > longest:
+            raise LayoutError(
+                f"{where}: clip {number} has {len(clip) / rate:.1f} seconds and the model {longest / rate:g}: cut "
+                "it into clips"
+            )
+        found.append(clip)
+    return found
+
+
+def _decode(item: Any, what: str, rate: int, beside: Any) -> Clip:
+    try:
+        samples, its = _samples(item, rate, beside)
+        clip = np.asarray(samples)
+        if clip.ndim != 1:
+            raise ValueError(f"an array of shape {list(clip.shape)}: pass one channel, such as array.mean(axis)")
+        if not len(clip):
+            raise ValueError("it has no samples")
+        if clip.dtype.kind in "iu":
+            raise TypeError(f"an array of {clip.dtype}: pass numbers from -1 to 1")
+        if not np.isfinite(clip).all():
+            raise ValueError("it has samples that are not finite")
+        return resampled(clip.astype(np.float32), int(its), rate)
+    except Exception as error:
+        raise PackingError(
+            f"{what} cannot be decoded ({type(error).__name__}: {first_line(error)}): repair it or leave out "
+            "the example"
+        ) from error
+
+
+def _samples(item: Any, rate: int, beside: Any) -> tuple[Any, float]:
+    """The samples of a clip, and how many there are in a second."""
+    if hasattr(item, "get_all_samples"):  # torchcodec's decoder
+        decoded = item.get_all_samples()
+        return decoded.data.mean(0).numpy(), decoded.sample_rate
+    if isinstance(item, Mapping):
+        if item.get("array") is not None:
+            return _at_rate(item["array"], item.get("sampling_rate"))
+        item = item["bytes"] if item.get("bytes") is not None else item["path"]
+    if isinstance(item, bytes):
+        return _of_file(item)
+    if isinstance(item, str) and item.startswith(("http://", "https://", "data:")):
+        return require("transformers.audio_utils", extra="hf").load_audio(item, sampling_rate=rate), rate
+    if isinstance(item, str | Path):
+        return _of_file(Path(item).read_bytes())
+    return _at_rate(item, beside)
+
+
+def _at_rate(array: Any, rate: Any) -> tuple[Any, float]:
+    if not isinstance(rate, int | float | np.integer | np.floating) or not rate > 0:
+        raise ValueError(f"an array whose sampling_rate is {rate!r}: pass how many samples a second has")
+    return array, float(rate)
+
+
+def _of_file(content: bytes) -> tuple[NDArray[Any], float]:
+    """The samples of a file, the mean of its channels."""
+    try:
+        with wave.open(io.BytesIO(content)) as file:
+            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            raw = np.frombuffer(file.readframes(file.getnframes()), np.uint8)
+    except (wave.Error, EOFError):
+        if find_spec("soundfile") is None:
+            raise
+        samples, rate = require("soundfile", extra="hf").read(io.BytesIO(content), dtype="float32", always_2d=True)
+        return samples.mean(1), rate
+    whole = raw[: len(raw) // (width * channels) * width * channels].reshape(-1, channels, width)
+    if width == 1:  # the only width without a sign
+        return ((whole[..., 0].astype(np.float32) - 128) / 128).mean(1), rate
+    left = np.zeros((*whole.shape[:2], 4 - width), np.uint8)  # the lowest bytes of 32 bits
+    numbers = np.ascontiguousarray(np.concatenate([left, whole], -1)).view("<i4")[..., 0]
+    return (numbers / np.float32(2**31)).astype(np.float32).mean(1), rate
+
+
+def resampled(clip: Clip, rate: int, wanted: int) -> Clip:
+    """A clip [n] at another rate, [ceil(n * wanted / rate)]: a sinc under a Hann window, below the lower half rate."""
+    if rate == wanted:
+        return clip
+    if find_spec("soxr") is not None:
+        found: Clip = require("soxr", extra="hf").resample(clip, rate, wanted)
+        return found
+    divisor = math.gcd(rate, wanted)
+    old, new = rate // divisor, wanted // divisor
+    cut = min(old, new) * _ROLLOFF
+    width = math.ceil(_ZEROS * old / cut)
+    times = torch.arange(-width, width + old, dtype=torch.float64) / old - torch.arange(new)[:, None] / new
+    angles = (times * cut).clamp(-_ZEROS, _ZEROS)
+    kernels = torch.special.sinc(angles) * torch.cos(angles * math.pi / _ZEROS / 2) ** 2 * cut / old
+    padded = torch.nn.functional.pad(torch.from_numpy(clip), (width, width + old))
+    made = torch.nn.functional.conv1d(padded[None, None], kernels.float()[:, None], stride=old)
+    return made[0].T.flatten()[: math.ceil(len(clip) * new / old)].numpy()
