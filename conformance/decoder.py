@@ -23,6 +23,7 @@ from packing_core.reference.arithmetic import WorkingDtype, operands, plain
 
 Backward = Callable[[Array], Gradients]
 Sums = tuple[float, float, Gradients]  # loss sum, number of trained labels, gradients of the loss sum
+EMBEDDING = "model.embed_tokens.weight"
 State = dict[str, tuple[Array, Array]]  # AdamW's moments by weight name
 
 
@@ -42,12 +43,26 @@ def run(
     decoder: Decoder, input_ids: Array, mixing: Mixing, *, dtype: WorkingDtype = "float64"
 ) -> tuple[Array, Backward]:
     """Logits ``[T, V]`` of tokens ``[T]``, and the function from their gradient to that of every weight."""
+    h, hidden_back = hidden(decoder, input_ids, mixing, dtype=dtype)
+    (embedding,) = operands(dtype, decoder.weights[EMBEDDING])
+
+    def backward(dlogits: Array) -> Gradients:
+        (dlogits,) = operands(dtype, dlogits)
+        gradients = hidden_back(dlogits @ embedding)
+        gradients[EMBEDDING] = dlogits.T @ h + gradients[EMBEDDING]  # tied: head and embedding
+        return {name: plain(gradient) for name, gradient in gradients.items()}
+
+    return plain(h @ embedding.T), backward
+
+
+def hidden(
+    decoder: Decoder, input_ids: Array, mixing: Mixing, *, dtype: WorkingDtype = "float64"
+) -> tuple[Array, Backward]:
+    """Last hidden states ``[T, C]`` of tokens ``[T]``, and the function from their gradient; both in ``dtype``."""
     config = decoder.config
     w = {name: operands(dtype, array)[0] for name, array in decoder.weights.items()}
-    embedding = w["model.embed_tokens.weight"]
-
     layers = []
-    x = embedding[input_ids]
+    x = w[EMBEDDING][input_ids]
     for i in range(config.num_hidden_layers):
         prefix = f"model.layers.{i}."
         layer = {name.removeprefix(prefix): array for name, array in w.items() if name.startswith(prefix)}
@@ -55,21 +70,37 @@ def run(
         x, feed_back = _feed_forward_block(x, layer, config)
         layers.append((prefix, attend_back, feed_back))
     h, norm_back = _rms_norm(x, w["model.norm.weight"], config.rms_norm_eps)
-    logits = h @ embedding.T
 
-    def backward(dlogits: Array) -> Gradients:
-        (dlogits,) = operands(dtype, dlogits)
+    def backward(dh: Array) -> Gradients:
         gradients: Gradients = {}
-        dx, gradients["model.norm.weight"] = norm_back(dlogits @ embedding)
+        dx, gradients["model.norm.weight"] = norm_back(dh)
         for prefix, attend_back, feed_back in reversed(layers):
             for block_back in (feed_back, attend_back):
                 dx, found = block_back(dx)
                 gradients |= {prefix + name: gradient for name, gradient in found.items()}
         (one_hot,) = operands(dtype, input_ids[:, None] == np.arange(config.vocab_size))
-        gradients["model.embed_tokens.weight"] = dlogits.T @ h + one_hot.T @ dx  # tied: head and embedding
-        return {name: plain(gradient) for name, gradient in gradients.items()}
+        gradients[EMBEDDING] = one_hot.T @ dx
+        return gradients
 
-    return plain(logits), backward
+    return h, backward
+
+
+def embedding_alone(
+    decoder: Decoder, input_ids: Array, how: str, *, dtype: WorkingDtype = "float64"
+) -> tuple[Array, Backward]:
+    """The vector ``[C]`` of one document alone, and the function from its gradient to that of every weight."""
+    h, hidden_back = hidden(decoder, input_ids, _Alone(decoder.config, len(input_ids), dtype), dtype=dtype)
+    pooled = {"first": h[0], "last": h[-1], "mean": h.mean(axis=0)}[how]
+    places = np.arange(len(h))
+    (share,) = operands(
+        dtype, {"first": places == 0, "last": places == len(h) - 1, "mean": 0 * places + 1 / len(h)}[how]
+    )
+
+    def backward(dout: Array) -> Gradients:
+        (dout,) = operands(dtype, dout)
+        return {name: plain(gradient) for name, gradient in hidden_back(share[:, None] * dout).items()}
+
+    return plain(pooled), backward
 
 
 def alone(decoder: Decoder, input_ids: Array, *, dtype: WorkingDtype = "float64") -> tuple[Array, Backward]:

@@ -93,6 +93,8 @@ def _masks() -> list[Case]:
         ("two rows with padding", "window across a boundary", padded, True, 6),
         ("several documents, both directions", "bidirectional", mixed, False, None),
         ("padding anywhere, both directions", "bidirectional", padded, False, None),
+        ("window of 5, both directions", "window both ways", mixed, False, 5),
+        ("window of 6 beside padding, both directions", "window both ways", padded, False, 6),
     ]
     return [
         {"name": name, "about": about, "rows": rows, "segment_ids": segment_ids(rows).tolist(), "causal": causal,

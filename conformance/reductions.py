@@ -193,6 +193,46 @@ def check_logprobs_isolated(judge: Judge, drawn: Sequence[Document]) -> None:
         judge.holds(not own, f"every token of document {number} changed and its log-probabilities did not move")
 
 
+def check_embed(judge: Judge, drawn: Sequence[Document], how: str, *, only: str | None = None) -> None:
+    """Pooled hidden states, or the gradients of all weights, are those of the documents run alone."""
+    case, dtype = DecoderCase(), judge.dtype
+    width = case.config.hidden_size
+    dout = round_to(dtype, generator("pooled", how, len(drawn)).standard_normal((len(drawn), width)))
+    answer, found = judge.ask("embed", case.decoder(), drawn, how=how, dtype=dtype, dout=dout)
+    truth = []
+    for arithmetic in ("float64", dtype):
+        alone = [_embedded_alone(judge, case, x, how, y, arithmetic) for x, y in zip(drawn, dout, strict=True)]
+        total = {name: np.sum([gradients[name] for _, gradients in alone], axis=0) for name in alone[0][1]}
+        truth.append((np.stack([vector for vector, _ in alone])[None], total))
+    got = np.asarray(answer, np.float64)[None], {name: np.asarray(x, np.float64) for name, x in found.items()}
+    for name in truth[0][1] if only == "gradients" else [only]:
+        judge.within(got, Expected(*truth), np.arange(1, len(drawn) + 1)[None], dtype, only=name)
+
+
+def check_embed_isolated(judge: Judge, drawn: Sequence[Document], how: str) -> None:
+    """Exchanging one document moves its own vector and no other document's."""
+    decoder, dtype = DecoderCase().decoder(), judge.dtype
+    before, _ = judge.ask("embed", decoder, drawn, how=how, dtype=dtype)
+    for number in range(len(drawn)):
+        exchanged = [altered(document) if i == number else document for i, document in enumerate(drawn)]
+        after, _ = judge.ask("embed", decoder, exchanged, how=how, dtype=dtype)
+        others = np.arange(len(drawn)) != number
+        judge.unmoved("vectors of others", before[others], after[others], because=f"document {number} changed")
+        own = np.array_equal(before[number], after[number])
+        judge.holds(not own, f"every token of document {number} changed and its vector did not move")
+
+
+def _embedded_alone(
+    judge: Judge, case: DecoderCase, document: Document, how: str, dout: Array, dtype: str
+) -> tuple[Array, Gradients]:
+    """The vector ``[C]`` of one document alone, and the weights' gradients."""
+    if judge.backend.capabilities.own_model:
+        found = judge.backend.embed(case.decoder(), [document], how=how, dtype=dtype, dout=dout[None])
+        return np.asarray(found[0], np.float64)[0], found[1]
+    vector, backward = numpy_decoder.embedding_alone(case.decoder(), document.input_ids, how, dtype=dtype)  # type: ignore[arg-type]
+    return vector, backward(dout)
+
+
 def _cotangent(number: int, document: Document) -> Array:
     """``[n]``, 0 where nothing is trained."""
     drawn = generator("cotangent", number, len(document.labels)).standard_normal(len(document.labels))

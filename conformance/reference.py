@@ -18,7 +18,7 @@ import numpy as np
 
 from conformance import decoder as numpy_decoder
 from conformance.decoder import Sums
-from conformance.draws import round_to
+from conformance.draws import lay_out, round_to
 from conformance.reference_context import CutMethods
 from conformance.reference_documents import DocumentMethods
 from conformance.reference_experts import ExpertMethods
@@ -308,6 +308,19 @@ class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, CutMet
     def _decode(self, decoder: Decoder, batch: Batch) -> tuple[Array, numpy_decoder.Backward]:
         logits, backward = numpy_decoder.run(decoder, batch.input_ids.ravel(), _Packed(self, batch, decoder.config))
         return logits.reshape(*batch.input_ids.shape, -1), backward
+
+    def embed(
+        self, decoder: Decoder, documents: Sequence[Document], *, how: str, dtype: str, dout: Array | None = None
+    ) -> tuple[Array, Gradients]:
+        batch = self.in_one_row(documents)
+        h, backward = numpy_decoder.hidden(decoder, batch.input_ids.ravel(), _Packed(self, batch, decoder.config))
+        share = self.shares_of([[place] for place in segments(batch.segment_ids)], batch.segment_ids.shape, how)
+        gradients = {} if dout is None else backward(share.T @ dout)
+        return round_to(dtype, share @ h), {name: round_to(dtype, x) for name, x in gradients.items()}
+
+    def in_one_row(self, documents: Sequence[Document]) -> Batch:
+        """The documents in their order, between padding."""
+        return lay_out(((-3, *(len(document.input_ids) for document in documents), -2),), documents)
 
     def lengths(self, segment_ids: Array) -> Array:
         """int ``[B, S]``: the length by which each token's rotary frequencies are chosen."""

@@ -28,15 +28,18 @@ class DocumentMethods(Backend):
         where: Array | None = None,
         dout: Array | None = None,
     ) -> tuple[Array, Gradients]:
-        order = np.stack([self.reading_order(pieces, values.shape).ravel() for pieces in documents])  # [N, T]
-        counted = order >= 0
-        if where is not None:
-            counted &= where.ravel()
-        share = self.shares(counted, order, how)
+        share = self.shares_of(documents, values.shape, how, where)
         x = values.astype(np.float64).ravel()
         out = np.where(share != 0, share * x, 0.0).sum(axis=1)
         gradient = {} if dout is None else {"values": round_to(dtype, (dout @ share).reshape(values.shape))}
         return round_to("float32", out), gradient
+
+    def shares_of(
+        self, documents: Sequence[Sequence[Place]], shape: tuple[int, ...], how: str, where: Array | None = None
+    ) -> Array:
+        """``[N, T]``: by how much each token counts in each document's result."""
+        order = np.stack([self.reading_order(pieces, shape).ravel() for pieces in documents])
+        return self.shares((order >= 0) if where is None else (order >= 0) & where.ravel(), order, how)
 
     def reading_order(self, pieces: Sequence[Place], shape: tuple[int, ...]) -> Array:
         """int ``[B, S]``: the place of each token in the document, -1 at tokens of others and at padding."""
@@ -47,7 +50,7 @@ class DocumentMethods(Backend):
         return order
 
     def shares(self, counted: Array, order: Array, how: str) -> Array:
-        """``[N, T]``: by how much each token counts in each document's result."""
+        """As :meth:`shares_of`, of documents by the places of their tokens."""
         if how in ("first", "last"):
             never = np.iinfo(np.int64).max if how == "first" else -1
             places = np.where(counted, order, never)

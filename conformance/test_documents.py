@@ -14,6 +14,7 @@ from conformance.reductions import HOW, ReduceCase
 requirement = pytest.mark.requirement
 
 LAYOUTS = {"one row": FULL, "padding": PADDED, "four rows": FOUR_ROWS}
+POOLED = ("first", "last", "mean")
 # Segments of FOUR_ROWS: four, five, two and four of them. Documents of up to three pieces in different rows, and not in
 # the order in which they stand there.
 SPLIT = ((9, 0), (1,), (14, 4, 2), (3, 10), (12, 13), (5, 6, 7, 8), (11,))
@@ -99,3 +100,21 @@ def test_log_probabilities_are_isolated(judge: Judge) -> None:
 @requirement("DOC-11")
 def test_a_step_is_a_mean_over_pairs(judge: Judge) -> None:
     documents.check_preference(judge, documents.pairs())
+
+
+@requirement("DOC-12")
+@pytest.mark.parametrize("how", POOLED)
+def test_pooled_states_are_those_of_the_document_alone(judge: Judge, how: str) -> None:
+    documents.check_embed(judge, draw(7, 16, 1, 33, 24, 15, 60), how, only="out")
+
+
+@requirement("DOC-13")
+@pytest.mark.parametrize("how", POOLED)
+def test_gradients_of_pooled_states(judge: Judge, how: str) -> None:
+    documents.check_embed(judge, draw(7, 16, 1, 33, 24), how, only="gradients")
+
+
+@requirement("DOC-14")
+@pytest.mark.parametrize("how", POOLED)
+def test_pooled_states_are_isolated(judge: Judge, how: str) -> None:
+    documents.check_embed_isolated(judge, draw(7, 16, 5, 33), how)

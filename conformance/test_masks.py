@@ -84,6 +84,13 @@ def test_bidirectional(judge: Judge, case: Case) -> None:
     judge.attention(AttentionCase(FULL, causal=False))
 
 
+@requirement("MASK-15")
+@pytest.mark.parametrize("case", masks("window both ways"))
+def test_a_window_of_bidirectional_attention(judge: Judge, case: Case) -> None:
+    check_mask(judge, case)
+    judge.attention(AttentionCase(FULL, causal=False, window=9))
+
+
 @requirement("MASK-11")
 def test_a_given_scale(judge: Judge) -> None:
     judge.attention(AttentionCase(FULL, scale=0.5))

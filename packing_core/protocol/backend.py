@@ -90,6 +90,22 @@ class Backend(Operations):
         """
         raise self._lacks("logprobs")
 
+    def embed(
+        self, decoder: Decoder, documents: Sequence[Document], *, how: str, dtype: str, dout: Array | None = None
+    ) -> tuple[Array, Gradients]:
+        """One vector of each document, pooled from its last hidden states of width C, and its vector-Jacobian product.
+
+        Args:
+            documents: which the adapter lays out as its stack does, and whose labels do not count.
+            how: the "first" token, the "last" one, or the "mean" of all.
+            dout: ``[N, C]``; None for the forward alone.
+
+        Returns:
+            ``[N, C]`` in the order of the documents. With ``dout`` the gradient of its inner product with these, by
+            weight name.
+        """
+        raise self._lacks("embed")
+
     def shared_gradients(
         self, decoder: Decoder, documents: Sequence[Document], *, dtype: str
     ) -> tuple[float, Gradients, int]:

@@ -14,7 +14,7 @@ ADAMW_EPSILON = 1e-3
 LEVELS: dict[str, tuple[str, ...]] = {
     "collator": ("plan", "collate"),
     "operation": ("attention", "rope", "scan", "delta_rule", "ssd", "convolution", "experts", "loss", "reduce"),
-    "model": ("forward", "gradients", "logprobs", "shared_gradients", "context_gradients"),
+    "model": ("forward", "gradients", "logprobs", "embed", "shared_gradients", "context_gradients"),
     "trainer": ("train", "preference"),
 }
 
@@ -63,6 +63,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     },
     "gradients": {"untrained_batches": "a batch without any target; a promise"},
     "logprobs": {"temperature": "temperature other than 1"},
+    "embed": {},
     "shared_gradients": {"shared_prefixes": "documents whose common beginnings are computed once"},
     "context_gradients": {"cut_documents": "documents that are cut over ranks"},
     "train": {

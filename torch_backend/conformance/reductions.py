@@ -13,7 +13,8 @@ from packing_core import protocol
 from packing_core.batches.keys import BatchKey
 from packing_core.protocol import Array, Batch, Document, Gradients, Place
 from torch_backend.collate import PackedCollator
-from torch_backend.conformance.tensors import TensorMethods
+from torch_backend.conformance.tensors import TensorMethods, to_numpy
+from torch_backend.hf.inputs.unpadding import LENGTHS, unpad_calls
 from torch_backend.losses.cross_entropy import normalise
 from torch_backend.losses.preference import dpo_loss
 from torch_backend.losses.token_logprobs import token_logprobs
@@ -21,7 +22,7 @@ from torch_backend.ops.reduction import reduce
 
 
 class DocumentMethods(TensorMethods):
-    """`reduce`, `logprobs` and `preference` of an adapter that makes the suite's decoder."""
+    """`reduce`, `logprobs`, `embed` and `preference` of an adapter that makes the suite's decoder."""
 
     def reduce(
         self,
@@ -56,6 +57,31 @@ class DocumentMethods(TensorMethods):
         if dout is not None:
             found.backward(torch.tensor(dout, device=found.device).to(found.dtype))
         return found.detach().cpu().numpy(), {} if dout is None else _gradients(model)
+
+    def embed(
+        self,
+        decoder: protocol.Decoder,
+        documents: Sequence[Document],
+        *,
+        how: str,
+        dtype: str,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        # A padded call, as libraries of embeddings make it; it runs packed, and its tokens go back to their places.
+        model = self._model(decoder, dtype)
+        unpad_calls(model)
+        lengths = torch.tensor([len(document.input_ids) for document in documents])
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(document.input_ids) for document in documents], batch_first=True)
+        places = torch.arange(ids.shape[1])
+        real = places < lengths[:, None]
+        shares = {"first": places == 0, "last": places == lengths[:, None] - 1, "mean": real / lengths[:, None]}
+        batch = self._on_device({"input_ids": ids, "attention_mask": real.long(), LENGTHS: tuple(lengths.tolist())})
+        with torch.set_grad_enabled(dout is not None):
+            hidden = model(**batch, output_hidden_states=True).hidden_states[-1]
+            pooled = (hidden * shares[how].to(hidden)[..., None]).sum(1)
+        if dout is not None:
+            pooled.backward(torch.tensor(dout, device=pooled.device).to(pooled.dtype))
+        return to_numpy(pooled), {} if dout is None else _gradients(model)
 
     def preference(
         self,

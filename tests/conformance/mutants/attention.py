@@ -68,6 +68,20 @@ class AlwaysCausal(Mutant, rejected_by="MASK-10"):
         return super().visible(segment_ids, True, window)
 
 
+class WindowLooksBack(Mutant, rejected_by="MASK-15"):
+    """Under a window, bidirectional attention shows the keys before the query alone."""
+
+    def visible(self, segment_ids, causal, window):
+        return super().visible(segment_ids, causal or window is not None, window)
+
+
+class WindowHalvedBothWays(Mutant, rejected_by="MASK-15"):
+    """A window of W shows W keys in all, half of them on either side, as some libraries count."""
+
+    def visible(self, segment_ids, causal, window):
+        return super().visible(segment_ids, causal, window if causal or window is None else (window + 1) // 2)
+
+
 class PaddingAttended(Mutant, rejected_by="PAD-04"):
     """Padding belongs to the segment after it, which attends to it."""
 

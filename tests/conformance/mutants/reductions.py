@@ -107,3 +107,44 @@ class PairsWeighedByMicrobatch(Mutant, rejected_by="DOC-11"):
 
     def share_of_pair(self, counts, number):
         return 1 / (len(counts) * counts[number])
+
+
+class PooledOfOneDocument(Mutant, rejected_by="DOC-12"):
+    """The encoder reads a row as one document, and is pooled document by document."""
+
+    def visible(self, segment_ids, causal, window):
+        return super().visible(1 * (segment_ids > 0), causal, window)
+
+
+class LastTokenPooledEarly(Mutant, rejected_by="DOC-12"):
+    """The last token is the one before it: the end token was not counted."""
+
+    def shares(self, counted, order, how):
+        share = super().shares(counted, order, how)
+        ends = counted.sum(axis=1, keepdims=True) == 1
+        return np.where(ends, share, np.roll(share, -1, axis=1)) if how == "last" else share
+
+
+class PooledInReverse(Mutant, rejected_by="DOC-12"):
+    """Vectors come back in another order than that of the documents."""
+
+    def embed(self, decoder, documents, **keywords):
+        vectors, found = super().embed(decoder, documents, **keywords)
+        return vectors[::-1], found
+
+
+class PooledWithoutGradientOfOne(Mutant, rejected_by="DOC-13"):
+    """The first document's vector has no gradient."""
+
+    def embed(self, decoder, documents, *, dout=None, **keywords):
+        if dout is not None:
+            dout = dout * (np.arange(len(dout)) > 0)[:, None]
+        return super().embed(decoder, documents, dout=dout, **keywords)
+
+
+class CentredVectors(Mutant, rejected_by="DOC-14"):
+    """The mean over the batch is taken off each vector."""
+
+    def embed(self, decoder, documents, **keywords):
+        vectors, found = super().embed(decoder, documents, **keywords)
+        return vectors - vectors.mean(axis=0), found
