@@ -32,7 +32,7 @@ from torch_backend.hf.anatomy.structure import causal_lm, decoder_of, own_module
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.mixers import find_mixers
 from torch_backend.hf.edits.override import original_class
-from torch_backend.hf.quantised import linear_4bit_layers
+from torch_backend.hf.quantised import quantised_layers
 
 Precision = Literal["float8", "float8:rowwise_with_gw_hp", "float8:rowwise", "float8:tensorwise"]
 RECIPES = ("rowwise_with_gw_hp", "rowwise", "tensorwise")
@@ -180,7 +180,7 @@ def _why_not_here(device: torch.device) -> str | None:
 
 def _why_not_weights(model: nn.Module, root: Any) -> str | None:
     """Explains why the weights of a model cannot be cast to float8 in its products, None if they can."""
-    if getattr(root, "is_quantized", False) or linear_4bit_layers([root]):
+    if getattr(root, "is_quantized", False) or quantised_layers([root]):
         return "its weights are quantised: train adapters without precision"
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return "FSDP1 has its weights as parts of one vector: use FSDP2 (fully_shard)"

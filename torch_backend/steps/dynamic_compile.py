@@ -21,7 +21,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.hf.patch import Patched, state_of
-from torch_backend.hf.quantised import linear_4bit_layers, traceable_4bit
+from torch_backend.hf.quantised import quantised_layers, traceable_weights
 from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.steps.eligibility import level_inside, why_not_compiled
 from torch_backend.steps.graph_limits import GRAPHS, whole_layers
@@ -123,7 +123,7 @@ class _Call:
 
     def __init__(self, owner: CompiledCalls, module: nn.Module) -> None:
         self.owner, self.module = owner, module
-        self.foreign, self.of_4_bits = replaced_modules([module]), linear_4bit_layers([module])
+        self.foreign, self.quantised = replaced_modules([module]), quantised_layers([module])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Checkpointing recomputes a layer outside of the model's call, so its own arguments decide first.
@@ -131,7 +131,7 @@ class _Call:
         if self.owner.failed or forward is None or not forward.prepared or forward.long is not None:
             return self.module._call_impl(*args, **kwargs)
         limit = torch._dynamo.config.patch(recompile_limit=GRAPHS)
-        with limit, whole_layers(), without_kernels(self.foreign), traceable_4bit(self.of_4_bits):
+        with limit, whole_layers(), without_kernels(self.foreign), traceable_weights(self.quantised):
             return self.owner.calls[self.owner.level][self.module](*args, **kwargs)
 
     def _current(self) -> PackedForward | None:

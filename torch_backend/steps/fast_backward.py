@@ -25,7 +25,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import DocumentsChoice
 from torch_backend.hf.patch import context_of, state_of
-from torch_backend.hf.quantised import linear_4bit_layers, traceable_4bit
+from torch_backend.hf.quantised import quantised_layers, traceable_weights
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS
 from torch_backend.steps.averaging import average_at_the_end
 from torch_backend.steps.boundaries import Host
@@ -165,7 +165,7 @@ class Gradients:
         # by the level at which they recompute, and whether each is several graphs between exchanges
         self.layers: dict[tuple[Level, bool], CompiledLayers] = {}
         self.foreign: dict[nn.Module, Any] = {}  # modules in them that run a library's kernels otherwise
-        self.of_4_bits: list[nn.Module] = []  # and linear layers that compiled layers run as operators
+        self.quantised: list[nn.Module] = []  # and linear layers that compiled layers run as operators
         self.fits_whole = cache(fits_whole)  # asked once for all batches of a size
         self.tiles: tuple[int, Parts] = 0, {}  # parts of layers that the last batch, of so many tokens, ran by tiles
         self.groups: dict[int, int] = {}  # layers that share an input on the host, for batches of so many tokens
@@ -302,7 +302,7 @@ class Gradients:
                 enough_graphs(),
                 recomputing_inside(compiled.recomputed),
                 without_kernels(self.foreign),
-                traceable_4bit(self.of_4_bits),
+                traceable_weights(self.quantised),
             ):
                 yield
         finally:
@@ -318,7 +318,7 @@ class Gradients:
         # blocks of a vision tower stay under torch's checkpoint, inside or outside of their graphs
         recomputed: list[Any] = [] if level == "none" else level_layers(state.decoder)
         self.foreign = replaced_modules(layers_of(state.decoder))
-        self.of_4_bits = linear_4bit_layers([state.root])
+        self.quantised = quantised_layers([state.root])
         any_length = self.pieces or (self.forests and self.fixed is None)
         compile_layers(self.model, memory="none" if in_parts else level, dynamic=None if any_length else False)
         calls = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}

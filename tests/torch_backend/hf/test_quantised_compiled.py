@@ -16,7 +16,7 @@ from tests.torch_backend.graphs import counted_compilation
 from tests.torch_backend.models import documents, error, tiny
 from tests.torch_backend.trainers.test_trainer import peft
 from torch_backend import PackedCollator, make_train_step, patch
-from torch_backend.hf.quantised import linear_4bit_layers, traceable_4bit, why_weights_stay
+from torch_backend.hf.quantised import quantised_layers, traceable_weights, why_weights_stay
 from torch_backend.steps import cuda_graph, dynamic_compile, fast_backward
 from torch_backend.steps.dynamic_compile import COMPILED, CompiledCalls, run_plain_layers
 from torch_backend.steps.memory import Level, marked
@@ -61,7 +61,7 @@ def test_a_traced_layer_has_the_bits_of_its_own(
         return y.detach(), x.grad
 
     right = run(layer)
-    with traceable_4bit([layer]):
+    with traceable_weights([layer]):
         torch._dynamo.reset()
         found = run(torch.compile(layer, backend="aot_eager", fullgraph=True))
     assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(found, right, strict=True))
@@ -92,7 +92,7 @@ def test_a_compiled_layer_keeps_no_values_of_its_weights(level: Level, again: in
     x = torch.randn(1, 37, 64, requires_grad=True)
     (right,) = torch.autograd.grad(model(x).square().sum(), x)
     calls.clear()
-    with traceable_4bit(linear_4bit_layers([model])):
+    with traceable_weights(quantised_layers([model])):
         torch._dynamo.reset()
         call = torch.compile(model, backend=marked(aot_eager_decomp_partition, level), fullgraph=True)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -152,7 +152,7 @@ def test_compiled_layers_train_adapters_as_plain_ones_do(
         if choice == "auto":
             assert step.parts["layers"] == "compiled"
             assert device == "cpu" or step.parts["graph"] == "CUDA graph"
-        assert type(linear_4bit_layers([model])[0]) is bnb.nn.Linear4bit
+        assert type(quantised_layers([model])[0]) is bnb.nn.Linear4bit
     tolerance = 1e-5 if device == "cpu" else 1e-3
     assert losses[0] == pytest.approx(losses[1], rel=tolerance) and losses[0][0] > losses[0][-1]
     for one, other in zip(*trained, strict=True):
@@ -214,7 +214,7 @@ def test_rows_of_any_length_run_through_one_graph(device: str, request: Any, mon
 def test_the_formula_of_memory_counts_4_bits() -> None:
     """Half a byte a value, four bytes a block of 64, and the values of one weight; autocast copies no packed ones."""
     dense, model = adapters(tiny("qwen2")), adapters(quantised(tiny("qwen2"), compress_statistics=False))
-    sizes = [layer.in_features * layer.out_features for layer in linear_4bit_layers([model])]
+    sizes = [layer.in_features * layer.out_features for layer in quantised_layers([model])]
     saved = StepMemory(dense).formula().fixed - StepMemory(model).formula().fixed
     assert saved == sum(sizes) * (4 - 1 / 2 - 4 / 64) - 4 * max(sizes)
     cast = StepMemory(model, autocast=torch.bfloat16).formula().fixed - StepMemory(model).formula().fixed
