@@ -82,13 +82,54 @@ class Sums(NamedTuple):
 
 
 class TrainStep:
-    """``state, metrics = train_step(state, batch)``; see :func:`make_train_step`.
+    """The training step of ``model`` under the optimizer ``tx``: ``state, metrics = train_step(state, batch)``.
+
+    The loss is the weighted mean over every trained token of the step, however many microbatches it is cut into and
+    however many devices share it: sums are accumulated in float32 and divided once. A `Decoder`'s gradients are added
+    over tokens and devices in float32 for every dtype of its layers. In other models devices add their shares of a
+    weight's gradient in the dtype that its layer computes in, where XLA places that sum;
+    `jax_backend.model.linear.Linear` in the place of ``nnx.Linear`` adds them in float32.
+
+    Every call of the step donates the state: its buffers become the next state's, and the old state cannot be used
+    again. The model given here, what `trainable` leaves out, and the batch are not donated.
+
+    Dropout draws from the model's own random streams (``nnx.Rngs``), whose keys are folded with the number of the step
+    and of the microbatch: a resumed run draws what the uninterrupted one does.
+
+    Args:
+        model: a `Decoder` or another ``nnx`` module; it keeps the dtype of its weights. Without ``loss_fn`` a module is
+            called with ``input_ids, segment_ids, position_ids`` and returns logits [B, S, V]. Or a function that makes
+            a module: `init` then makes the weights where they are kept, and no device ever holds them whole.
+        tx: an optax transformation.
+        mesh: None for one device. Rows are spread over the mesh's axes; weights, gradients and the optimizer's state
+            are cut over the axis named ``fsdp`` where the mesh has one. An axis ``tensor`` cuts the heads and the width
+            of the MLPs of a `Decoder` with their weights, and an axis ``context`` the tokens of its rows.
+        loss_fn: ``loss_fn(model, batch) -> (loss_sum, weight_sum)`` or ``(loss_sum, weight_sum, extra)`` of one
+            microbatch, a dictionary of arrays [B, ...] that may hold any keys. ``extra`` maps a name to a value that is
+            added up over microbatches, or to a pair (sum, weight) whose quotient is reported; both go into the metrics.
+            Terms that count each token, such as a z-loss, belong into ``loss_sum``.
+        trainable: an ``nnx`` filter of the variables that are trained; ``nnx.LoRAParam`` trains LoRA weights alone. The
+            others get no gradient and no optimizer state, and are in no checkpoint.
+        compute_dtype: what floating-point weights are cast to before each microbatch, gradients staying in the dtype
+            of the weights; None leaves that to the model's layers (their ``dtype``). Over ``fsdp`` the cast weights
+            are what travels.
+        precision: of matrix products, as `jax.default_matmul_precision` names it; None for what is in force. A GPU
+            multiplies float32 in TF32 by default: "highest" makes it float32. It covers `evaluate` as well.
+        microbatched: True if the first axis of every array counts microbatches, [A, B, ...], and False for [B, ...].
+            None reads it from the shape of ``input_ids``; a batch without that key needs True or False.
 
     Attributes:
         mesh: what rows and weights are spread over, or None.
         tx: the optax transformation.
         precision: of matrix products, or None for what is in force.
         compilations: for how many batch shapes the step was compiled; a new segmentation of a shape adds none.
+
+    Raises:
+        UnsupportedModelError: a ``linen`` module, or one with batch statistics, which mix a packed batch's documents.
+        PackingError: ``trainable`` selects nothing; ``tx`` is no optax transformation; ``mesh`` is no mesh.
+        LayoutError: heads do not divide over ``tensor``.
+        UnsupportedError: an axis of the mesh is named for expert or pipeline parallelism, or is ``tensor`` or
+            ``context`` and the model cannot be cut so; or ``compute_dtype`` needs a loss scale.
     """
 
     def __init__(
@@ -380,67 +421,4 @@ class TrainStep:
         return self._divide_and_update(state, sums)
 
 
-def make_train_step(
-    model: nnx.Module | Callable[[], nnx.Module],
-    tx: optax.GradientTransformation,
-    mesh: Mesh | None = None,
-    *,
-    loss_fn: LossFunction | None = None,
-    trainable: Any = nnx.Param,
-    compute_dtype: Any = None,
-    precision: str | None = None,
-    microbatched: bool | None = None,
-) -> TrainStep:
-    """Build the training step of ``model`` under the optimizer ``tx``.
-
-    The loss is the weighted mean over every trained token of the step, however many microbatches it is cut into and
-    however many devices share it: sums are accumulated in float32 and divided once. A `Decoder`'s gradients are added
-    over tokens and devices in float32 for every dtype of its layers. In other models devices add their shares of a
-    weight's gradient in the dtype that its layer computes in, where XLA places that sum;
-    `jax_backend.model.linear.Linear` in the place of ``nnx.Linear`` adds them in float32.
-
-    Every call of the step donates the state: its buffers become the next state's, and the old state cannot be used
-    again. The model given here, what `trainable` leaves out, and the batch are not donated.
-
-    Dropout draws from the model's own random streams (``nnx.Rngs``), whose keys are folded with the number of the step
-    and of the microbatch: a resumed run draws what the uninterrupted one does.
-
-    Args:
-        model: a `Decoder` or another ``nnx`` module; it keeps the dtype of its weights. Without ``loss_fn`` a module is
-            called with ``input_ids, segment_ids, position_ids`` and returns logits [B, S, V]. Or a function that makes
-            a module: `TrainStep.init` then makes the weights where they are kept, and no device ever holds them whole.
-        tx: an optax transformation.
-        mesh: None for one device. Rows are spread over the mesh's axes; weights, gradients and the optimizer's state
-            are cut over the axis named ``fsdp`` where the mesh has one. An axis ``tensor`` cuts the heads and the width
-            of the MLPs of a `Decoder` with their weights, and an axis ``context`` the tokens of its rows.
-        loss_fn: ``loss_fn(model, batch) -> (loss_sum, weight_sum)`` or ``(loss_sum, weight_sum, extra)`` of one
-            microbatch, a dictionary of arrays [B, ...] that may hold any keys. ``extra`` maps a name to a value that is
-            added up over microbatches, or to a pair (sum, weight) whose quotient is reported; both go into the metrics.
-            Terms that count each token, such as a z-loss, belong into ``loss_sum``.
-        trainable: an ``nnx`` filter of the variables that are trained; ``nnx.LoRAParam`` trains LoRA weights alone. The
-            others get no gradient and no optimizer state, and are in no checkpoint.
-        compute_dtype: what floating-point weights are cast to before each microbatch, gradients staying in the dtype
-            of the weights; None leaves that to the model's layers (their ``dtype``). Over ``fsdp`` the cast weights
-            are what travels.
-        precision: of matrix products, as `jax.default_matmul_precision` names it; None for what is in force. A GPU
-            multiplies float32 in TF32 by default: "highest" makes it float32. It covers `TrainStep.evaluate` as well.
-        microbatched: True if the first axis of every array counts microbatches, [A, B, ...], and False for [B, ...].
-            None reads it from the shape of ``input_ids``; a batch without that key needs True or False.
-
-    Raises:
-        UnsupportedModelError: a ``linen`` module, or one with batch statistics, which mix a packed batch's documents.
-        PackingError: ``trainable`` selects nothing; ``tx`` is no optax transformation; ``mesh`` is no mesh.
-        LayoutError: heads do not divide over ``tensor``.
-        UnsupportedError: an axis of the mesh is named for expert or pipeline parallelism, or is ``tensor`` or
-            ``context`` and the model cannot be cut so; or ``compute_dtype`` needs a loss scale.
-    """
-    return TrainStep(
-        model,
-        tx,
-        mesh,
-        loss_fn=loss_fn,
-        trainable=trainable,
-        compute_dtype=compute_dtype,
-        precision=precision,
-        microbatched=microbatched,
-    )
+make_train_step = TrainStep
