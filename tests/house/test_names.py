@@ -143,7 +143,7 @@ ONE_CONCEPT = {  # classes of one name for one concept, with the package of each
     "Tile": ["jax_backend", "torch_backend"],
     "TokenLogprobs": ["jax_backend", "torch_backend"],
     "TrainStep": ["jax_backend", "torch_backend"],
-    "_Launch": ["torch_backend", "torch_backend", "torch_backend"],
+    "_Launch": ["torch_backend", "torch_backend"],
 }
 
 

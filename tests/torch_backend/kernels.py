@@ -87,6 +87,25 @@ def assert_compiles(step: Callable[..., torch.Tensor], leaves: Sequence[torch.Te
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
+def with_gradients(
+    function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], dout: torch.Tensor
+) -> list[torch.Tensor]:
+    """The output of a function, and the gradients of its inputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def assert_isolated(run: Callable[[], list[torch.Tensor]], inputs: Sequence[torch.Tensor], own: slice) -> None:
+    """Results [T, ...] change with the inputs of one document at its tokens, and to the bit nowhere else."""
+    before = run()
+    for x in inputs:
+        x[own] = float("nan")
+    for x, y in zip(before, run(), strict=True):
+        assert torch.equal(x[: own.start], y[: own.start]) and torch.equal(x[own.stop :], y[own.stop :])
+        assert not torch.equal(x[own], y[own])
+
+
 def numpy(x: torch.Tensor) -> np.ndarray:
     return x.detach().double().cpu().numpy()
 

@@ -19,6 +19,7 @@ from tests.torch_backend.models import tiny
 from tests.torch_backend.trainers.test_trainer import llama
 from torch_backend import patch, unpatch
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.unchanged import why_changed
 from torch_backend.steps.memory import set_level
 from torch_backend.steps.tiled_layers import can_be_tiled, describe_tiles, tiled, tiled_modules
 
@@ -132,6 +133,15 @@ def test_a_hook_on_all_modules_sees_them_all(short: None, place: str) -> None:
     finally:
         handle.remove()
     assert model.model.layers[0].get_submodule(place) in seen
+
+
+def test_a_module_of_a_library_is_unchanged_until_somebody_changes_it() -> None:
+    module: Any = nn.Linear(2, 2)
+    assert why_changed(module) is None
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert why_changed(module) == "a hook stands on all modules"
+    module.forward = lambda x: x
+    assert why_changed(module) == "somebody set a forward on it"
 
 
 def adapted(**options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from packing_core.errors import LayoutError, UnsupportedError
-from tests.torch_backend.kernels import FLOAT32, ONE_DTYPE, Where
+from tests.torch_backend.kernels import FLOAT32, ONE_DTYPE, Where, assert_isolated, with_gradients
 from tests.torch_backend.ops.test_triton_attention import OPTIONS, SMALL, assert_is_the_oracle, drawn
 from torch_backend.ops.attention import IMPLEMENTATIONS, attention, triton_work
 from torch_backend.ops.attention.flex import block_mask
@@ -31,7 +32,7 @@ SERVING = ("reference", "sdpa", "triton")
 
 
 class Relation(NamedTuple):
-    """What segments have to do with each other, as metadata and as the oracle takes it; and who does not run it."""
+    """A relation between segments, as metadata and as the oracle takes it, and who does not run it."""
 
     lengths: tuple[int, ...]
     relation: dict[str, Any]
@@ -233,22 +234,15 @@ def test_the_block_mask_leaves_out_no_visible_block_and_takes_none_whole_that_is
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("name", SERVING)
 def test_no_segment_moves_another_with_spans_by_a_bit(where: Where, name: str) -> None:
-    inputs = drawn(where, 4, 2, 16, 16, tokens=sum(SPANNED))
+    *inputs, dout = drawn(where, 4, 2, 16, 16, tokens=sum(SPANNED))
     packed = SPANS.on(where)
 
     def run() -> list[torch.Tensor]:
-        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-        out = attention(*leaves, packed, implementation=name)
-        return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+        return with_gradients(partial(attention, packed=packed, implementation=name), inputs, dout)
 
-    before, again = run(), run()
-    start, stop = sum(SPANNED[:1]), sum(SPANNED[:2])
-    for x in inputs:
-        x[start:stop] = float("nan")
-    for x, y, z in zip(before, again, run(), strict=True):
+    for x, y in zip(run(), run(), strict=True):
         assert torch.equal(x, y)
-        assert torch.equal(x[:start], z[:start]) and torch.equal(x[stop:], z[stop:])
-        assert not torch.equal(x[start:stop], z[start:stop])
+    assert_isolated(run, [*inputs, dout], slice(sum(SPANNED[:1]), sum(SPANNED[:2])))
 
 
 def test_a_span_ends_with_its_segment_and_follows_the_segments_to_another_device() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from packing_core import reference
 from packing_core.errors import UnsupportedError
-from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
+from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_isolated, assert_within_budget, numpy, with_gradients
 from torch_backend.ops.attention import AttentionRequest, attention
 from torch_backend.ops.attention.request import request_of
 from torch_backend.ops.attention.triton import TRITON, KernelTiles, Tile, choose_tiles
@@ -191,38 +192,29 @@ def test_inputs_whose_heads_come_first_have_the_same_bits(where, small_tiles, he
     *inputs, dout = drawn(where, 4, heads_of_keys, 16, 16)
     packed = PackedMetadata.from_lengths(LENGTHS, device=where.device)
 
-    def run(given: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
-        leaves = [x.detach().requires_grad_() for x in given]
-        out = attention(*leaves, packed, implementation="triton")
-        return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+    def attend(q, k, v):
+        return attention(q, k, v, packed, implementation="triton")
 
     def heads_first(x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(x.shape[1], x.shape[0], x.shape[2]).copy_(x.transpose(0, 1)).transpose(0, 1)
 
     assert heads_first(inputs[1]).stride(1) == TOKENS * 16
-    right = run(inputs, dout)
-    for x, y in zip(run([heads_first(x) for x in inputs], heads_first(dout)), right, strict=True):
+    found = with_gradients(attend, [heads_first(x) for x in inputs], heads_first(dout))
+    for x, y in zip(found, with_gradients(attend, inputs, dout), strict=True):
         assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("options", [{"window": 3}, {"causal": False}], ids=str)
 def test_no_segment_moves_another_by_a_bit(where, small_tiles, options):
-    inputs = drawn(where, 4, 2, 16, 16)
+    *inputs, dout = drawn(where, 4, 2, 16, 16)
     packed = PackedMetadata.from_lengths(LENGTHS, device=where.device)
 
-    def run() -> list[torch.Tensor]:
-        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-        out = attention(*leaves, packed, implementation="triton", **options)
-        return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+    def attend(q, k, v):
+        return attention(q, k, v, packed, implementation="triton", **options)
 
-    before = run()
-    start, stop = sum(LENGTHS[:1]), sum(LENGTHS[:2])
-    for x in inputs:
-        x[start:stop] = float("nan")
-    for x, y in zip(before, run(), strict=True):
-        assert torch.equal(x[:start], y[:start]) and torch.equal(x[stop:], y[stop:])
-        assert not torch.equal(x[start:stop], y[start:stop])
+    own = slice(sum(LENGTHS[:1]), sum(LENGTHS[:2]))
+    assert_isolated(lambda: with_gradients(attend, inputs, dout), [*inputs, dout], own)
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
@@ -231,10 +223,9 @@ def test_a_document_has_the_same_bits_packed_and_alone_and_in_every_run(where, s
     start = sum(LENGTHS[:3])
 
     def run(lengths, rows) -> list[torch.Tensor]:
-        leaves = [x[rows].clone().requires_grad_() for x in (q, k, v)]
         packed = PackedMetadata.from_lengths(lengths, device=where.device)
-        out = attention(*leaves, packed, implementation="triton")
-        return [out, *torch.autograd.grad(out, leaves, dout[rows])]
+        attend = partial(attention, packed=packed, implementation="triton")
+        return with_gradients(attend, [x[rows] for x in (q, k, v)], dout[rows])
 
     together, again, alone = run(LENGTHS, slice(None)), run(LENGTHS, slice(None)), run(LENGTHS[3:], slice(start, None))
     for x, y, z in zip(together, again, alone, strict=True):

@@ -16,7 +16,7 @@ from packing_core.errors import LayoutError
 from tests.torch_backend import flash_stand_ins
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.hf.test_attention_implementations import OURS, called
-from tests.torch_backend.kernels import ONE_DTYPE
+from tests.torch_backend.kernels import ONE_DTYPE, with_gradients
 from torch_backend.hf.inputs.boundaries import take_metadata
 from torch_backend.ops.attention import attention, triton
 from torch_backend.ops.attention.triton import TRITON, KernelTiles, Tile
@@ -140,12 +140,6 @@ def drawn(where) -> list[Tensor]:
     return [where.draw(TOKENS, heads, 16, seed=seed) for seed, heads in enumerate((4, 2, 2, 4))]
 
 
-def results(function, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
 def assert_same(found: list[Tensor], right: list[Tensor]) -> None:
     for x, y in zip(found, right, strict=True):
         assert x.isfinite().all() and torch.equal(x, y)
@@ -160,7 +154,7 @@ def test_triton_attention_writes_every_row(where, boundaries, monkeypatch):
     *inputs, dout = drawn(where)
 
     def run(packed: PackedMetadata) -> list[Tensor]:
-        return results(lambda q, k, v: attention(q, k, v, packed, implementation="triton"), inputs, dout)
+        return with_gradients(lambda q, k, v: attention(q, k, v, packed, implementation="triton"), inputs, dout)
 
     assert_same(
         run(on_device(boundaries, where.device)),
@@ -175,7 +169,7 @@ def test_the_convolution_writes_every_row(where, boundaries):
     weight, bias = where.draw(24, 4, seed=2), where.draw(24, seed=3)
 
     def run(packed: PackedMetadata) -> list[Tensor]:
-        return results(lambda x, w, b: short_convolution(x, w, packed, bias=b, silu=True), [x, weight, bias], dy)
+        return with_gradients(lambda x, w, b: short_convolution(x, w, packed, bias=b, silu=True), [x, weight, bias], dy)
 
     assert_same(
         run(on_device(boundaries, where.device)),
