@@ -1,11 +1,18 @@
-"""Every deliberately wrong backend is rejected by the requirement that names it."""
+"""Every deliberately wrong backend is rejected, whatever the constant beyond which it is wrong."""
+
+from __future__ import annotations
+
+import random
 
 import pytest
 
+from conformance import sizes
+from conformance.judge import Judge, Rejected
 from conformance.spec import requirements
 from packing_core.protocol import LEVELS
 from tests.conformance import mutants
 from tests.conformance.mutants import MUTANTS
+from tests.conformance.mutants.sizes import KINDS, holding
 from tests.conformance.stacks import run
 
 JUDGED = f"--mutants={mutants.__name__}"
@@ -40,3 +47,31 @@ def test_a_mutant_that_survives_fails_the_run(tmp_path):
     assert outcome.code == 1
     assert "SURVIVED  LOSS-02   BoundaryTargetKept" in outcome.output
     assert "rejected  LOSS-02   PromptsAreTargets" in outcome.output
+
+
+def rejected(backend, requirement, label):
+    method = requirements()[requirement].method
+    judge = Judge(backend(), method=method, required=True)
+    try:
+        sizes.CHECKS[method](judge, sizes.CASES[requirement][label])
+    except Rejected:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("requirement", "label", "kind", "constants"), KINDS, ids=[f"{name}-{kind.__name__}" for name, _, kind, _ in KINDS]
+)
+def test_a_constant_that_is_drawn_falls_by_the_case_that_is_beyond_it(requirement, label, kind, constants):
+    for limit in {constants[0], random.Random(f"{requirement} {kind.__name__}").choice(constants)}:
+        assert rejected(holding(kind, limit), requirement, label), f"{kind.breaks()} ({limit})"
+
+
+@pytest.mark.parametrize("name", sizes.CASES)
+def test_the_specification_names_the_cases(name):
+    assert requirements()[name].text.endswith(f": {'; '.join(sizes.CASES[name])}.")
+
+
+@pytest.mark.parametrize("name", sizes.CASES)
+def test_every_case_rejects_a_kind(name):
+    assert set(sizes.CASES[name]) == {label for requirement, label, _, _ in KINDS if requirement == name}
