@@ -112,7 +112,10 @@ def make_model(seed: int) -> Any:
 def padded_batches(schedule: Schedule, step: int, run: Run) -> Iterator[dict[str, Tensor]]:
     for batch in schedule.padded(step, run):
         arrays = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.targets}
-        yield {name: torch.from_numpy(array).long().to(DEVICE, non_blocking=True) for name, array in arrays.items()}
+        yield {
+            name: torch.from_numpy(array.astype(np.int64)).to(DEVICE, non_blocking=True)
+            for name, array in arrays.items()
+        }
 
 
 def autocast() -> Any:

@@ -39,7 +39,7 @@ from packing_core.extras import require
 from packing_core.training.checkpoints import newest_checkpoint, save_checkpoint
 from packing_core.training.job import Audit, TrainJob, TrainResult, honours
 from packing_core.training.records import StepRecord
-from packing_core.training.schedule import PaddedBatch, Run
+from packing_core.training.schedule import Run
 from packing_core.training.timing import in_turn
 
 STATE = "orbax"
@@ -231,7 +231,7 @@ def _optimizer(job: TrainJob) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(options.clip), adamw) if options.clip else adamw
 
 
-def _padded(batch: PaddedBatch, rows: int) -> dict[str, np.ndarray]:
+def _padded(batch: PackedBatch, rows: int) -> dict[str, np.ndarray]:
     """Documents padded to one of a few lengths and to the full number of rows: each row is one segment."""
     length = -(-batch.input_ids.shape[1] // LENGTH_STEP) * LENGTH_STEP
     grown = ((0, rows - len(batch.input_ids)), (0, length - batch.input_ids.shape[1]))

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from packing_core.batches.batch import PackedBatch
 from packing_core.batches.dataset import PackedDataset, with_empty_row
-from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError
 from packing_core.planning.balance import balance
 from packing_core.planning.cost import Cost
@@ -78,21 +77,6 @@ class Corpus:
             Ragged(np.concatenate([document.trained for document in kept]), offsets, name="loss_mask"),
             None if kept[0].key is None else [document.key for document in kept],
         )
-
-
-@dataclass(frozen=True, eq=False)
-class PaddedBatch:
-    """B documents padded at their ends to the longest of them.
-
-    Attributes:
-        input_ids: int32 [B, L].
-        attention_mask: bool [B, L], True at real tokens.
-        targets: int32 [B, L], unshifted, -100 at first tokens, prompts and padding.
-    """
-
-    input_ids: NDArray[np.int32]
-    attention_mask: NDArray[np.bool_]
-    targets: NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +162,7 @@ class Schedule:
             cost: of a row, by which they are dealt.
         """
         plan = self.steps[step]
-        dataset = PackedDataset(self.corpus.documents, plan, loss_mask=self.corpus.trained, pad_id=self.pad_id)
+        dataset = self._dataset(plan)
         if ranks == 1:
             return dataset[:]
         own, each = [rank] if rank < plan.n_rows else [], -(-plan.n_rows // ranks)
@@ -193,9 +177,29 @@ class Schedule:
         """Yields the step's :meth:`rows`, one at a time."""
         return self.rows(step, rank=rank, ranks=ranks, cost=cost).single_rows()
 
-    def padded(self, step: int, run: Run) -> Iterator[PaddedBatch]:
+    def _dataset(self, plan: PackPlan) -> PackedDataset:
+        return PackedDataset(self.corpus.documents, plan, loss_mask=self.corpus.trained, pad_id=self.pad_id)
+
+    def padded(self, step: int, run: Run) -> Iterator[PackedBatch]:
         """The same documents in padded batches, ``padded`` or ``grouped``."""
-        return (self._pad(step, pieces) for pieces in self.batches(step, run))
+        return (self.alone(step, pieces) for pieces in self.batches(step, run))
+
+    def alone(self, step: int, pieces: slice | Int64 = slice(None)) -> PackedBatch:
+        """Pieces of the step's plan, each in a row of its own, padded at its end to the longest of them."""
+        plan = self.steps[step]
+        length, context = plan.length[pieces], plan.context[pieces] if len(plan.context) else plan.context
+        rows = PackPlan(
+            np.arange(len(length) + 1),
+            plan.source[pieces],
+            plan.start[pieces],
+            length,
+            capacity=int(length.max()),
+            n_documents=plan.n_documents,
+            context=context,
+            restarts=plan.restarts,
+            check=False,
+        )
+        return self._dataset(rows)[:]
 
     def batches(self, step: int, run: Run) -> list[Int64]:
         """The pieces of the step's plan in each padded batch."""
@@ -205,22 +209,3 @@ class Schedule:
         else:
             order = np.random.default_rng([self.seed, step]).permutation(len(lengths))
         return [order[i : i + self.padded_batch] for i in range(0, len(order), self.padded_batch)]
-
-    def _pad(self, step: int, pieces: Int64) -> PaddedBatch:
-        plan = self.steps[step]
-        source, start, length = plan.source[pieces], plan.start[pieces], plan.length[pieces]
-        shape = (len(pieces), int(length.max()))
-        at = np.arange(len(pieces)) * shape[1]
-        input_ids = np.full(shape, self.pad_id, self.corpus.documents.dtype)
-        trained = np.zeros(shape, np.bool_)
-        self.corpus.documents.copy_to(input_ids.reshape(-1), at, source, start, length)
-        self.corpus.trained.copy_to(trained.reshape(-1), at, source, start, length)
-        if plan.restarts:
-            context = plan.context[pieces]
-            self.corpus.documents.copy_to(input_ids.reshape(-1), at, source, np.zeros_like(start), context)
-        trained[np.arange(shape[1]) < np.maximum(plan.untrained[pieces], 1)[:, None]] = False
-        return PaddedBatch(
-            input_ids=input_ids,
-            attention_mask=np.arange(shape[1]) < length[:, None],
-            targets=np.where(trained, input_ids, IGNORE_INDEX),
-        )

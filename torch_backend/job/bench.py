@@ -14,6 +14,7 @@ from itertools import cycle
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -154,16 +155,9 @@ def _alone(
     computing: Callable[[], AbstractContextManager[Any]],
 ) -> tuple[list[Tensor], float]:
     """Logits of a step's documents on the host, each alone, in float32, and how far a run of them may be off."""
-    plan, documents = job.schedule.steps[step], job.schedule.corpus.documents
-    begins = documents.offsets[plan.source] + plan.start
-    spans = zip(begins.tolist(), plan.length.tolist(), strict=True)
-    ids = [
-        to_device(torch.from_numpy(documents.values[begin : begin + n].copy()).long()[None], device)
-        for begin, n in spans
-    ]
-    if plan.restarts:
-        for document, first, n in zip(ids, documents.offsets[plan.source].tolist(), plan.context.tolist(), strict=True):
-            document[0, :n] = torch.from_numpy(documents.values[first : first + n].copy()).long()
+    batch = job.schedule.alone(step)
+    rows = zip(batch.input_ids.astype(np.int64), batch.lengths.tolist(), strict=True)
+    ids = [to_device(torch.from_numpy(row[:length])[None], device) for row, length in rows]
     with torch.no_grad():
         exact = [model(input_ids=document, use_cache=False).logits[0].float().cpu() for document in ids]
         with computing():

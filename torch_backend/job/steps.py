@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -85,4 +86,4 @@ def padded_batches(schedule: Schedule, step: int, run: Run) -> Iterator[Batch]:
     """
     for padded in schedule.padded(step, run):
         arrays = {"input_ids": padded.input_ids, "attention_mask": padded.attention_mask, "labels": padded.targets}
-        yield {name: torch.from_numpy(array).long() for name, array in arrays.items()}
+        yield {name: torch.from_numpy(array.astype(np.int64)) for name, array in arrays.items()}
