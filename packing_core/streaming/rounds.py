@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from packing_core.batches.batch import PackedBatch
 from packing_core.batches.dataset import pack
 from packing_core.errors import LayoutError
+from packing_core.planning.assignment import best_fit
 from packing_core.planning.mixed import mixed
-from packing_core.planning.plan import PackPlan, plan
+from packing_core.planning.pieces import Pieces
+from packing_core.planning.plan import PackPlan, plan_of
 from packing_core.planning.rule import RowRule
 from packing_core.streaming.pending import Pending, columns_of, read_now
 
@@ -22,39 +24,21 @@ Float64 = NDArray[np.float64]
 WASTE = 5e-4  # of the slots of the rows that leave a round; the rest waits for documents that fill it
 
 
-def plan_round(
-    lengths: Int64,
-    capacity: int,
-    *,
-    strategy: str,
-    seed: list[int] | None,
-    once: bool,
-    max_segments: int | None,
-) -> PackPlan:
+def plan_round(lengths: Int64, rule: RowRule, seed: list[int] | None, *, once: bool) -> PackPlan:
     """Rows of all that is pending, in the planner's order.
 
     Args:
+        lengths: of the pending pieces, which ``rule`` cut.
         seed: what mixed rows are drawn by; None takes the pieces in their order.
         once: take the first draw of mixed rows: rows that are not full stay, so it will do until the end.
     """
-    if strategy == "best_fit":
-        return plan(lengths, capacity, max_segments=max_segments, seed=None)
-    rows = mixed(
-        lengths,
-        capacity,
-        min(max_segments or len(lengths), len(lengths)),
-        None if seed is None else np.random.PCG64(seed),
-        once=once,
-    )
-    return PackPlan(
-        rows.offsets,
-        rows.order,
-        np.zeros_like(rows.order),
-        lengths[rows.order],
-        capacity=capacity,
-        n_documents=len(lengths),
-        check=False,
-    )
+    most = min(rule.max_segments or len(lengths), len(lengths))
+    if rule.strategy == "best_fit":
+        rows = best_fit(lengths, rule.capacity, most, None)
+    else:
+        rows = mixed(lengths, rule.capacity, most, None if seed is None else np.random.PCG64(seed), once=once)
+    none = np.zeros(0, np.int64)
+    return plan_of(rule, Pieces(lengths, dropped=none, truncated=none), rows, len(lengths))
 
 
 def full_rows(rows: PackPlan) -> tuple[Int64, int]:

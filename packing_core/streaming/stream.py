@@ -387,8 +387,8 @@ class PackStream:
         if self._mark.round != self._round:  # else the round began before, and the source failed in it
             self._mark = Mark(self._round, self._rows_before, reader.cursor, reader.pending, reader.last)
         reader.fill()
-        rows = self._plan_round()
-        if rows is not None:
+        if len(lengths := reader.pending.lengths):
+            rows = plan_round(lengths, self.options.rule, self._round_seed, once=not reader.exhausted)
             self._leaves = reader.pending._replace(ids=self._source.numbers(reader.pending.ids)), rows
             if self._no_rows is None:
                 self._no_rows = self._made(np.zeros(1, np.int64))[:0]
@@ -404,26 +404,16 @@ class PackStream:
         if reader.exhausted and not len(reader.pending.ids):
             self._even_out()
 
-    def _plan_round(self) -> PackPlan | None:
-        if not len(self._reader.pending.ids):
+    @property
+    def _round_seed(self) -> list[int] | None:
+        """What this round draws by; None where its rows keep an order."""
+        if self.seed is None or self.options.rule.order != "random":
             return None
-        seed = None
-        if self.seed is not None and self.options.rule.order == "random":
-            seed = [self.seed, self._epoch, self._round]
-        return plan_round(
-            self._reader.pending.lengths,
-            self.capacity,
-            strategy=self.options.rule.strategy,
-            seed=seed,
-            once=not self._reader.exhausted,
-            max_segments=self.options.rule.max_segments,
-        )
+        return [self.seed, self._epoch, self._round]
 
     def _leaving(self, rows: PackPlan) -> Int64:
         """The rows that leave in this round: in steps of equal cost, shuffled by the seed unless they keep an order."""
-        shares, seed = self.options.equal_cost, None
-        if self.seed is not None and self.options.rule.order == "random":
-            seed = [self.seed, self._epoch, self._round]
+        shares, seed = self.options.equal_cost, self._round_seed
         if self._reader.exhausted:
             gone = np.arange(rows.n_rows)
         else:  # what stays now is looked at again after another buffer of documents

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packing_core.errors import CapacityError, LayoutError, PackingError
+from packing_core.planning.plan import plan
 from packing_core.streaming.stream import stream
 
 
@@ -140,6 +141,12 @@ def test_mixed_rows_of_a_stream_are_full_and_mixed() -> None:
         counts = np.concatenate([np.bincount(c.rows, minlength=len(c)) for c in chunks])
         deviation[strategy] = counts.std() / counts.mean()
     assert deviation["mixed"] < 0.5 < deviation["best_fit"]
+
+
+def test_best_fit_rows_of_a_stream_are_those_of_a_plan() -> None:
+    lengths = np.random.default_rng(0).integers(1, 17, 60)
+    rows = list(stream(documents(lengths), 20, strategy="best_fit", seed=None))
+    assert [row.sources.tolist() for row in rows] == plan(lengths, 20, strategy="best_fit", seed=None).to_lists()
 
 
 def test_rows_of_a_stream_are_mixed_by_default() -> None:
