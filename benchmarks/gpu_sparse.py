@@ -128,9 +128,9 @@ class Case:
         k, v = expanded(compressed, rotated, weight)
         leaves = [x.requires_grad_() for x in (q, compressed, rotated, weight, k, v)]
         sizes = (INDEX_HEADS, INDEX_WIDTH), (INDEX_WIDTH,), (INDEX_HEADS,)
-        index = [normal(tokens, *size).float() for size in sizes]  # as the indexers of transformers multiply them
+        q_index, k_index, weights = (normal(tokens, *size) for size in sizes)
         packed = PackedMetadata.from_lengths([tokens], device=DEVICE)
-        return cls(*leaves, normal(tokens, HEADS, VALUES), index, packed)
+        return cls(*leaves, normal(tokens, HEADS, VALUES), [q_index, k_index, weights.float()], packed)
 
     @property
     def long(self) -> LongDocuments:

@@ -25,6 +25,7 @@ from tests.torch_backend.models import (
     tiny,
 )
 from torch_backend import explain, make_train_step, patch, unpatch
+from torch_backend.hf.edits import indexers as edited
 from torch_backend.hf.edits.indexers import find_indexers
 from torch_backend.hf.edits.latents import latent_of
 from torch_backend.hf.inputs.context import refuse_context
@@ -140,6 +141,25 @@ def test_layers_that_recompute_select_the_same(budget: int, reentrant: bool) -> 
     want = alone(model, documents())
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert_same(packed(patch(model, verify=False), documents()), want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_get_their_factors_as_the_layers_made_them(
+    monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype
+) -> None:
+    """Indexers widen them first; kernels of half precision multiply the same numbers. dots3's rotation widens them."""
+    made = torch.float32 if family.startswith("dots3") else dtype
+    dtypes = []
+
+    def select(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        dtypes.extend([q.dtype, k.dtype, weights.dtype])
+        return selected.select(q, k, weights, *args, **options)
+
+    monkeypatch.setattr(edited, "select", select)
+    model = patch(indexed(family, 8).to(dtype), verify=False)
+    model(**collate(documents()))
+    assert dtypes[:3] == [made, made, torch.float32]
 
 
 def test_explain_names_the_documents_above_the_budget() -> None:

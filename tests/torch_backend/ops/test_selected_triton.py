@@ -9,10 +9,11 @@ from torch import Tensor
 
 from packing_core import reference
 from packing_core.reference.selection import select
-from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
+from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget, numpy
 from tests.torch_backend.kernels import where as where
 from tests.torch_backend.models import error
 from torch_backend.ops.attention import request_of, selected_triton
+from torch_backend.ops.attention import selected as selected_keys
 from torch_backend.ops.attention.selected import Latent, LongDocuments, selected_attention, why_not_triton
 from torch_backend.segments import PackedMetadata
 
@@ -133,6 +134,20 @@ def test_groups_of_heads_may_see_blocks_of_their_own(where: Where) -> None:
             want = reference.attention_vjp(*arrays, cu_seqlens, of_out, **options)
             oracles.append({"out": reference.attention(*arrays, cu_seqlens, **options), **{n: want[n] for n in "qkv"}})
         assert_within_budget(found, *oracles, where.dtype)
+
+
+@pytest.mark.parametrize("where", [w for w in EVERYWHERE if "float32" not in str(w.id)], indirect=True)
+def test_half_precision_selects_what_float64_does(where: Where) -> None:
+    packed, long = row(where)
+    sizes = (3, 24), (24,), (3,)
+    q, k, weights = (where.draw(packed.tokens, *size, seed=seed) for seed, size in enumerate(sizes))
+    q, k = q.abs(), k.abs()  # no score is 0, as several would be
+    assert selected_triton.scores_refused(q) is None
+    chosen = selected_keys.select(q, k, weights.float(), long, top_k=BUDGET)
+    seen = select(numpy(q), numpy(k), numpy(weights), np.cumsum([0, *LENGTHS, 2]), top_k=BUDGET)
+    for token, own in zip(long.places.tolist(), chosen.tolist(), strict=True):
+        start = token - int(packed.position_ids[token])
+        assert sorted(start + place for place in own if place >= 0) == seen[token].nonzero()[0].tolist()
 
 
 def latent_operands(

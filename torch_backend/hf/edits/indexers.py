@@ -132,20 +132,28 @@ class _Projections(TorchFunctionMode):
         last: the product at which the forward ends.
 
     Attributes:
-        q, k, weights: [B, S, H, D], or as the forward has it, [B, S, D], [B, S, H].
+        q, k, weights: [B, S, H, D], or as the forward has it, [B, S, D], [B, S, H]; q and k as they were before
+            ``float()``.
+        widened: what ``float()`` made of another dtype, by its address, and that dtype.
     """
 
     def __init__(self, last: int = 0) -> None:
         super().__init__()
         self.calls, self.last = 0, last
         self.q = self.k = self.weights = torch.empty(0)
+        self.widened: dict[int, tuple[Tensor, torch.dtype]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.matmul:
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
+            if func is Tensor.float and args[0].dtype != torch.float32:
+                self.widened[out.data_ptr()] = out, args[0].dtype
+            return out
         self.calls += 1
         if self.calls == 1:
-            self.q, self.k = args[0], args[1].squeeze(1).transpose(-1, -2)
+            dtypes = {self.widened.get(x.data_ptr(), (x, x.dtype))[1] for x in args}
+            narrow = dtypes.pop() if len(dtypes) == 1 else args[0].dtype  # of which they have the values
+            self.q, self.k = args[0].to(narrow), args[1].squeeze(1).transpose(-1, -2).to(narrow)
             if self.last == 1:
                 raise _AllSeen
         else:

@@ -27,7 +27,7 @@ from torch_backend.ops.attention.dispatch import choose, run
 from torch_backend.ops.attention.reference import scores_attention
 from torch_backend.ops.attention.request import AttentionRequest, request_of
 from torch_backend.ops.attention.sdpa import fused, has_no_kernel
-from torch_backend.ops.attention.selected_triton import document_attention, refuses
+from torch_backend.ops.attention.selected_triton import document_attention, index_scores, refuses, scores_refused
 from torch_backend.segments import PackedMetadata, host_lengths, to_device
 
 # Device types whose topk chooses among equal scores by how many scores there are, so that it gets as many as it does of
@@ -124,7 +124,8 @@ def select(q: Tensor, k: Tensor, weights: Tensor, long: LongDocuments, *, top_k:
     a scale of all products. Of equal scores ``torch.topk`` chooses, as it does for the document alone.
 
     Args:
-        q, k, weights: [T, H, D], [T, D], [T, H] of the whole row.
+        q, k, weights: [T, H, D], [T, D], [T, H] of the whole row. Half precision computes scores in Triton; they are
+            summed in float32, or in the dtype of the weights.
         long: of the row.
         top_k: keys of a query, at least ``long.budget``.
 
@@ -133,11 +134,18 @@ def select(q: Tensor, k: Tensor, weights: Tensor, long: LongDocuments, *, top_k:
     """
     q, k, weights = (x.index_select(0, long.places) for x in (q, k, weights))
     places = q.new_full((len(q), top_k), -1, dtype=torch.int32)
-    for block, keys, query in _tiles(q, k, long):
-        scores = torch.matmul(weights[block, None], torch.matmul(q[block], keys).relu()).squeeze(1)
-        later = torch.arange(keys.shape[1], device=q.device) > query[:, None]
-        best = scores.masked_fill(later, float("-inf")).topk(min(top_k, keys.shape[1])).indices
-        places[block, : best.shape[1]] = best.masked_fill(best > query[:, None], -1).int()
+    in_triton = scores_refused(q) is None
+    q, k = (q, k) if in_triton else (x.to(weights.dtype) for x in (q, k))
+    for block, keys, at in _tiles(q, k, long, 1 if in_triton else q.shape[1]):
+        query = torch.arange(at.start, at.stop, device=q.device)[:, None]
+        if in_triton:
+            scores = index_scores(q[block], keys.transpose(0, 1), weights[block], at.start)
+        else:
+            scores = torch.matmul(weights[block, None], torch.matmul(q[block], keys).relu()).squeeze(1)
+            scores = scores.masked_fill(torch.arange(keys.shape[1], device=q.device) > query, float("-inf"))
+        in_order = q.device.type in _BY_NUMBER  # elsewhere it changes no choice
+        best = scores.topk(min(top_k, keys.shape[1]), sorted=in_order).indices
+        places[block, : best.shape[1]] = best.masked_fill(best > query, -1).int()
     return places
 
 
@@ -158,7 +166,8 @@ def select_blocks(q: Tensor, k: Tensor, long: LongDocuments, *, top_k: int, loca
     """
     q, k = (x.index_select(0, long.places) for x in (q, k))
     places = q.new_full((*q.shape[:2], top_k), -1, dtype=torch.int32)
-    for tile, keys, query in _tiles(q, k, long):
+    for tile, keys, at in _tiles(q, k, long, q.shape[1]):
+        query = torch.arange(at.start, at.stop, device=q.device)
         later = torch.arange(keys.shape[1], device=q.device) > query[:, None, None]
         scores = torch.matmul(q[tile], keys).masked_fill(later, float("-inf"))
         scores = F.pad(scores, (0, -keys.shape[1] % long.block), value=float("-inf")).unflatten(-1, (-1, long.block))
@@ -211,13 +220,16 @@ def _best_before(scores: Tensor, ends: Tensor, top_k: int) -> Tensor:
     return best.masked_fill(best >= ends[:, None], -1)
 
 
-def _tiles(q: Tensor, k: Tensor, long: LongDocuments) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some queries of a long document, its keys [D, S] as far as the choice needs them, and where the queries stand."""
+def _tiles(q: Tensor, k: Tensor, long: LongDocuments, scores: int) -> Iterator[tuple[slice, Tensor, range]]:
+    """Some queries of a long document, its keys [D, S] as far as the choice needs them, and where the queries stand.
+
+    ``scores`` of each query and key are held at a time.
+    """
     for end, length in zip(accumulate(long.lengths), long.lengths, strict=True):
         first, keys = end - length, k[end - length : end].transpose(0, 1)
-        for start, stop in _blocks(length, q.shape[1] * length, q.device):
+        for start, stop in _blocks(length, scores * length, q.device):
             needed = keys if q.device.type in _BY_NUMBER else keys[:, :stop]
-            yield slice(first + start, first + stop), needed, torch.arange(start, stop, device=q.device)
+            yield slice(first + start, first + stop), needed, range(start, stop)
 
 
 def why_not_triton(

@@ -185,3 +185,29 @@ def add_shares(
         acc += tl.sum(share.to(tl.float32), 0)
     dkv += (j.to(tl.int64) * KV_HEADS + group) * WIDTH + c
     tl.store(dkv, tl.load(dkv, c < WIDTH, other=0.0) + acc, c < WIDTH)
+
+
+@triton.jit
+def index_scores(
+    q, k, weights, scores, first_i, queries, keys,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A tile of an indexer's scores [L, S] of queries from ``first_i`` on: the sum over its heads of w relu(q k^T).
+
+    q [L, H, D], k [S, D], weights [H, L] in float32; minus infinity where the key is later. Grid: (tiles of L, of S).
+    """
+    first_row, first_j = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    row, j = first_row + tl.arange(0, BLOCK_M), first_j + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if first_j < first_i + first_row + BLOCK_M:
+        key_rows = tl.load(k + j[:, None] * HEAD_DIM + d, (j < keys)[:, None] & (d < HEAD_DIM), other=0.0)
+        place = q + row[:, None].to(tl.int64) * (HEADS * HEAD_DIM) + d
+        for head in tl.range(0, HEADS):
+            q_rows = tl.load(place + head * HEAD_DIM, (row < queries)[:, None] & (d < HEAD_DIM), other=0.0)
+            weight = tl.load(weights + head * queries + row, row < queries, other=0.0)
+            products = tl.dot(q_rows, tl.trans(key_rows), input_precision="ieee")
+            total += tl.maximum(products, 0.0) * weight[:, None]
+    total = tl.where(j[None, :] <= (first_i + row)[:, None], total, float("-inf"))
+    to = scores + row[:, None].to(tl.int64) * keys + j[None, :]
+    tl.store(to, total, (row < queries)[:, None] & (j < keys)[None, :])
