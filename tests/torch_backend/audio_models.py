@@ -58,7 +58,8 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 
 def _config(text: dict[str, Any], audio: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"text_config": text, "audio_config": audio, "audio_token_id": AUDIO, "audio_token_index": AUDIO, **more}
+    tokens = {"audio_token_id": AUDIO, "audio_token_index": AUDIO, "pad_token_id": 0}
+    return {"text_config": text, "audio_config": audio, **tokens, **more}
 
 
 CASES: dict[str, dict[str, Any]] = {

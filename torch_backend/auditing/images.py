@@ -13,6 +13,7 @@ from torch_backend.collate.image_tensors import Images
 from torch_backend.collate.vision import VisionRows
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.anatomy.vision import kinds_of_tokens, vision_of
+from torch_backend.hf.blank_images import takes_media
 from torch_backend.hf.inputs.padded_images import image_keys
 
 
@@ -48,7 +49,7 @@ def alone_with(model: Any, ids: Tensor, images: Images) -> dict[str, Any]:
 
 def is_placeholder(model: Any, ids: Tensor) -> Tensor:
     """Marks the tokens that stand for images, which no other token can replace; bool, as ``ids``."""
-    if getattr(causal_lm(model).config, "vision_config", None) is None:
+    if not takes_media(causal_lm(model).config):
         return torch.zeros_like(ids, dtype=torch.bool)
     return torch.isin(ids, torch.tensor(sorted(vision_of(model).placeholders), device=ids.device))
 

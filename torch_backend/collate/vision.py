@@ -37,8 +37,10 @@ SECONDS = "second_per_grid_ts"  # of videos, read by get_rope_index and by nothi
 # Columns with the three axes of a document's positions, less those of text: 0 at text and in padding.
 AXES = ("_axis_0", "_axis_1", "_axis_2")
 MARKED = "_both_ways"  # a column: 1 at tokens that see each other in both directions, 0 at others and in padding
-RAW = ("messages", "prompt", "completion", "text", "sampling_rate")
-RAW += ("images", "image", "videos", "video", "audios", "audio")
+RAW = (
+    *("messages", "prompt", "completion", "text", "sampling_rate"),
+    *("images", "image", "videos", "video", "audios", "audio"),
+)
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 # What a processor says of the characters of its text, and no model reads.
 _OF_CHARACTERS = ("offset_mapping", "text_replacement_offsets")

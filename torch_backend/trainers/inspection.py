@@ -25,6 +25,7 @@ from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import LABELS, NAMES
 from torch_backend.collate.vision import VisionReader, VisionRows
+from torch_backend.hf.anatomy.audio import FEATURES
 from torch_backend.hf.anatomy.heads import head_of, predicts_masked
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.known_rows import is_packed_dataset, refuse_lost_lengths
@@ -35,6 +36,7 @@ from torch_backend.trainers.own_loss import TrainerLoss
 from torch_backend.trainers.port import PackingRequest
 from torch_backend.trainers.replaced import OwnCollator, Replaced, ReplacingCollator, name_of
 
+_MEDIA = {"vision_config", "audio_config", "encoder_config"}  # of models that take images or audio
 TRIED = 8  # examples that show whether a collator makes images
 COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training
 # Families that DeepSpeed 0.19.8 splits over ranks and whose modeling files then raise, packed or not: they reshape by
@@ -166,12 +168,12 @@ def _packing_collator(trainer: Any, loss: TrainerLoss, request: PackingRequest) 
 
 
 def _collator_of_images(trainer: Any, examples: Sequence[Any]) -> PackedCollator | None:
-    """A collator that packs what the trainer's makes of examples with images; None if it makes none of them.
+    """A collator that packs what the trainer's makes of examples with images or audio; None if it makes none of them.
 
     Raises:
-        UnsupportedModelError: the model is not known to be exact with packed images.
+        UnsupportedModelError: the model is not known to be exact with packed images, or audio.
     """
-    if getattr(causal_lm(trainer.model).config, "vision_config", None) is None:
+    if not _MEDIA & set(causal_lm(trainer.model).config.to_dict()):
         return None
     collate = OwnCollator(trainer)
     for example in [x for x in examples if isinstance(x, Mapping)][:TRIED]:
@@ -179,9 +181,9 @@ def _collator_of_images(trainer: Any, examples: Sequence[Any]) -> PackedCollator
             batch = collate([dict(example)])
         except Exception:  # the collator is called again, and its error reported, where packing is planned
             return None
-        if any(name.startswith("pixel_values") and batch[name] is not None for name in batch):
+        if any(name.startswith(("pixel_values", FEATURES)) and batch[name] is not None for name in batch):
             collator, processor = PackedCollator(trainer.model), getattr(trainer, "processing_class", None)
-            processor = processor if hasattr(processor, "image_processor") else None
+            processor = processor if hasattr(processor, "tokenizer") else None
             collator.vision = VisionReader(trainer.model, processor, collate=collate)
             collator.pad_id = collator.vision.pad_id(collator.pad_id)
             return collator
