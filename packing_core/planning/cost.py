@@ -42,7 +42,7 @@ class Cost:
         squares: cost of a squared segment length: causal attention to all earlier tokens.
         windows: (window, cost) of the layers whose attention sees ``window`` tokens: a segment of n tokens has
             ``2 n window - window**2`` squares there where it is longer than the window.
-        vision: cost of an image token beside that of a token: the vision tower and the projector.
+        vision: cost of an image or audio token beside that of a token: the tower and the projector.
 
     Raises:
         PackingError: a factor is negative, ``tokens``, ``squares`` and those of all windows are 0, or a window is not

@@ -15,6 +15,11 @@ from packing_core.planning.config_reader import SHARED_EXPERTS, ConfigReader
 
 # Layers of these kinds have no attention: their work grows with the tokens alone.
 _RECURRENT = ("linear", "mamba", "conv", "recurrent", "rglru", "delta", "ssm", "mlp", "moe")
+# Positions of an audio encoder for each token of the decoder, where it is not one.
+_POSITIONS = {
+    **dict.fromkeys(("qwen2_audio_encoder", "audioflamingo3_encoder", "qwen2_5_omni_audio_encoder"), 2),
+    "voxtral_encoder": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class ModelSizes:
         token: of each token.
         squares: of each squared segment length, in layers whose attention sees all earlier tokens.
         windows: window -> the same in layers whose attention sees so many tokens.
-        vision: of each image token, in the vision tower.
+        vision: of each image or audio token, in the tower.
     """
 
     token: int
@@ -64,7 +69,10 @@ class ModelSizes:
                 full += squares
             elif window:
                 windows[window] += squares
-        return ModelSizes(token, full, windows, _vision(whole.find("vision_config"), hidden))
+        tower = _vision(whole.find("vision_config"), hidden)
+        if not tower or str(whole.find("model_type")).endswith("_thinker"):  # which are packed with audio alone
+            tower = _audio(whole.find("audio_config"), hidden) or tower
+        return ModelSizes(token, full, windows, tower)
 
 
 def _layers(config: Any, count: int) -> list[Any]:
@@ -164,3 +172,16 @@ def _vision(config: Any, hidden: int) -> int:
     inner = read("intermediate_size", default=4 * width)
     patch = layers * (8 * width * width + 4 * width * inner)
     return int(merged * patch + 2 * merged * width * hidden)
+
+
+def _audio(config: Any, hidden: int) -> int:
+    """Operations of the encoder for an audio token of the decoder, which stands for several of its positions."""
+    if config is None:
+        return 0
+    read = ConfigReader(config)
+    width, layers = read("d_model", "hidden_size"), read("encoder_layers", "num_hidden_layers")
+    if not (width and layers):
+        return 0
+    positions = _POSITIONS.get(str(read.find("model_type")), 1)
+    inner = read("encoder_ffn_dim", "intermediate_size", default=4 * width)
+    return int(positions * layers * (8 * width * width + 4 * width * inner) + 2 * width * hidden)

@@ -276,6 +276,18 @@ def test_image_tokens_cost_the_vision_tower() -> None:
         Cost().of_rows(rows, vision_tokens=[0, 1, 2])
 
 
+def test_audio_tokens_cost_the_encoder() -> None:
+    """Two positions of Whisper's encoder for each token; of a model with a vision tower too, by what it packs."""
+    encoder = {"model_type": "qwen2_audio_encoder", "d_model": 1280, "encoder_layers": 32, "encoder_ffn_dim": 5120}
+    config = {"text_config": LLAMA_8B, "audio_config": encoder}
+    position = 32 * (8 * 1280**2 + 4 * 1280 * 5120)
+    assert Cost.operations(config).vision == 2 * position + 2 * 1280 * 4096
+    seeing = config | {"vision_config": {"hidden_size": 64, "depth": 1}}
+    assert Cost.operations(seeing).vision < Cost.operations(config).vision
+    thinker = seeing | {"model_type": "qwen2_5_omni_thinker"}
+    assert Cost.operations(thinker).vision == Cost.operations(config).vision
+
+
 def test_a_row_that_is_cut_over_ranks_costs_what_the_slowest_of_them_carries() -> None:
     # over two ranks a row of [8] or [4 4] is halved, and [6 2] gives 6 whole tokens to one rank or 4 to each if cut
     rows = plan([8, 4, 4, 5, 3], 8, seed=None, strategy="sequential")

@@ -179,3 +179,29 @@ def test_a_training_step_makes_no_logits_and_the_same_update(case: str) -> None:
 def test_explain_says_how_clips_run_through_the_encoder(case: str, words: str) -> None:
     notes = torch_backend.explain(torch_backend.patch(audio_model(case), verify=False)).notes
     assert [note for note in notes if note.startswith("audio: ") and words in note]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("case", ["qwen2_audio", "qwen3_omni_moe_thinker"])
+def test_encoders_that_are_recomputed_give_the_same_gradients(case: str, reentrant: bool) -> None:
+    model, rows = audio_model(case), audio_documents(case)
+    truth = update(model, [alone(document) for document in rows[1]])
+    model = torch_backend.patch(model, verify=False)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_same(update(model, [collator_of_processed(model, 400)(features_of(rows[1]))]), truth)
+
+
+@pytest.mark.parametrize("case", ["qwen2_audio", "qwen2_5_omni_thinker", "voxtral"])
+def test_a_patch_proves_the_decoder_and_is_taken_back(case: str) -> None:
+    model, document = audio_model(case), audio_documents(case)[0][1]
+    before = model(**alone(document)).logits
+    torch_backend.unpatch(torch_backend.patch(model))
+    assert torch.equal(model(**alone(document)).logits, before)
+
+
+def test_unpacked_calls_of_a_patched_model_are_transformers_own() -> None:
+    model, document = audio_model("qwen2_audio"), audio_documents("qwen2_audio")[0][2]
+    before = model(**alone(document)).logits
+    assert torch.equal(torch_backend.patch(model, verify=False)(**alone(document)).logits, before)
