@@ -18,6 +18,7 @@ from tests.torch_backend.auditing.test_audit_mutants import LEAKS, model_with
 from tests.torch_backend.models import alone, assert_same, collate, documents, in_float64, packed, tiny
 from torch_backend.auditing.tiny import tiny_config, tiny_model
 from torch_backend.ops.attention import sdpa
+from torch_backend.ops.attention.request import AttentionInputs
 from torch_backend.segments import PackedMetadata
 
 
@@ -50,9 +51,9 @@ def test_half_precision_is_judged_by_its_own_rounding() -> None:
 def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     whole = type(sdpa.SDPA).__call__
 
-    def joined(self: Any, q: Any, k: Any, v: Any, packed: PackedMetadata, *args: Any, **kwargs: Any) -> Any:
-        one = PackedMetadata.from_lengths([packed.tokens])
-        return whole(self, q, k, v, one, *args, **kwargs)
+    def joined(self: Any, inputs: AttentionInputs, request: Any) -> Any:
+        one = PackedMetadata.from_lengths([inputs.packed.tokens])
+        return whole(self, inputs._replace(packed=one), request)
 
     monkeypatch.setattr(type(sdpa.SDPA), "__call__", joined)
     report = torch_backend.audit(tiny("llama").to(dtype), patched=True, implementation="sdpa")

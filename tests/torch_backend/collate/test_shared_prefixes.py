@@ -74,27 +74,6 @@ def test_gradients_are_those_of_unshared_packing(family):
     assert_trains_alike(model, *shared_and_unshared(model))
 
 
-def test_gradients_are_those_of_each_document_alone():
-    model = tiny("qwen3")
-    features = answers()[:6]
-    losses = []
-    for feature in features:
-        ids, labels = torch.tensor(feature["input_ids"]), torch.tensor(feature["labels"])
-        logits = model(input_ids=ids[None]).logits[0]
-        losses.append(nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum"))
-    torch.stack(losses).sum().backward()
-    right = {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    model.zero_grad()
-    loss, _ = causal_lm_loss(
-        torch_backend.patch(model, verify=False), PackedCollator(model, share_prefix=True)(features)
-    )
-    loss.backward()
-    assert error(loss.detach(), torch.stack(losses).sum().detach()) <= 1e-5
-    for name, p in model.named_parameters():
-        assert error(p.grad, right[name]) <= 1e-5, name
-
-
 @pytest.mark.parametrize(
     "options", [{"capacity": 128}, {"capacity": 64}, {"capacity": 128, "padding_free": True}], ids=str
 )

@@ -21,6 +21,7 @@ from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.document_rows import DocumentRows
 from torch_backend.hf.patch import state_of
 from torch_backend.ops.attention import sdpa
+from torch_backend.ops.attention.request import AttentionInputs
 from torch_backend.packed_tokens import plain
 from torch_backend.segments import PackedMetadata
 
@@ -232,8 +233,8 @@ def test_the_audit_of_a_headless_model_compares_hidden_states(monkeypatch: pytes
     assert report.leak == 0 and report.moved > 0.1
     whole = type(sdpa.SDPA).__call__
 
-    def joined(self: Any, q: Any, k: Any, v: Any, packed: PackedMetadata, *args: Any, **kwargs: Any) -> Any:
-        return whole(self, q, k, v, PackedMetadata.from_lengths([packed.tokens]), *args, **kwargs)
+    def joined(self: Any, inputs: AttentionInputs, request: Any) -> Any:
+        return whole(self, inputs._replace(packed=PackedMetadata.from_lengths([inputs.packed.tokens])), request)
 
     monkeypatch.setattr(type(sdpa.SDPA), "__call__", joined)
     report = torch_backend.audit(model, patched=True, implementation="sdpa")
