@@ -87,13 +87,6 @@ def test_console_commands_run(command, folder, monkeypatch) -> None:
     assert result.exit_code == int(contaminated_stock_path), result.output
 
 
-@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])
-def test_commands_do_not_scroll_sideways(page) -> None:
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
-    shown = [line for language, text in fenced if language in ("", "console") for line in text.splitlines()]
-    assert not [line for line in shown if len(line) > 100]
-
-
 def test_the_commands_from_a_clone_to_a_model_of_ones_own_chats_run(folder, monkeypatch) -> None:
     monkeypatch.chdir(folder)
     named = [command for command in commands("docs/start.md") if command[0] == "crosspack"]
@@ -103,10 +96,6 @@ def test_the_commands_from_a_clone_to_a_model_of_ones_own_chats_run(folder, monk
         result = run(*command[1:], *short)
         assert result.exit_code == 0, result.output
     assert "audit: exact" in result.output and (folder / "runs/chats/adapter_model.safetensors").is_file()
-
-
-def test_the_readme_invites_on_one_screen_or_two() -> None:
-    assert len(README.splitlines()) <= 90
 
 
 def test_the_command_of_a_trained_models_losses_runs(folder) -> None:

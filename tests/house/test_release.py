@@ -187,11 +187,6 @@ def test_supported_versions_are_those_of_the_project() -> None:
         assert pins[name] in row or pins[name].rpartition(".")[0] in row, row
 
 
-def test_a_release_is_told_in_forty_lines() -> None:
-    _, *sections = (ROOT / "CHANGELOG.md").read_text().split("\n## ")
-    assert not {text.splitlines()[0]: len(text.splitlines()) for text in sections if len(text.splitlines()) > 40}
-
-
 def test_the_citation_has_the_date_of_the_release(tmp_path, monkeypatch) -> None:
     version, faults = PROJECT["version"], RELEASE["version_faults"]
     for name, text in {

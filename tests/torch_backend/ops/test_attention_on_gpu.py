@@ -1,4 +1,4 @@
-"""Each attention implementation on a GPU against the float64 oracle, within the error budget of its dtype.
+"""What each attention implementation serves on a GPU, without reading back and in one compiled graph.
 
 Run with ``python -m pytest tests -m gpu`` where the libraries are installed: what each must serve is stated here, so a
 library that is there and fails its trial is a failure, and one that is absent is reported as such.
@@ -6,15 +6,15 @@ library that is there and fails its trial is a failure, and one that is absent i
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from packing_core import reference
 from packing_core.errors import UnsupportedError
 from tests.torch_backend.hf.inputs import test_boundaries
-from tests.torch_backend.kernels import assert_within_budget, numpy
 from torch_backend.ops.attention import attention
 from torch_backend.segments import PackedMetadata
 
@@ -54,9 +54,9 @@ def name(request):
     return request.param
 
 
-def drawn(dtype: torch.dtype, *, kv_heads: int = KV_HEADS, width: int = 64, value_width: int | None = None):
+def drawn(dtype: torch.dtype):
     generator = torch.Generator().manual_seed(0)
-    shapes = (HEADS, width), (kv_heads, width), (kv_heads, value_width or width), (HEADS, value_width or width)
+    shapes = (HEADS, 64), (KV_HEADS, 64), (KV_HEADS, 64), (HEADS, 64)
     return [torch.randn(sum(LENGTHS), *shape, generator=generator).to("cuda", dtype) for shape in shapes]
 
 
@@ -69,59 +69,14 @@ def on_gpu(options: dict, dtype: torch.dtype) -> dict:
     return given
 
 
-def assert_is_the_oracle(name: str, options: dict, dtype: torch.dtype, **shapes: int) -> None:
-    q, k, v, dout = drawn(dtype, **shapes)
-    given = on_gpu(options, dtype)
-    inputs = {"q": q, "k": k, "v": v} | ({"sinks": given["sinks"]} if "sinks" in given else {})
-    for x in inputs.values():
-        x.requires_grad_()
-    # a zero-length segment at the end and a rounded-up maximum, as in batches of fixed shape
-    packed = PackedMetadata.from_lengths(LENGTHS, device="cuda", entries=len(LENGTHS) + 1, max_seqlen=384)
-    out = attention(q, k, v, packed, implementation=name, **given)
-    found = {"out": out, **dict(zip(inputs, torch.autograd.grad(out, list(inputs.values()), dout)))}
-
-    as_given = options | {key: numpy(x) for key, x in given.items() if torch.is_tensor(x)}
-    arrays, boundaries = [numpy(x) for x in (q, k, v)], np.cumsum([0, *LENGTHS])
-
-    def oracle(dtype: str) -> dict[str, np.ndarray]:
-        gradients = reference.attention_vjp(*arrays, boundaries, numpy(dout), dtype=dtype, **as_given)
-        gradients.pop("alibi_slopes", None)
-        return {"out": reference.attention(*arrays, boundaries, dtype=dtype, **as_given), **gradients}
-
-    assert_within_budget(found, oracle("float64"), oracle(str(dtype).removeprefix("torch.")), dtype)
-
-
 @pytest.mark.parametrize("option", OPTIONS)
-def test_each_is_the_oracle_and_refuses_what_it_does_not_serve(name, option):
-    if option in SERVED[name]:
-        assert_is_the_oracle(name, OPTIONS[option], torch.bfloat16)
-        return
-    q, k, v, _ = drawn(torch.bfloat16)
-    packed = PackedMetadata.from_lengths(LENGTHS, device="cuda")
-    with pytest.raises(UnsupportedError, match=f"{name}: (no|windows are causal)"):
+def test_each_serves_its_options_and_refuses_others(name, option):
+    """What it computes is judged by the conformance suite."""
+    q, k, v, _ = (x.requires_grad_() for x in drawn(torch.bfloat16))
+    packed = PackedMetadata.from_lengths(LENGTHS, device="cuda", entries=len(LENGTHS) + 1, max_seqlen=384)
+    served = option in SERVED[name]
+    with nullcontext() if served else pytest.raises(UnsupportedError, match=f"{name}: (no|windows are causal)"):
         attention(q, k, v, packed, implementation=name, **on_gpu(OPTIONS[option], torch.bfloat16))
-
-
-@pytest.mark.parametrize("width", [32, 128])
-def test_each_is_the_oracle_in_float16_and_at_other_widths(name, width):
-    assert_is_the_oracle(name, {}, torch.float16, width=width)
-
-
-@pytest.mark.parametrize("name", ["flash4", "flex"], indirect=True)
-def test_values_may_be_narrower_than_keys(name):
-    assert_is_the_oracle(name, {}, torch.bfloat16, width=192, value_width=128, kv_heads=HEADS)
-
-
-def test_the_forward_is_isolated_to_the_bit_and_its_own_document_matters(name):
-    q, k, v, _ = drawn(torch.bfloat16)
-    packed = PackedMetadata.from_lengths(LENGTHS, device="cuda")
-    before = attention(q, k, v, packed, implementation=name)
-    start, stop = sum(LENGTHS[:3]), sum(LENGTHS[:4])
-    for x in (q, k, v):
-        x[start:stop] *= 100
-    after = attention(q, k, v, packed, implementation=name)
-    assert torch.equal(before[:start], after[:start]) and torch.equal(before[stop:], after[stop:])
-    assert not torch.equal(before[start:stop], after[start:stop])
 
 
 def test_nothing_is_read_back_from_the_device(name):
