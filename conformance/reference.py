@@ -19,6 +19,7 @@ import numpy as np
 from conformance import decoder as numpy_decoder
 from conformance.decoder import Sums
 from conformance.draws import lay_out, round_to
+from conformance.reference_clips import ClipMethods
 from conformance.reference_context import CutMethods
 from conformance.reference_documents import DocumentMethods
 from conformance.reference_experts import ExpertMethods
@@ -44,7 +45,7 @@ def backends() -> Mapping[str, BackendFactory]:
     return {"reference": Reference}
 
 
-class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, CutMethods, PackingMethods):
+class Reference(DocumentMethods, ScanMethods, ClipMethods, ExpertMethods, TreeMethods, CutMethods, PackingMethods):
     """Every level and every option of the protocol, in dense numpy."""
 
     description = f"numpy {np.__version__}"

@@ -13,7 +13,18 @@ ADAMW_EPSILON = 1e-3
 # level -> the methods by which a backend takes part in it
 LEVELS: dict[str, tuple[str, ...]] = {
     "collator": ("plan", "collate"),
-    "operation": ("attention", "rope", "scan", "delta_rule", "ssd", "convolution", "experts", "loss", "reduce"),
+    "operation": (
+        "attention",
+        "rope",
+        "scan",
+        "delta_rule",
+        "ssd",
+        "convolution",
+        "clips",
+        "experts",
+        "loss",
+        "reduce",
+    ),
     "model": ("forward", "gradients", "logprobs", "embed", "shared_gradients", "context_gradients"),
     "trainer": ("train", "preference"),
 }
@@ -49,6 +60,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     },
     "ssd": {"continued_segments": "parents=[N], segments that go on from the end of others"},
     "convolution": {"continued_segments": "parents=[N], segments that go on from the end of others"},
+    "clips": {},
     "experts": {
         "biased_experts": "up_bias=[E, O] and down_bias=[E, D]",
         "clamped_experts": "an activation with a limit (gpt-oss)",

@@ -226,6 +226,34 @@ class Operations:
         """
         raise self._lacks("convolution")
 
+    def clips(
+        self,
+        features: Array,
+        frames: Array,
+        up: Array,
+        up_bias: Array,
+        down: Array,
+        *,
+        dtype: str,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        """The two convolutions in front of an audio encoder over clips of different length, without activations.
+
+        Each is over three frames, with zeros before the first and behind the last frame of the features; the second is
+        of stride 2. A clip of L frames keeps its first ``(L + 1) // 2`` outputs, which see up to two frames behind it.
+
+        Args:
+            features: ``[N, T, C]``, anything finite behind the end of a clip.
+            frames: int64 ``[N]``, L of each clip, 1 to T.
+            up: ``[D, C, 3]``; up_bias: ``[D]``; down: ``[E, D, 3]``.
+            dout: ``[P, E]``, or None.
+
+        Returns:
+            ``[P, E]``, the outputs of one clip after the other, and the gradients ``{"features", "up", "up_bias",
+            "down"}`` (empty without ``dout``).
+        """
+        raise self._lacks("clips")
+
     def experts(
         self,
         x: Array,

@@ -6,6 +6,7 @@ Every fast implementation is judged against these functions, and the same functi
 
 from packing_core.reference.arithmetic import WorkingDtype
 from packing_core.reference.attention import AttentionOptions, attention, attention_lse, attention_vjp
+from packing_core.reference.clips import clip_convolutions, clip_convolutions_vjp
 from packing_core.reference.convolution import short_convolution, short_convolution_vjp
 from packing_core.reference.delta import gated_delta_rule, gated_delta_rule_vjp
 from packing_core.reference.experts import ExpertActivation, experts, experts_vjp
@@ -22,6 +23,8 @@ __all__ = [
     "attention",
     "attention_lse",
     "attention_vjp",
+    "clip_convolutions",
+    "clip_convolutions_vjp",
     "cross_entropy",
     "cross_entropy_vjp",
     "experts",

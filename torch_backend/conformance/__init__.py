@@ -33,6 +33,7 @@ from packing_core.protocol import (
 )
 from packing_core.protocol.backend import PackingMethods
 from torch_backend.collate import PackedCollator, with_boundaries
+from torch_backend.conformance.clips import ClipMethods
 from torch_backend.conformance.experts import ExpertMethods
 from torch_backend.conformance.ranks import ContextMethods, on_ranks
 from torch_backend.conformance.reductions import DocumentMethods
@@ -265,7 +266,7 @@ def _patched(config: protocol.DecoderConfig, name: str, dtype: str, device: torc
     return patch(model, implementation=name, verify=False)
 
 
-class Stack(AttentionStack, DocumentMethods, ScanMethods, ExpertMethods, ContextMethods, PackingMethods):
+class Stack(AttentionStack, DocumentMethods, ScanMethods, ClipMethods, ExpertMethods, ContextMethods, PackingMethods):
     """Everything: the attention's levels, and the operations, collator and trainer that do not depend on it."""
 
     def collate(self, documents: Sequence[Document], capacity: int) -> Batch:

@@ -21,6 +21,7 @@ for _name in (
     "context",
     "spans",
     "selection",
+    "clips",
     "larger",
     "combined",
     "sizes",

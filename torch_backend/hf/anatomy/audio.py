@@ -20,9 +20,9 @@ from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.families import EXACT_KEYS
+from torch_backend.ops.conv.clips import BEYOND
 
 FEATURES = "input_features"
-BEYOND = 2  # frames behind the end of a clip that an encoder of Whisper's kind reads, by two convolutions over three
 # What a batch carries of its clips on the host: the frames of each, and those of the longest clip of its record.
 FRAMES, LONGEST = "clip_frames", "clip_longest"
 Encoder = Literal["row", "windows", "equal"]

@@ -24,13 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_backend.hf.anatomy.audio import BEYOND, FEATURES, FRAMES, LONGEST, Audio, audio_of
+from torch_backend.hf.anatomy.audio import FEATURES, FRAMES, LONGEST, Audio, audio_of
 from torch_backend.hf.anatomy.families import SPELL_OUT_LOSS
 from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS
 from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook, LayerOverride
 from torch_backend.hf.edits.override import override
 from torch_backend.hf.edits.towers import AT_ONCE, BOUNDARIES, compiles, layer_attributes, tower_layers
 from torch_backend.hf.forward import PackedForward
+from torch_backend.ops.conv.clips import ClipRows, convolve_clips
 from torch_backend.segments import PackedMetadata, to_device
 
 _SEGMENTS = "crosspack_segments"  # the attribute of boundaries that holds the segments between them
@@ -155,10 +156,9 @@ def encode_row(tower: Any, features: Tensor, frames: Sequence[int]) -> Tensor:
     """Encodes clips [N, bins, T] of so many frames each as one row; [tokens, D], those of each clip in turn."""
     rows = ClipRows(frames, features.shape[-1])
     device, dtype = tower.conv1.weight.device, tower.conv1.weight.dtype
-    source, kept, outputs, places, pairs = (to_device(torch.from_numpy(x), device) for x in rows.indices)
-    row = features.to(device, dtype).transpose(0, 1).flatten(1).index_select(1, source) * kept.to(dtype)
-    hidden = nn.functional.gelu(tower.conv1(row[None])) * kept.to(dtype)  # a clip begins and ends in zeros
-    hidden = nn.functional.gelu(tower.conv2(hidden))[0].T.index_select(0, outputs)
+    places, pairs = (to_device(torch.from_numpy(x), device) for x in (rows.places, rows.pairs))
+    convolutions = [lambda x, each=each: nn.functional.gelu(each(x)) for each in (tower.conv1, tower.conv2)]
+    hidden = convolve_clips(features.to(device, dtype), rows, *convolutions)
     hidden = (hidden + tower.embed_positions.weight.index_select(0, places)).to(hidden.dtype)
     hidden = nn.functional.dropout(hidden, p=tower.dropout, training=tower.training)[None]
     segments = PackedMetadata.from_lengths(rows.halves, device=device)
@@ -169,43 +169,6 @@ def encode_row(tower: Any, features: Tensor, frames: Sequence[int]) -> Tensor:
     pooled: Tensor = (hidden.index_select(0, pairs) + hidden.index_select(0, pairs + 1)) / 2
     normed: Tensor = tower.layer_norm(pooled)
     return normed
-
-
-class ClipRows:
-    """Where the frames of clips lie in one row, by plain numbers.
-
-    A clip of L frames takes its L frames, as many as ``BEYOND`` behind them, and one or two zeros; so it begins at an
-    even place, and the convolution of stride 2 begins at its first frame.
-
-    Attributes:
-        halves: positions of each clip after that convolution.
-        indices: [W] the frame of the features at each place of the row, and float32 [W] 0 where it is to be a zero;
-            [F] the outputs of the convolution that are kept, and their numbers in their clips; [P] the first of each
-            pair that is averaged.
-    """
-
-    def __init__(self, frames: Sequence[int], width: int) -> None:
-        count = np.asarray(frames, np.int64)
-        seen = np.minimum(count + BEYOND, width)
-        slots = seen + 2 - seen % 2
-        clip, place = _numbered(slots)
-        halves = (count + 1) // 2
-        half_clip, half_place = _numbered(halves)
-        pair_clip, pair_place = _numbered(halves // 2)
-        self.halves = halves.tolist()
-        self.indices = (
-            clip * width + np.minimum(place, seen[clip] - 1),
-            (place < seen[clip]).astype(np.float32),
-            (np.cumsum(slots) - slots)[half_clip] // 2 + half_place,
-            half_place,
-            (np.cumsum(halves) - halves)[pair_clip] + 2 * pair_place,
-        )
-
-
-def _numbered(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Any, Any]:
-    """Of items that lie one after the other, the item and the number in it at each place."""
-    item = np.repeat(np.arange(len(lengths)), lengths)
-    return item, np.arange(len(item)) - (np.cumsum(lengths) - lengths)[item]
 
 
 # -- encoders with windows ---------------------------------------------------------------------------------------------
