@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
-from torch.nn import functional as F
 
 from packing_core.protocol import Array, Gradients
 from torch_backend.conformance.tensors import TensorMethods
@@ -29,10 +26,7 @@ class ClipMethods(TensorMethods):
         rows = ClipRows(frames.tolist(), features.shape[1])
 
         def run(features: Tensor, up: Tensor, up_bias: Tensor, down: Tensor) -> Tensor:
-            first = partial(F.conv1d, weight=up, bias=up_bias, padding=1)
-            return convolve_clips(
-                features.transpose(1, 2), rows, first, partial(F.conv1d, weight=down, stride=2, padding=1)
-            )
+            return convolve_clips(features.transpose(1, 2), rows, (up, up_bias), (down, None), activation=lambda x: x)
 
         operands = self._operands({"features": features, "up": up, "up_bias": up_bias, "down": down}, dtype)
         return self._out_and_gradients(run, operands, dout)

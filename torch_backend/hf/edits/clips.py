@@ -157,8 +157,8 @@ def encode_row(tower: Any, features: Tensor, frames: Sequence[int]) -> Tensor:
     rows = ClipRows(frames, features.shape[-1])
     device, dtype = tower.conv1.weight.device, tower.conv1.weight.dtype
     places, pairs = (to_device(torch.from_numpy(x), device) for x in (rows.places, rows.pairs))
-    convolutions = [lambda x, each=each: nn.functional.gelu(each(x)) for each in (tower.conv1, tower.conv2)]
-    hidden = convolve_clips(features.to(device, dtype), rows, *convolutions)
+    first, second = ((each.weight, each.bias) for each in (tower.conv1, tower.conv2))
+    hidden = convolve_clips(features.to(device, dtype), rows, first, second)
     hidden = (hidden + tower.embed_positions.weight.index_select(0, places)).to(hidden.dtype)
     hidden = nn.functional.dropout(hidden, p=tower.dropout, training=tower.training)[None]
     segments = PackedMetadata.from_lengths(rows.halves, device=device)

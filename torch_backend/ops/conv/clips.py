@@ -12,28 +12,43 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from torch_backend.segments import to_device
+
+Activation = Callable[[Tensor], Tensor]
+Weights = tuple[Tensor, Tensor | None]
 
 BEYOND = 2  # frames behind the end of a clip that two convolutions over three frames read
 
 
 def convolve_clips(
-    features: Tensor, rows: ClipRows, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]
+    features: Tensor, rows: ClipRows, first: Weights, second: Weights, activation: Activation = F.gelu
 ) -> Tensor:
-    """Runs two convolutions over clips [N, C, T] as one row; [F, D], (L + 1) // 2 outputs of each clip of L frames.
+    """Runs two convolutions over three frames over clips as one row; [F, D], (L + 1) // 2 outputs of each of L frames.
+
+    As products with the frames on either side: cuDNN would look for an algorithm anew for every length of a row.
 
     Args:
-        features: the clips.
+        features: [N, C, T].
         rows: where they lie.
-        first: [1, C, W] -> [1, D, W], over three frames, with a frame of zeros on either side.
-        second: likewise of stride 2, [1, D, W] -> [1, D, W / 2].
+        first: weight [D, C, 3] and bias [D] or None; second: likewise, of stride 2.
+        activation: after each.
     """
     indices = (to_device(torch.from_numpy(x), features.device) for x in (rows.source, rows.kept, rows.outputs))
     source, kept, outputs = indices
-    kept = kept.to(features.dtype)
-    row = features.transpose(0, 1).flatten(1).index_select(1, source) * kept
-    return second(first(row[None]) * kept)[0].T.index_select(0, outputs)  # a clip begins and ends in zeros
+    kept = kept.to(features.dtype)[:, None]
+    row = features.transpose(1, 2).flatten(0, 1).index_select(0, source) * kept
+    before, behind = F.pad(row[:-1], (0, 0, 1, 0)), F.pad(row[1:], (0, 0, 0, 1))
+    middle = activation(_product(torch.cat((before, row, behind), 1), *first)) * kept  # a clip begins and ends in zeros
+    pairs = middle.view(-1, 2 * middle.shape[1])
+    before = F.pad(pairs[:-1, middle.shape[1] :], (0, 0, 1, 0))
+    return activation(_product(torch.cat((before, pairs), 1).index_select(0, outputs), *second))
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[W, 3C] and the weight of a convolution [D, C, 3] -> [W, D]."""
+    return F.linear(x, weight.transpose(1, 2).flatten(1), bias)
 
 
 class ClipRows:
