@@ -10,7 +10,8 @@ Random weights in bfloat16, fused AdamW, all parameters trained. A record is one
 to 96 tokens in all; lengths of clips are log-normal about a median of 7 seconds, as those of speech corpora, or spread
 ``even``ly. Ours are rows of 8,192 tokens by ``make_train_step``; the others are transformers' own model on batches of
 eight records, padded to the longest text, whose clips are padded to 30 seconds, as its processor does, or to the
-longest of the batch, for which the encoder is given as many position embeddings. Tokens per second count real tokens.
+longest of the batch, for which the encoder is given as many position embeddings. Tokens per second count real tokens;
+every contender runs the timed batches once before, because cuDNN looks for an algorithm at each new length.
 
 First, on a model of two layers in float32, the loss and all gradients of a packed row are compared with those of each
 record alone in transformers' own model; without that nothing has a figure.
@@ -211,7 +212,7 @@ def train(contender: str, layers: int, encoder_layers: int, clips: str, steps: i
 
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
-    for number in range(1 if TOY else 4):
+    for number in range(steps):  # the timed batches, so that cuDNN and the allocator know their shapes
         found = step(batches[number % len(batches)])
     synchronize()
     begin, tokens, clips_seen, room = time.perf_counter(), 0, 0, 0

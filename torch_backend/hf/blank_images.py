@@ -54,7 +54,7 @@ def tie_blank_image(root: Any, forward: PackedForward, embeddings: Tensor) -> Te
     forward.wants_blank_image = False  # some models embed tokens more than once
     if (audio := audio_of(root.config)) is not None:
         clip = blank_clip(audio, root.base_model.audio_tower)
-        features = [encode_clips(audio, root.base_model, None, *clip)]
+        features = [encode_clips(audio, root.base_model, forward, *clip)]
     else:
         model = root if hasattr(root, "get_image_features") else root.base_model
         found = model.get_image_features(**blank_image(root))

@@ -154,5 +154,5 @@ def has_parents(batch: Batch | None) -> bool:
 
 
 def holds_images(batch: Batch) -> bool:
-    """Returns whether a batch has tensors of images or videos, which a vision tower runs in shapes of their own."""
-    return any(name.startswith("pixel_values") for name in batch)
+    """Returns whether a batch has tensors of images, videos or audio, which a tower runs in shapes of their own."""
+    return any(name.startswith(("pixel_values", "input_features")) for name in batch)

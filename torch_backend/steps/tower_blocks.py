@@ -1,4 +1,4 @@
-"""Compiled blocks of a vision tower, whose number of patches differs from batch to batch.
+"""Compiled blocks of a vision tower or an audio encoder, whose number of patches or frames differs between batches.
 
 A packed call -> the tower makes its segments and positions (:mod:`torch_backend.hf.edits.towers`) -> each block runs
 through one graph for any number of patches, with the segments as an argument and what attention derives of them made
@@ -18,6 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, DecoderLayer
+from torch_backend.hf.edits.clips import row_encoder_of
 from torch_backend.hf.edits.towers import BOUNDARIES, TowerCall, compiles, tower_layers, tower_of
 from torch_backend.ops.attention import AttentionRequest, needs_host_lengths, prepare, select
 from torch_backend.segments import PackedMetadata
@@ -54,7 +55,7 @@ class CompiledTower:
 
     def segments_of(self, call: TowerCall, boundaries: Tensor, hidden: Tensor) -> PackedMetadata:
         """The segments of a block, with what its graph reads of them."""
-        segments = call.segments_between(boundaries, hidden.shape[0], hidden.device)
+        segments = call.segments_between(boundaries, hidden.shape[-2], hidden.device)
         if id(boundaries) not in call.prepared:
             place = len(call.prepared)
             call.prepared.add(id(boundaries))
@@ -80,7 +81,7 @@ class CompiledTower:
     def fail(self, error: TorchDynamoException) -> None:
         """Go on with the blocks as they are."""
         self.failed = True
-        log.warning("the vision tower runs with blocks that are not compiled: %s", error)
+        log.warning("the tower runs with blocks that are not compiled: %s", error)
 
 
 class TowerBlock:
@@ -99,7 +100,7 @@ class TowerBlock:
         if hidden._is_view():
             hidden = hidden.clone()  # as some families make the first block's input, which would get graphs of its own
         for x in (hidden, *(kwargs.get("position_embeddings") or ())):
-            torch._dynamo.maybe_mark_dynamic(x, 0)
+            torch._dynamo.maybe_mark_dynamic(x, x.ndim - 2)
         try:
             with torch._dynamo.config.patch(recompile_limit=GRAPHS), whole_layers():
                 return self.compiled(hidden, **given)
@@ -109,7 +110,7 @@ class TowerBlock:
 
 
 def compile_tower(root: Any, requests: set[AttentionRequest], *, backend: str | Callable[..., Any]) -> None:
-    """Compile the blocks of a model's vision tower in place, where its attention reads nothing back.
+    """Compile the blocks of a model's tower in place, where its attention reads nothing back.
 
     Args:
         root: a patched model.
@@ -126,8 +127,12 @@ def compile_tower(root: Any, requests: set[AttentionRequest], *, backend: str | 
 
 def tower_blocks(root: Any) -> list[nn.Module]:
     """Returns the blocks of a model's tower that can be compiled; none under FSDP, which gathers weights in them."""
-    tower = tower_of(root)
-    if tower is None or any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in root.modules()):
+    tower, encoder = tower_of(root), row_encoder_of(root)
+    if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in root.modules()):
+        return []
+    if encoder is not None:
+        return [module for module in encoder.modules() if isinstance(module, DecoderLayer)]
+    if tower is None:
         return []
     attention = list(tower_layers(tower))
     if not attention or not all(map(compiles, attention)):

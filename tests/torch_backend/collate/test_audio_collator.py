@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_backend
 from packing_core.errors import CapacityError, LayoutError
@@ -18,6 +19,10 @@ from tests.torch_backend.audio_models import AUDIO, CASES, audio_documents, audi
 from tests.torch_backend.collate.test_vision_collator import collator_of_processed, update
 from tests.torch_backend.vision_models import Document
 from torch_backend.hf.anatomy.audio import FEATURES, audio_of
+from torch_backend.hf.patch import state_of
+from torch_backend.ops.attention import dispatch
+from torch_backend.steps.eligibility import holds_images
+from torch_backend.steps.tower_blocks import compile_tower
 
 TOLERANCE = 1e-5
 
@@ -205,3 +210,17 @@ def test_unpacked_calls_of_a_patched_model_are_transformers_own() -> None:
     model, document = audio_model("qwen2_audio"), audio_documents("qwen2_audio")[0][2]
     before = model(**alone(document)).logits
     assert torch.equal(torch_backend.patch(model, verify=False)(**alone(document)).logits, before)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_blocks_of_an_encoder_share_a_graph_for_any_number_of_clips(monkeypatch: Any) -> None:
+    model, rows = torch_backend.patch(audio_model("audioflamingo3"), verify=False), audio_documents("audioflamingo3")
+    batches = [collator_of_processed(model, 400)(features_of(row)) for row in (rows[0][:3], rows[1][:2])]
+    assert all(map(holds_images, batches))  # so no CUDA graph records their clips
+    want = [update(model, [batch]) for batch in batches]
+    monkeypatch.setattr(dispatch, "order", lambda request, load: ("triton",))
+    counter = CompileCounterWithBackend("eager")
+    compile_tower(model, state_of(model).tower_requests, backend=counter)
+    for batch, truth in zip(batches, want, strict=True):
+        assert_same(update(model, [batch]), truth)
+        assert counter.frame_count == 1

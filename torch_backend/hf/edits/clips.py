@@ -29,7 +29,7 @@ from torch_backend.hf.anatomy.families import SPELL_OUT_LOSS
 from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS
 from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook, LayerOverride
 from torch_backend.hf.edits.override import override
-from torch_backend.hf.edits.towers import AT_ONCE, BOUNDARIES, compiles, layer_attributes, tower_layers
+from torch_backend.hf.edits.towers import AT_ONCE, BOUNDARIES, TowerCall, compiles, layer_attributes, tower_layers
 from torch_backend.hf.forward import PackedForward
 from torch_backend.ops.conv.clips import ClipRows, convolve_clips
 from torch_backend.segments import PackedMetadata, to_device
@@ -78,13 +78,11 @@ def _embed_clips(
     return args, {**kept, "input_ids": None, "inputs_embeds": embedded}
 
 
-def encode_clips(
-    audio: Audio, model: Any, forward: PackedForward | None, features: Tensor, mask: Tensor | None
-) -> Tensor:
+def encode_clips(audio: Audio, model: Any, forward: PackedForward, features: Tensor, mask: Tensor | None) -> Tensor:
     """Encodes clips [N, bins, frames]; [tokens, D], as the decoder takes them."""
     if audio.encoder == "row":
-        frames = frames_of(forward, features, mask)
-        encoded: Tensor = model.audio_tower(features, **{PACKED: frames})
+        call = ClipCall(forward, frames_of(forward, features, mask), features.shape[-1], features.device)
+        encoded: Tensor = model.audio_tower(features, **{PACKED: call})
         found: Tensor = model.multi_modal_projector(encoded)
         return found
     if audio.encoder == "equal":
@@ -111,7 +109,7 @@ def encode_clips(
 
 def frames_of(forward: PackedForward | None, features: Tensor, mask: Tensor | None, name: str = FRAMES) -> list[int]:
     """The frames of each clip: those that the batch carries, else those that the mask marks."""
-    carried = None if forward is None else forward.image_sizes.get(name)
+    carried = forward.image_sizes.get(name)
     if carried is not None and len(carried) == len(features):
         return [int(count) for count in carried.tolist()]
     return [features.shape[-1]] * len(features) if mask is None else [int(x) for x in mask.sum(-1).tolist()]
@@ -148,27 +146,51 @@ def override_row_encoder(tower: nn.Module) -> None:
 
 
 def _on_row(tower: Any, call: Callable[..., Any], features: Tensor, *args: Any, **kwargs: Any) -> Any:
-    frames = kwargs.pop(PACKED, None)
-    return call(features, *args, **kwargs) if frames is None else encode_row(tower, features, frames)
+    clips = kwargs.pop(PACKED, None)
+    return call(features, *args, **kwargs) if clips is None else encode_row(tower, features, clips)
 
 
-def encode_row(tower: Any, features: Tensor, frames: Sequence[int]) -> Tensor:
-    """Encodes clips [N, bins, T] of so many frames each as one row; [tokens, D], those of each clip in turn."""
-    rows = ClipRows(frames, features.shape[-1])
+class ClipCall(TowerCall):
+    """One packed call of an encoder whose clips lie in one row; its blocks receive it under the keyword ``packed``.
+
+    Attributes:
+        rows: where the frames lie.
+        boundaries: int32 [clips + 1] of the clips behind the convolutions, the key of their segments.
+    """
+
+    def __init__(self, forward: PackedForward, frames: Sequence[int], width: int, device: torch.device) -> None:
+        super().__init__(forward, torch.zeros(0, 3, dtype=torch.int64), device)
+        self.rows = ClipRows(frames, width)
+        ends = torch.tensor([0, *np.cumsum(self.rows.halves).tolist()], dtype=torch.int32)
+        self.boundaries = to_device(ends, device)
+        made = PackedMetadata.from_lengths(self.rows.halves, device=device)
+        self.segments[id(self.boundaries)] = self.boundaries, made
+
+
+def encode_row(tower: Any, features: Tensor, clips: ClipCall) -> Tensor:
+    """Encodes clips [N, bins, T] as one row; [tokens, D], those of each clip in turn."""
+    rows = clips.rows
     device, dtype = tower.conv1.weight.device, tower.conv1.weight.dtype
     places, pairs = (to_device(torch.from_numpy(x), device) for x in (rows.places, rows.pairs))
     first, second = ((each.weight, each.bias) for each in (tower.conv1, tower.conv2))
     hidden = convolve_clips(features.to(device, dtype), rows, first, second)
     hidden = (hidden + tower.embed_positions.weight.index_select(0, places)).to(hidden.dtype)
-    hidden = nn.functional.dropout(hidden, p=tower.dropout, training=tower.training)[None]
-    segments = PackedMetadata.from_lengths(rows.halves, device=device)
+    hidden = nn.functional.dropout(hidden, p=tower.dropout, training=tower.training)[None].clone()
+    segments = clips.segments_between(clips.boundaries, hidden.shape[1], device)
+    given = {PACKED: clips, BOUNDARIES: clips.boundaries, TOWER_SEGMENTS: segments, "attention_mask": None}
     for layer in tower.layers:
         if not (tower.training and tower.layerdrop > 0.0 and torch.rand([]) < tower.layerdrop):
-            hidden = layer(hidden, None, **{TOWER_SEGMENTS: segments})
+            hidden = layer(hidden, **given)
     hidden = hidden[0]
     pooled: Tensor = (hidden.index_select(0, pairs) + hidden.index_select(0, pairs + 1)) / 2
     normed: Tensor = tower.layer_norm(pooled)
     return normed
+
+
+def row_encoder_of(root: Any) -> nn.Module | None:
+    """Returns the encoder of a model whose clips lie in one row; its blocks can be compiled."""
+    audio = audio_of(root.config)
+    return root.base_model.audio_tower if audio is not None and audio.encoder == "row" else None
 
 
 # -- encoders with windows ---------------------------------------------------------------------------------------------
