@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -48,3 +49,11 @@ def test_a_rotation_on_the_second_device_is_that_of_the_first() -> None:
 def test_a_trace_that_asks_for_shared_memory_warns_of_nothing() -> None:
     compiled = torch.compile(lambda x: x + shared_memory(x.device), fullgraph=True, backend="eager")
     assert compiled(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_an_operator_takes_and_returns_what_its_launcher_is_annotated_with() -> None:
+    import_module("torch_backend.ops.norm")
+    assert str(torch.ops.crosspack.row_norm_backward.default._schema) == (
+        "crosspack::row_norm_backward(Tensor x, Tensor? weight, Tensor? gate, Tensor dy, float eps, int count, "
+        "bool silu) -> (Tensor, Tensor, Tensor)"
+    )
