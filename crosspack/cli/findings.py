@@ -23,7 +23,6 @@ from packing_core.training.memory_model import GIB, LEVELS, MemoryModel
 Int64 = NDArray[np.int64]
 
 STRATEGIES: tuple[Strategy, ...] = ("mixed", "best_fit", "first_fit", "sequential")
-GIB_OF = {"a100": 80, "h100": 80, "h200": 141, "b200": 180, "l4": 24, "rtx4090": 24}  # of the larger card of a name
 
 
 def gpu_of(name: str) -> tuple[str, float]:
@@ -33,7 +32,7 @@ def gpu_of(name: str) -> tuple[str, float]:
         PackingError: it is neither.
     """
     if name in GPUS:
-        return name, float(GIB_OF[name])
+        return name, GPUS[name].gib
     try:
         gib = float(name)
     except ValueError:

@@ -180,7 +180,6 @@ def writing(
     *,
     names: Sequence[str] = (),
     overwrite: bool = False,
-    ways: str = "--overwrite",
     run: str | None = None,
     checkpoints: bool = False,
 ) -> Iterator[Output]:
@@ -191,7 +190,6 @@ def writing(
         summary: the file of the result that says what it is.
         names: patterns of files that the result will have, so that a file in their place is an error at once.
         overwrite: whether what an earlier run listed may be replaced.
-        ways: the options that the error about a folder that is not empty offers.
         run: a digest of all that decides the result. With it, ``work`` is what an earlier run left when it was killed,
             of this digest or another, a publication that was interrupted is completed first, and a result that is
             complete is not made again without ``overwrite``.
@@ -218,7 +216,7 @@ def writing(
             _remove_stale(folder, None)
             yield Output(folder, folder, summary, lock, finished=True)
             return
-        old = _check(folder, [summary, *names], overwrite, ways)
+        old = _check(folder, [summary, *names], overwrite)
         _remove_stale(folder, work if resumable else None)
         marked = checkpoints and not (folder / LISTING).exists()
         if marked:
@@ -295,7 +293,11 @@ def _remove_work(work: Path) -> None:
 
 
 def check(folder: Path, *, overwrite: bool, ways: str = "--overwrite", run: str | None = None) -> None:
-    """Raise at once where :func:`writing` would, as far as the contents of the folder are concerned."""
+    """Raise at once where :func:`writing` would, as far as the contents of the folder are concerned.
+
+    Args:
+        ways: the options that the error about a folder that is not empty offers.
+    """
     try:
         if run is not None and ((folder / _WORK / _MOVES).exists() or is_result_of(folder, run)):
             return
@@ -304,7 +306,7 @@ def check(folder: Path, *, overwrite: bool, ways: str = "--overwrite", run: str 
         raise PackingError(f"--output {folder}: {_reason(error)}") from error
 
 
-def _check(folder: Path, names: Iterable[str], overwrite: bool, ways: str) -> list[Listed]:
+def _check(folder: Path, names: Iterable[str], overwrite: bool, ways: str = "--overwrite") -> list[Listed]:
     """The files that may be replaced."""
     held = {path.name for path in folder.iterdir() if not _without_checkpoint(path)} if folder.exists() else set()
     if not {name for name in held - {*_INVISIBLE} if not name.startswith((TEMPORARY, PART))}:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -50,9 +51,7 @@ class PackProgress:
 
     def begin(self, totals: Totals) -> None:
         """Adds what was finished before; it does not count as speed."""
-        self._begin = time.monotonic()
-        self._before = Totals(totals.size, totals.records, totals.documents, totals.rows, totals.tokens)
-        self._before.left_tokens = totals.left_tokens
+        self._begin, self._before = time.monotonic(), replace(totals)
 
     def update(self, totals: Totals) -> None:
         """Show and log where the work is."""

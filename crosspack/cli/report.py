@@ -38,7 +38,7 @@ from crosspack.cli.options import (
     check_data,
 )
 from crosspack.cli.page import page
-from crosspack.cli.speed import Speed, said_of
+from crosspack.cli.speed import GPUS, Speed, said_of
 from crosspack.cli.tables import (
     cap_line,
     composition_table,
@@ -77,7 +77,7 @@ class ReportOptions(TokenOptions, PlanOptions, DataOptions):
     ] = None
     gpu: Annotated[
         str,
-        typer.Option(help="The GPU whose time and memory are estimated: a100, h100, h200, b200, l4, rtx4090, or GiB."),
+        typer.Option(help=f"The GPU whose time and memory are estimated: {', '.join(GPUS)}, or GiB."),
     ] = "h100"
     measured: Annotated[
         Path | None,
@@ -156,15 +156,16 @@ def report(options: ReportOptions) -> None:
     taken = hours(packed, speed, BATCHES, seed)
     if options.measured is None:
         place = f"on one {card}" if gpu == card else f"at the speed of one {card}, as {gpu} GiB name no card"
-        ways = {way["arrangement"]: way["hours"] for way in taken}
-        OUT.print(epoch_line(ways, f"estimated for {name} {place}"), highlight=False)
+        padded_time, packed_time = (3600 * way["hours"] for way in (taken[0], taken[-1]))
+        said = epoch_line(packed_time, padded_time, BATCHES[0], f"estimated for {name} {place}")
+        OUT.print(said, highlight=False)
     warnings = concerns(seen, packed)
     for concern in warnings:
         warn(concern.text)
     timing: dict[str, Any] = {**speed.about, "hours": taken, "row_seconds": speed.of_row(packed)}
     if step_seconds := speed.of_step(packed):
         timing["step_seconds"] = step_seconds
-    found: dict[str, Any] = {
+    findings: dict[str, Any] = {
         "data": records.name,
         "tokenizer": "none, the data holds token ids" if source is None else source.tokenizer,
         "documents": len(documents),
@@ -189,15 +190,15 @@ def report(options: ReportOptions) -> None:
     }
     if options.measured is not None:
         OUT.print(said_of(timing), highlight=False)
-    figures(found | about_model)
+    figures(findings | about_model)
     if options.output is None:
         return
-    pictured_rows, said = packed, ""
+    pictured_rows, pictured_of = packed, ""
     if len(documents) > KEPT:
         pictured_rows = make_plan(documents[:KEPT], rule, seed=seed)
-        said = f"They are made of the first {KEPT:,} documents."
+        pictured_of = f"They are made of the first {KEPT:,} documents."
     with written_beside(options.output) as partial:
-        text = page({**found, "pictured": said}, pictured(pictured_rows, seen.masks))
+        text = page({**findings, "pictured": pictured_of}, pictured(pictured_rows, seen.masks))
         partial.write_text(text, encoding="utf-8")
     OUT.print(f"page: {options.output}", highlight=False)
 

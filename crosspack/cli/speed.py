@@ -6,7 +6,7 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,22 @@ from packing_core.errors import PackingError, plural
 from packing_core.planning.cost import Cost
 from packing_core.planning.packplan import PackPlan
 
-# Dense bfloat16 operations per second, as the makers state them.
-GPUS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "l4": 121e12, "rtx4090": 165e12}
+
+class Gpu(NamedTuple):
+    """Dense bfloat16 operations per second, as the maker states them, and GiB, of the larger card of a name."""
+
+    per_second: float
+    gib: float
+
+
+GPUS = {
+    "a100": Gpu(312e12, 80),
+    "h100": Gpu(989e12, 80),
+    "h200": Gpu(989e12, 141),
+    "b200": Gpu(2250e12, 180),
+    "l4": Gpu(121e12, 24),
+    "rtx4090": Gpu(165e12, 24),
+}
 PER_SLOT = "operations_per_token"  # of a forward of the run's own rows, in its summary
 UTILISATION = 0.4  # of it that training of such models reaches
 _LLAMA = {"vocab_size": 128_256, "head_dim": 128, "num_key_value_heads": 8}
@@ -60,7 +74,7 @@ class Speed:
             config: the config of another model.
         """
         about = {"shape": shape, "gpu": gpu, "utilisation": UTILISATION}
-        return Speed(Cost.operations(config or SHAPES[shape]), GPUS[gpu] * UTILISATION, about)
+        return Speed(Cost.operations(config or SHAPES[shape]), GPUS[gpu].per_second * UTILISATION, about)
 
     @staticmethod
     def measured(folder: Path, rows: PackPlan) -> Speed:

@@ -81,12 +81,16 @@ def few_steps_line(schedule: Schedule) -> str | None:
     )
 
 
+def epoch_tokens(schedule: Schedule) -> tuple[int, int]:
+    """Tokens that a model computes in an epoch: of packed rows, and of padded batches of the same documents."""
+    size, plan = schedule.padded_batch, schedule.plans[0]
+    computed = computed_tokens(plan, batches=(size,), seed=schedule.seed)
+    return computed[packed_name(plan)], computed[f"batches of {size}, random"]
+
+
 def saving_line(schedule: Schedule) -> str:
     """Compares the tokens computed in an epoch of packed rows with padded batches of the same documents."""
-    plan = schedule.plans[0]
-    slots = computed_tokens(plan, batches=(schedule.padded_batch,), seed=schedule.seed)
-    packed = plan.n_rows * plan.capacity
-    padded = slots[f"batches of {schedule.padded_batch}, random"]
+    packed, padded = epoch_tokens(schedule)
     return (
         f"an epoch computes {packed:,} tokens; padded batches of {schedule.padded_batch} would compute {padded:,}: "
         + (SLOWER if packed > padded else f"packing saves about {1 - packed / padded:.0%} of the time")
@@ -102,19 +106,10 @@ def cap_line(capped: PackPlan, free: PackPlan, cap: int) -> str:
 
 
 def saved_line(schedule: Schedule, records: Sequence[StepRecord]) -> str:
-    """Says what an epoch takes at the speed of a run that has ended, packed and in padded batches of its documents.
-
-    Each computed token is taken to cost the same.
-    """
-    plan = schedule.plans[0]
-    slots = computed_tokens(plan, batches=(schedule.padded_batch,), seed=schedule.seed)
-    padded = slots[f"batches of {schedule.padded_batch}, random"]
+    """Says what an epoch takes at the speed of a run that has ended; each computed token is taken to cost the same."""
     a_second = median(record.slots / record.seconds for record in records[1:] or records)
-    packed_time, padded_time = (tokens / a_second for tokens in (plan.n_rows * plan.capacity, padded))
-    return (
-        f"an epoch takes about {duration(packed_time)} at this speed; in padded batches of {schedule.padded_batch} it "
-        f"would take about {duration(padded_time)}: {_saving(packed_time, padded_time)}"
-    )
+    packed, padded = (tokens / a_second for tokens in epoch_tokens(schedule))
+    return epoch_line(packed, padded, schedule.padded_batch, "at this speed")
 
 
 def outcome_line(records: list[StepRecord]) -> str:
@@ -127,24 +122,13 @@ def outcome_line(records: list[StepRecord]) -> str:
     )
 
 
-def epoch_line(hours: Mapping[str, float], speed: str) -> str:
-    """Compares the hours of an epoch in padded batches of 8 with packed rows, in a sentence.
-
-    Args:
-        hours: of an epoch, by the names of :func:`computed_tokens`.
-        speed: says whose speed it is.
-    """
-    padded = 3600 * hours["batches of 8, random"]
-    packed = 3600 * next(taken for name, taken in hours.items() if name.endswith("packed"))
+def epoch_line(packed: float, padded: float, size: int, speed: str) -> str:
+    """Compares the seconds of an epoch of packed rows with padded batches of ``size``, at the speed that is named."""
+    saving = SLOWER if packed > padded else f"packing saves {duration(padded - packed)} ({1 - packed / padded:.0%})"
     return (
-        f"an epoch takes about {duration(packed)} ({speed}); in padded batches of 8 it would take about "
-        f"{duration(padded)}: {_saving(packed, padded)}"
+        f"an epoch takes about {duration(packed)} ({speed}); in padded batches of {size} it would take about "
+        f"{duration(padded)}: {saving}"
     )
-
-
-def _saving(packed: float, padded: float) -> str:
-    """Says what packing saves of the seconds that padded batches take, or why it takes longer."""
-    return SLOWER if packed > padded else f"packing saves {duration(padded - packed)} ({1 - packed / padded:.0%})"
 
 
 def duration(seconds: float) -> str:

@@ -78,8 +78,8 @@ def piece_jobs(
             continue
         several = not (single or isinstance(stretch, FilelessRecords)) and not _small(stretch, size)
         share = workers if several and len(stretches) < 4 * workers else 1
-        for each in range(share):
-            yield PieceJob(number, stretch, start + stride * each, stride * share, finished)
+        for worker in range(share):
+            yield PieceJob(number, stretch, start + stride * worker, stride * share, finished)
 
 
 def each_piece(job: PieceJob, size: int, work: Callable[[Key, Piece], Result]) -> Iterator[Result]:
@@ -260,13 +260,13 @@ class Run:
             return self._pack_at_once(folder_of)
         limit = max(PACKED_TOGETHER, 64 * rules.rows.capacity)
         held: list[Rows] = []
-        made = Outcome(len(self.stretches), -1)
+        leftovers = Outcome(len(self.stretches), -1)
 
         def emit(*, last: bool) -> list[Rows]:
-            made.piece += 1
-            full, left = pack_documents(joined(held), rules, made.key, all_rows=last)
+            leftovers.piece += 1
+            full, left = pack_documents(joined(held), rules, leftovers.key, all_rows=last)
             if len(full):
-                sequence.append(self._kept(full, made.key))
+                sequence.append(self._kept(full, leftovers.key))
             return [left] if len(left) else []
 
         for key in sorted(self.outcomes):

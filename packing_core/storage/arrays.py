@@ -22,19 +22,18 @@ NUMBERS = "iufb"  # dtype kinds
 _WANTED = {"iu": "integers", "i": "signed integers", "b": "bool"}
 
 
-def as_array(given: Any, what: str, kinds: str = NUMBERS, wanted: str | None = None) -> Array:
+def as_array(given: Any, what: str, kinds: str = NUMBERS) -> Array:
     """``given`` as an array of one of the dtype kinds in native byte order; an array that is one already is no copy.
 
     Args:
         given: an array, a tensor on the CPU, a list, or anything else that NumPy reads.
         what: what an error calls it.
         kinds: the dtype kinds that are taken.
-        wanted: how an error says what to pass instead.
 
     Raises:
         LayoutError: NumPy cannot read it, some of it is null or masked, or it is of another kind.
     """
-    wanted = wanted or _WANTED.get(kinds, "numbers")
+    wanted = _WANTED.get(kinds, "numbers")
     if isinstance(given, np.ma.MaskedArray):
         raise LayoutError(f"{what} is a masked array: fill it with filled(), or drop what is masked")
     try:

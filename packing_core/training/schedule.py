@@ -173,9 +173,9 @@ class Schedule:
             rows = with_empty_row(rows)
         return rows
 
-    def packed(self, step: int, *, rank: int = 0, ranks: int = 1, cost: Cost | None = None) -> Iterator[PackedBatch]:
+    def packed(self, step: int, *, rank: int = 0, ranks: int = 1) -> Iterator[PackedBatch]:
         """Yields the step's :meth:`rows`, one at a time."""
-        return self.rows(step, rank=rank, ranks=ranks, cost=cost).single_rows()
+        return self.rows(step, rank=rank, ranks=ranks).single_rows()
 
     def _dataset(self, plan: PackPlan) -> PackedDataset:
         return PackedDataset(self.corpus.documents, plan, loss_mask=self.corpus.trained, pad_id=self.pad_id)

@@ -117,21 +117,20 @@ def test_the_end_of_a_run_says_what_an_epoch_takes_packed_and_padded():
     schedule = Schedule(made, (plan([3, 3, 1, 1], 4),), padded_batch=4)
     records = [StepRecord("packed", step, 1.0, 4, 4, seconds) for step, seconds in enumerate((60.0, 2.0))]
     assert saved_line(schedule, records) == (  # at 2 tokens a second, because the first step warms up
-        "an epoch takes about 4.0 s at this speed; in padded batches of 4 it would take about 6.0 s: "
+        "an epoch takes about 4.0 s (at this speed); in padded batches of 4 it would take about 6.0 s: "
         "packing saves 2.0 s (33%)"
     )
     assert (duration(7200), duration(90)) == ("2.0 h", "1.5 min")
 
 
 def test_rows_that_are_not_full_are_said_to_take_longer():
-    hours = {"batches of 8, random": 10.0, "batches of 8, sorted": 5.0, "rows of 64, packed": 4.0}
-    assert epoch_line(hours, "at the speed of runs/mine") == (
+    hour = 3600
+    assert epoch_line(4 * hour, 10 * hour, 8, "at the speed of runs/mine") == (
         "an epoch takes about 4.0 h (at the speed of runs/mine); in padded batches of 8 it would take about 10.0 h: "
         "packing saves 6.0 h (60%)"
     )
     longer = "packing takes longer, because its rows are not full: lower --capacity"
-    hours = {"batches of 8, random": 1.0, "rows of 2048, packed": 4.0}
-    assert epoch_line(hours, "estimated").endswith(f"it would take about 1.0 h: {longer}")
+    assert epoch_line(4 * hour, hour, 8, "estimated").endswith(f"it would take about 1.0 h: {longer}")
     few = corpus(*[([1, 2, 3], [0, 1, 1])] * 2)
     schedule = Schedule(few, (plan([3, 3], 64),), padded_batch=2)
     assert saving_line(schedule) == f"an epoch computes 64 tokens; padded batches of 2 would compute 6: {longer}"

@@ -165,7 +165,6 @@ class SameRows(TrainerCallback):
     def _note(self, args: Any, loader: Any) -> dict[str, Any]:
         """Returns the settings that decide the rows of each step; an epoch of a stream has 0 ``steps``, for unknown."""
         epochs = isinstance(self.rows, EpochRows)
-        documents: Any = getattr(self.rows, "documents", None) if epochs else self.rows
         accumulated, ranks = args.gradient_accumulation_steps, getattr(self.rows, "ranks", args.world_size)
         return {
             "ranks": ranks,
@@ -173,7 +172,7 @@ class SameRows(TrainerCallback):
             "rows_per_step": args.train_batch_size * accumulated * ranks,
             "steps": max(-(-len(loader) // accumulated), 1) if epochs else 0,
             "rows": self.rows.identity,
-            "documents": None if documents is None else documents.digest,
+            "documents": self.rows.digest,
         }
 
 

@@ -160,6 +160,11 @@ class EpochRows(Dataset[PackedBatch]):
         order = dealt.steps.reshape(-1)
         return dealt.plan.select(order[order < dealt.plan.n_rows]).fingerprint
 
+    @property
+    def digest(self) -> str:
+        """Identifies the source by documents from all over."""
+        return self.documents.digest
+
     def __len__(self) -> int:
         return self.dealt(0).plan.n_rows
 
