@@ -51,11 +51,11 @@ def unpack(batch: DerivedBatch, array: Array) -> dict[int, Array]:
     ids, order, counts = segments_by_document(batch)
     begins, _, own = batch.own
     lengths = own[order]
-    tokens = np.empty(int(lengths.sum()), array.dtype)
-    ends = np.cumsum(lengths)
-    copy_runs(tokens, ends - lengths, array.reshape(-1), begins[order], lengths)
-    cuts = [0, *ends[np.cumsum(counts) - 1].tolist()]
-    return {source: tokens[begin:end] for source, begin, end in zip(ids.tolist(), cuts, cuts[1:], strict=False)}
+    at = offsets_of(lengths)
+    tokens = np.empty(at[-1], array.dtype)
+    copy_runs(tokens, at[:-1], array.reshape(-1), begins[order], lengths)
+    parts = np.split(tokens, at[offsets_of(counts)[1:-1]])  # one, of no tokens, where there is no document
+    return dict(zip(ids.tolist(), parts, strict=False))
 
 
 def reduce(batch: DerivedBatch, values: Any, how: Reduction, where: Any) -> Array:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core.storage.segment_indexing import offsets_of, ranges
+
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
@@ -121,12 +123,10 @@ class _Ranks:
         values = len(self._upto)
         keys = np.sort(group[chosen] * values + self._size[chosen])
         size = keys % values
-        first = np.cumsum(counts) - counts
-        number = np.arange(len(keys)) - np.repeat(first, counts)
-        total = np.repeat(counts, counts)
+        number, total = ranges(counts), np.repeat(counts, counts)
         above = (number + 1) / total - self._upto[size]
         below = self._below[size] - number / total
-        largest: Float64 = np.maximum.reduceat(np.maximum(above, below), first)
+        largest: Float64 = np.maximum.reduceat(np.maximum(above, below), offsets_of(counts)[:-1])
         return largest
 
 

@@ -26,6 +26,7 @@ from packing_core.hints import hinted
 from packing_core.planning.cost import Cost, checked_cost
 from packing_core.planning.pieces import MOST_TOKENS, check_lengths, integer, positive
 from packing_core.storage.arrays import read_only
+from packing_core.storage.segment_indexing import indexes, offsets_of
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
@@ -96,16 +97,13 @@ class ContextPlan:
     def tokens(self, rank: int) -> Int64:
         """int64 [T]: the rank's tokens, as places among the documents laid end to end."""
         pieces = self.of_rank(rank)
-        ends = np.cumsum(self.lengths)
-        first = (ends - self.lengths)[self.document[pieces]] + self.start[pieces]
-        return np.concatenate([np.arange(f, f + n) for f, n in zip(first, self.length[pieces], strict=True)])
+        first = offsets_of(self.lengths)[self.document[pieces]] + self.start[pieces]
+        return indexes(first, self.length[pieces])
 
     def positions(self, rank: int) -> Int64:
         """int64 [T]: the position of each of the rank's tokens in its whole document."""
         pieces = self.of_rank(rank)
-        return np.concatenate(
-            [np.arange(s, s + n) for s, n in zip(self.start[pieces], self.length[pieces], strict=True)]
-        )
+        return indexes(self.start[pieces], self.length[pieces])
 
     @cached_property
     def loads(self) -> Float64:

@@ -23,6 +23,7 @@ from packing_core.planning.pieces import (
     positive,
     too_long,
 )
+from packing_core.storage.segment_indexing import ranges
 
 Strategy = Literal["best_fit", "mixed", "first_fit", "sequential"]
 
@@ -201,7 +202,7 @@ class RowRule:
             )
         source = np.repeat(np.arange(len(lengths)), counts)
         last = np.cumsum(counts) - 1
-        number = np.arange(len(source)) - np.repeat(last + 1 - counts, counts)
+        number = ranges(counts)
         context = np.where(number > 0, self.context_tokens, 0)
         own = context + number * stride  # the first token that no earlier piece trains
         cut = last[counts > 1]

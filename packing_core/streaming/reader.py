@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from packing_core.planning.rule import RowRule
+from packing_core.streaming.options import StreamOptions
 from packing_core.streaming.pending import Pending, Piece, Read, cut, length_of
 from packing_core.streaming.sources import Source
 
@@ -32,10 +32,8 @@ class Reader:
     last: Any
     exhausted: bool
 
-    def __init__(self, source: Source, rule: RowRule, *, buffer: int, buffer_tokens: int, max_age: int) -> None:
-        self.source = source
-        self.rule, self.capacity = rule, rule.capacity
-        self.buffer, self.buffer_tokens, self.max_age = buffer, buffer_tokens, max_age
+    def __init__(self, source: Source, options: StreamOptions) -> None:
+        self.source, self.options, self.rule = source, options, options.rule
         self.truncated: deque[int] = deque(maxlen=REMEMBERED)
         self.dropped: deque[int] = deque(maxlen=REMEMBERED)
         self.n_truncated = self.n_dropped = 0
@@ -59,14 +57,14 @@ class Reader:
         if self._opened is None:
             self._opened = self.source.open(self.cursor)
         held, tokens = len(self.pending.ids), int(self.pending.lengths.sum())
-        last_number = int(self.pending.ids.min()) + self.max_age if held else None
+        last_number = int(self.pending.ids.min()) + self.options.max_age if held else None
         read = Read(self.cursor, [], [], {})
         documents, lengths, array = read.documents, read.lengths, np.ndarray  # locals are read faster
-        capacity, most_tokens = self.capacity, self.buffer_tokens
+        capacity, buffer, most_tokens = self.rule.capacity, self.options.buffer, self.options.buffer_tokens
         try:
             while tokens < most_tokens and not self.exhausted:
                 number = read.end
-                room = self.buffer - held if last_number is None else min(self.buffer - held, last_number - number)
+                room = buffer - held if last_number is None else min(buffer - held, last_number - number)
                 if room <= 0:
                     break
                 for document in islice(self._opened, room):  # a document is read when it is in ``documents``
@@ -93,7 +91,7 @@ class Reader:
                     self.exhausted = read.end < number + room
                 held += read.end - number
                 if held and last_number is None:
-                    last_number = number + self.max_age
+                    last_number = number + self.options.max_age
         except BaseException:
             self._opened = None  # an iterator that raised is at its end: open the source again
             raise
@@ -116,7 +114,7 @@ class Reader:
         if not pieces:
             self.dropped.append(number)
             self.n_dropped += 1
-        elif length > self.capacity and len(pieces) == 1:
+        elif length > self.rule.capacity and len(pieces) == 1:
             self.truncated.append(number)
             self.n_truncated += 1
         return pieces

@@ -181,14 +181,13 @@ class PackStream:
         part = part_of("worker", worker)
         self._deal = Deal(self.index, self.shards, *part, positive("rows_per_batch", rows_per_batch))
         self._pack_options = {"pad_id": options.pad_id, "weighting": options.weighting}
-        limits = {"buffer": options.buffer, "buffer_tokens": options.buffer_tokens, "max_age": options.max_age}
         self._source = source if isinstance(source, Source) else Source(source, lengths=lengths)
         if self.shards > 1 and (share := share_of(self._source)):
             raise PackingError(
                 f"the source is share {share} of a data set already, and shard={shard} would lose some of it: pass all "
                 "documents on every shard; or shard=(0, 1), which packs the share alone, into as many rows as it fills"
             )
-        self._reader = Reader(self._source, options.rule, **limits)
+        self._reader = Reader(self._source, options)
         self.start_epoch(0)
 
     @property
