@@ -52,16 +52,11 @@ def audit(
     if unbuilt:
         OUT.print(f"{len(unbuilt)} families have no tiny clone and are not counted", highlight=False)
     OUT.print(_caption(None if all_families else names[0]), style="dim", highlight=False)
-    figures({"families": {name: [_plain(row) for row in rows] for name, rows in results.items()}, "not built": unbuilt})
+    families = {name: [asdict(row) | {"verdict": row.verdict} for row in rows] for name, rows in results.items()}
+    figures({"families": families, "not built": unbuilt})
     judged = [r for rows in results.values() for r in rows if not path or r.path in path]
     if any(r.verdict == "contaminated" for r in judged):
         raise typer.Exit(1)
-
-
-def _plain(row: Any) -> dict[str, Any]:
-    """A row of the table for JSON, which has no NaN: what was not measured is null."""
-    measured = {name: None if isinstance(x, float) and isnan(x) else x for name, x in asdict(row).items()}
-    return {**measured, "verdict": row.verdict}
 
 
 def _caption(name: str | None) -> str:

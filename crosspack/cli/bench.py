@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
@@ -95,18 +94,13 @@ def bench(options: BenchOptions) -> None:
         highlight=False,
     )
     warn_if_busy(max((m.cpu for m in measured if m.cpu is not None), default=None))
-    figures([{**_plain(asdict(m)), "verdict": m.verdict} for m in measured])
+    figures([asdict(m) | {"verdict": m.verdict} for m in measured])
     if ours.failure:
         raise PackingError(f"{ours.way}: {ours.failure}")
     if ours.verdict == "contaminated":
         raise ContaminationError(
             f"packed documents see each other: max logit error {ours.difference:.0e}, tolerance {ours.allowed:.0e}"
         )
-
-
-def _plain(measured: dict[str, Any]) -> dict[str, Any]:
-    """For JSON, which has no infinity: what was not measured is null."""
-    return {name: None if isinstance(x, float) and not isfinite(x) else x for name, x in measured.items()}
 
 
 def _table(measured: list[Measured]) -> Table:

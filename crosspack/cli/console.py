@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import fields, is_dataclass
 from functools import wraps
+from math import isfinite
 from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
@@ -106,9 +107,17 @@ def parameters_of(command: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def figures(data: Any) -> None:
-    """Print a command's figures, as plain data, if ``--json`` was given."""
+    """Print a command's figures, as plain data, if ``--json`` was given; what is no finite number is null."""
     if _figures is not None:
-        _figures.write(json.dumps(data, indent=1, allow_nan=False) + "\n")
+        _figures.write(json.dumps(_finite(data), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not isfinite(data) else data
 
 
 def warn(line: str) -> None:

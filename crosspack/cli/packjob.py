@@ -17,7 +17,7 @@ import typer
 from crosspack.cli.console import OUT, warn
 from crosspack.cli.listing import digest
 from crosspack.cli.models import DIGEST
-from crosspack.cli.options import DataOptions, EncodedRecords, OrderOptions, TokenOptions, check_data
+from crosspack.cli.options import DataOptions, EncodedRecords, OrderOptions, TokenOptions, Workers, check_data
 from crosspack.cli.outputs import PART, Output, writing
 from crosspack.cli.packprogress import PackProgress
 from crosspack.encoding.text import Encoder
@@ -58,7 +58,7 @@ class PackOptions(TokenOptions, OrderOptions, DataOptions):
     ] = None
     format: Annotated[Format, typer.Option(help="Of the packed files.")] = "parquet"
     rows_per_file: Annotated[int, typer.Option(min=1, help="Rows after which a new file begins.")] = 65_536
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one for each core.")] = None
+    workers: Workers = None
     engine: Annotated[
         Engine, typer.Option(help="Run the workers here, or on the Ray cluster that RAY_ADDRESS names.")
     ] = "local"
