@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from torch_backend.hf.anatomy.structure import in_mode
 from torch_backend.job.models import shared_arguments
 from torch_backend.job.ranks import Process
 from torch_backend.job.states import make_optimizer
-from torch_backend.job.steps import PackedSteps, PaddedSteps, RowByRow, only_item
+from torch_backend.job.steps import RowByRow, Steps, padded_batches
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 from torch_backend.ops.divisor import Divisor, quotient
 from torch_backend.segments import to_device
@@ -97,11 +98,12 @@ class JobTrainer(Trainer):
         self._timed = ExitStack()
         args = _arguments(job, steps=len(job.schedule) - first, device=process.device, folder=folder)
         if run == "packed":
-            data: Any = PackedSteps(job.schedule, first, self.groups, cost_of(model))
+            rank, ranks = self.groups.rank, self.groups.world
+            share: Callable[[int], Any] = partial(job.schedule.rows, rank=rank, ranks=ranks, cost=cost_of(model))
             collator: Callable[[Any], Any] = RowByRow(model)
         else:
-            data, collator = PaddedSteps(job.schedule, run), only_item
-        super().__init__(model, args, collator, data)
+            share, collator = partial(padded_batches, job.schedule, run=run), itemgetter(0)  # collated already
+        super().__init__(model, args, collator, Steps(job.schedule, first, share))
         if not (
             self.model_accepts_loss_kwargs or job.context_parallel > 1
         ):  # its own loss would be a mean over each microbatch
