@@ -34,6 +34,7 @@ from torch_backend.hf.patch import context_of
 SMALLEST_LOSS = 1.0  # a smaller loss is compared with this much: advantages, whose mean is 0, cancel in it
 _MARKS = ("position_ids", *BatchKey.ALL)
 _ROWS = "input_ids"
+_HIDDEN = ("last_hidden_state", "hidden_states")  # outputs per token, whatever the head
 
 
 class ScoredStep:
@@ -170,7 +171,7 @@ class ScoredStep:
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(padded_calls(model))
-                stack.enter_context(_divided(causal_lm(model)))
+                stack.enter_context(divided(causal_lm(model)))
             yield
 
 
@@ -184,7 +185,7 @@ def scored_batch(trainer: Any) -> Batch:
 
 
 @contextmanager
-def _divided(root: Any) -> Iterator[None]:
+def divided(root: Any) -> Iterator[None]:
     """Inside, a transformers model runs the rows of a padded call one by one."""
     stock, own = root.forward, "forward" in root.__dict__
 
@@ -203,9 +204,8 @@ def _divided(root: Any) -> Iterator[None]:
         images = images_of_rows(root, kwargs)
         rest = {name: x for name, x in kwargs.items() if name not in image_keys(root)}
         outputs = [_alone(stock, rest, row, per_token, images[row]) for row in range(len(ids))]
-        first = outputs[0]
-        joined = {k: torch.cat([o[k] for o in outputs]) for k, x in first.items() if isinstance(x, Tensor) and x.ndim}
-        return type(first)(**joined)
+        joined = {name: _joined([output[name] for output in outputs]) for name in outputs[0]}
+        return type(outputs[0])(**{name: x for name, x in joined.items() if x is not None})
 
     root.forward = forward
     try:
@@ -215,6 +215,13 @@ def _divided(root: Any) -> Iterator[None]:
             root.forward = stock
         else:
             del root.forward
+
+
+def _joined(values: list[Any]) -> Any:
+    """Returns outputs of single rows as those of a batch; None for what is none of a row."""
+    if isinstance(values[0], tuple):  # of layers
+        return tuple(map(_joined, map(list, zip(*values, strict=True))))
+    return torch.cat(values) if isinstance(values[0], Tensor) and values[0].ndim else None
 
 
 def _alone(stock: Any, kwargs: Batch, row: int, per_token: bool, images: Images) -> Any:
@@ -227,7 +234,9 @@ def _alone(stock: Any, kwargs: Batch, row: int, per_token: bool, images: Images)
         if name not in ("attention_mask", "margin")
     }
     output = stock(**alone, **images)
-    for name, value in output.items() if per_token else ():
+    for name, value in output.items():
+        if not (per_token or name in _HIDDEN):
+            continue
         if (returned := padded.returned(name, value)) is not value:
             output[name] = returned
     return output

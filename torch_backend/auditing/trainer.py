@@ -24,6 +24,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.budget import FLOAT32, NARROW, noticed
 from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.auditing.compare import against_truth, exchanged, gradients_error, run, without_dropout
+from torch_backend.auditing.embedded import EmbeddedStep
 from torch_backend.auditing.images import alone_with, images_of, is_placeholder
 from torch_backend.auditing.ranks import averaged, refuse_several_devices
 from torch_backend.auditing.scored import ScoredStep, scored_batch
@@ -34,7 +35,7 @@ from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm, in_mode
 from torch_backend.hf.float8 import describe_float8
 from torch_backend.hf.inputs.boundaries import is_packed
-from torch_backend.hf.inputs.sentence_trainers import sentence_trainer
+from torch_backend.hf.inputs.sentence_trainers import COLUMNS, PAIRS, sentence_trainer
 from torch_backend.hf.inputs.trl_trainers import distils, kind_of
 from torch_backend.hf.patch import context_of
 from torch_backend.hf.router import no_router_loss
@@ -113,7 +114,8 @@ def audit_trainer(trainer: Any) -> TrainerReport:
 
     Dropout is off and a router's auxiliary loss is left out, because both are defined over the whole batch. Parameters,
     gradients, logged metrics and the random state are as before when it returns. Of DPO, KTO, reward, GRPO and RLOO
-    trainers of TRL the padded or packed forwards are compared with forwards of single answers (:mod:`.scored`).
+    trainers of TRL the padded or packed forwards are compared with forwards of single answers (:mod:`.scored`), of
+    those of sentence-transformers with forwards of single texts (:mod:`.embedded`).
     Under context parallelism every rank of the group calls this and gets the same report; each runs its part of the
     packed batches, and every document alone.
 
@@ -131,11 +133,16 @@ def audit_trainer(trainer: Any) -> TrainerReport:
     """
     refuse_cut_documents(trainer.args)
     refuse_several_devices(trainer)
-    if sentence_trainer(trainer) is not None:
+    kind = sentence_trainer(trainer)
+    if kind is not None and kind not in (*COLUMNS, PAIRS):
         raise UnsupportedError(
             f"audit(trainer) does not judge the loss of {type(trainer).__name__}: use audit(trainer.model)"
         )
-    if kind_of(trainer) is None and (labels_documents(trainer.model) or trains_first_token(trainer.model)):
+    if (
+        kind is None
+        and kind_of(trainer) is None
+        and (labels_documents(trainer.model) or trains_first_token(trainer.model))
+    ):
         raise UnsupportedError(
             f"{type(trainer).__name__} trains a classifier or a masked language model, and audit(trainer) judges "
             "losses of next tokens and of answers: use audit(trainer.model)"
@@ -146,8 +153,10 @@ def audit_trainer(trainer: Any) -> TrainerReport:
             "audit(trainer.teacher_model)"
         )
     with torch.random.fork_rng(), _model_of_train(trainer), as_before(trainer):
-        step: ScoredStep | _Step
-        if kind_of(trainer) is not None:
+        step: EmbeddedStep | ScoredStep | _Step
+        if kind is not None:
+            step = EmbeddedStep(trainer)
+        elif kind_of(trainer) is not None:
             step = ScoredStep(trainer, scored_batch(trainer), _tolerance(trainer))
         else:
             step = _Step(trainer, *first_batch(trainer))
@@ -361,7 +370,7 @@ def as_before(trainer: Any) -> Iterator[None]:
     """Training mode without dropout and auxiliary losses inside; afterwards model and trainer are as they were."""
     model: nn.Module = trainer.model
     attributes, metrics = dict(trainer.__dict__), copy.deepcopy(getattr(trainer, "_metrics", None))
-    loaders = len(trainer.accelerator._dataloaders)
+    loaders, even = len(trainer.accelerator._dataloaders), trainer.accelerator.even_batches
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     try:
         model.zero_grad(set_to_none=True)
@@ -375,6 +384,7 @@ def as_before(trainer: Any) -> Iterator[None]:
         trainer.__dict__.clear()
         trainer.__dict__.update(attributes)
         del trainer.accelerator._dataloaders[loaders:]
+        trainer.accelerator.even_batches = even  # which those of sentence-transformers set
         if metrics is not None:
             trainer._metrics = metrics
 

@@ -22,7 +22,7 @@ from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from packing_core.extras import is_older
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.inputs.sentence_trainers import COLUMNS, PAIRS, sentence_trainer
+from torch_backend.hf.inputs.sentence_trainers import COLUMNS, PAIRS, sentence_trainer, transformers_in
 from torch_backend.hf.inputs.unpadding import LENGTHS, LengthsCollator, Padded, unpad_calls
 from torch_backend.hf.patch import state_of
 from torch_backend.trainers.callbacks import without_waiting
@@ -53,7 +53,7 @@ class EmbeddingPort(TrainerPort):
                 f"train() of {self.name} makes another model by model_init, whose calls would not be packed: pass "
                 "model= and enable packing again for each run"
             )
-        self.modules = _transformers_in(trainer.model)
+        self.modules = transformers_in(trainer.model)
         if not self.modules:
             raise UnsupportedModelError(
                 f"the {type(trainer.model).__name__} of {self.name} runs no transformers model, so nothing in it is "
@@ -97,7 +97,7 @@ class EmbeddingPort(TrainerPort):
 
     @staticmethod
     def models(trainer: Any) -> list[Any]:
-        return [module.model for module in _transformers_in(trainer.model)]
+        return [module.model for module in transformers_in(trainer.model)]
 
 
 class EmbeddingStep(PreferenceStep):
@@ -200,19 +200,12 @@ class _ColumnLengths(LengthsCollator):
         self.valid_label_columns = collator.valid_label_columns
 
 
-def _transformers_in(model: Any) -> list[Any]:
-    """Returns the modules of a model of sentence-transformers that run a transformers model."""
-    from sentence_transformers.base.modules import Transformer
-
-    return [module for module in model.modules() if isinstance(module, Transformer)]
-
-
 def _why_not_repeated(trainer: Any) -> str | None:
     """Explains why compiled layers would not repeat the dropout of calls without gradients in those with them."""
     losses = trainer.loss.values() if isinstance(trainer.loss, dict) else [trainer.loss]
     kinds = {base.__name__ for loss in losses for module in loss.modules() for base in type(module).__mro__}
     drops = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in trainer.model.modules())
-    for module in _transformers_in(trainer.model):
+    for module in transformers_in(trainer.model):
         drops |= any("dropout" in name and bool(p) for name, p in causal_lm(module.model).config.to_dict().items())
     if drops and any(name.startswith("Cached") for name in kinds):
         return "a cached loss repeats the dropout of calls without gradients, and compiled layers may draw another"

@@ -168,6 +168,8 @@ def test_two_encoders_behind_a_router(tmp_path: Any) -> None:
         for p in each.model.parameters():
             nn.init.normal_(p, std=0.05)
     assert_same_step(ours, theirs, 2)  # one for each encoder
+    report = torch_backend.audit(ours)
+    assert report.verdict == "exact" and report.rows == 2, str(report)
     encoders = [module.model for module in ours.model.modules() if isinstance(module, Transformer)]
     assert [state_of(each) is not None for each in encoders] == [True, True]
     disable_packing(ours)
@@ -267,15 +269,17 @@ def test_what_cannot_be_packed_is_refused_by_name_and_changes_nothing(tmp_path: 
     late = st.MultiVectorEncoderTrainer
     with pytest.raises(UnsupportedError, match="scores tokens that attention may leave out"):
         enable_packing(late.__new__(late))
+    trainer = late.__new__(late)
+    trainer.args, trainer.model = args, model
+    with pytest.raises(UnsupportedError, match=r"does not judge the loss of MultiVector.*use audit\(trainer.model\)"):
+        torch_backend.audit(trainer)
 
 
-def test_audit_names_the_way_out_and_disabling_gives_the_trainer_back(tmp_path: Any) -> None:
+def test_disabling_gives_an_audited_trainer_back(tmp_path: Any) -> None:
     trainer = embedding_trainer(tmp_path, embedder(tmp_path).float(), losses.TripletLoss, TRIPLETS())
     before = dict(vars(trainer)), dict(vars(trainer.model[0])), vars(trainer.accelerator.dataloader_config).copy()
     enable_packing(trainer)
-    with pytest.raises(UnsupportedError, match=r"use audit\(trainer.model\)"):
-        torch_backend.audit(trainer)
-    assert torch_backend.audit(trainer.model).verdict == "exact"
+    assert torch_backend.audit(trainer).verdict == torch_backend.audit(trainer.model).verdict == "exact"
     disable_packing(trainer)
     assert (vars(trainer), vars(trainer.model[0]), vars(trainer.accelerator.dataloader_config)) == before
     assert state_of(trainer.model[0].model) is None

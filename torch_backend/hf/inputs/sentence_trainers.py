@@ -8,6 +8,13 @@ COLUMNS = "SentenceTransformerTrainer", "SparseEncoderTrainer"  # whose losses c
 PAIRS = "CrossEncoderTrainer"  # whose losses make the pairs that they call the model on
 
 
+def transformers_in(model: Any) -> list[Any]:
+    """Returns the modules of a model of sentence-transformers that run a transformers model."""
+    from sentence_transformers.base.modules import Transformer
+
+    return [module for module in model.modules() if isinstance(module, Transformer)]
+
+
 def sentence_trainer(trainer: Any) -> str | None:
     """Returns which trainer of sentence-transformers this one is or derives from; None if it is another's."""
     for base in type(trainer).__mro__:
