@@ -48,31 +48,33 @@ def is_mxfp4(config: Any) -> bool:
     return isinstance(stored, dict) and stored.get("quant_method") == "mxfp4"
 
 
-class _Keep(ConversionOps):  # type: ignore[misc, no-any-unimported] # transformers may be untyped
+class _Keep(ConversionOps):
     """Puts blocks and scales in place of a weight's values."""
 
     def __init__(self, quantizer: Any) -> None:
         self.quantizer = quantizer
 
-    def convert(self, input_dict: Any, model: Any = None, full_layer_name: str = "", **_: Any) -> Any:
-        found = {name: x[0] if isinstance(x, list) else x for name, x in input_dict.items()}
-        blocks, scales = (next(x for name, x in found.items() if name.endswith(end)) for end in ("_blocks", "_scales"))
-        weight = Mxfp4Weight(blocks, scales, model.get_parameter(full_layer_name).dtype)
-        return {full_layer_name: nn.Parameter(weight, requires_grad=False)}
+    def convert(self, input_dict: dict[str, Any], *_: Any, **others: Any) -> dict[str, Any]:
+        name: str = others["full_layer_name"]
+        found = {stored[-len("_blocks") :]: x[0] if isinstance(x, list) else x for stored, x in input_dict.items()}
+        blocks, scales = found["_blocks"], found["_scales"]
+        weight = Mxfp4Weight(blocks, scales, others["model"].get_parameter(name).dtype)
+        return {name: nn.Parameter(weight, requires_grad=False)}
 
 
 @register_quantization_config(_METHOD)
-class _Config(Mxfp4Config):  # type: ignore[misc, no-any-unimported]
+class _Config(Mxfp4Config):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.quant_method, self.dequantize = _METHOD, True  # the model may be trained, and is found by its parameters
+        self.quant_method: Any = _METHOD
+        self.dequantize = True  # for transformers, so that the model may be trained
 
 
 @register_quantizer(_METHOD)
-class _Quantizer(Mxfp4HfQuantizer):  # type: ignore[misc, no-any-unimported]
+class _Quantizer(Mxfp4HfQuantizer):
     def get_weight_conversions(self) -> list[Any]:
         ends = ("_blocks", "_scales")
         return [WeightConverter([w + end for end in ends], w, [_Keep(self)]) for w in ("gate_up_proj", "down_proj")]
 
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+    def _process_model_before_weight_loading(self, model: Any, use_kernels: bool = False, **_: Any) -> None:
         """Leaves the modules as they are."""

@@ -17,7 +17,7 @@ from torch_backend.ops.operators import operator, runs_triton
 
 GROUP = 32  # values with one scale
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BLOCK = 128  # groups of a program
+_BLOCK = 256  # groups of a program
 _PART = 2**18  # groups at a time, without Triton
 
 
@@ -64,20 +64,18 @@ class Mxfp4Weight(torch.Tensor):
     def __new__(cls, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Mxfp4Weight:
         """Takes blocks [E, out, in / 2], or [E, out, in / 32, 16] as checkpoints have them; values are ``dtype``."""
         count, out, groups = scales.shape
-        shape = count, GROUP * groups, out
-        strides = shape[1] * out, 1, shape[1]
-        made: Mxfp4Weight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined] # not in torch's stubs
-            cls, shape, strides=strides, dtype=dtype, device=blocks.device
+        made: Mxfp4Weight = torch.Tensor._make_wrapper_subclass(
+            cls, (count, GROUP * groups, out), dtype=dtype, device=blocks.device
         )
         made.blocks, made.scales = blocks.reshape(count, out, -1), scales
         return made
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override] # torch's has no dtype
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Returns the values [E, in, out], without gaps along ``in``."""
         return dequantize(self.blocks, self.scales, dtype or self.dtype).mT
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override] # an attribute in torch's stubs
         """Returns the bytes of blocks and scales."""
         return self.blocks.nbytes + self.scales.nbytes
 
@@ -88,14 +86,14 @@ class Mxfp4Weight(torch.Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, *_: Any) -> Mxfp4Weight:
         return Mxfp4Weight(inner["blocks"], inner["scales"], dtype)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({list(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuilt, (self.blocks, self.scales, self.dtype, isinstance(self, torch.nn.Parameter))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs, aten = kwargs or {}, torch.ops.aten
         weight = args[0] if args else None
         if isinstance(weight, Mxfp4Weight):
@@ -106,10 +104,12 @@ class Mxfp4Weight(torch.Tensor):
                 device, dtype = kwargs.get("device"), kwargs.get("dtype") or weight.dtype
                 return Mxfp4Weight(weight.blocks.to(device, copy=True), weight.scales.to(device, copy=True), dtype)
             if func is aten.select.int and args[1] == 0:
-                return dequantize(weight.blocks[args[2]], weight.scales[args[2]], weight.dtype).mT
-        if func._schema.is_mutable and any(isinstance(x, Mxfp4Weight) for x in args[:1]):
+                return dequantize(weight.blocks[args[2]], weight.scales[args[2]], weight.dtype).mT.contiguous()
+        args, kwargs = tree_map_only(Mxfp4Weight, lambda x: x.dequantize().contiguous(), (args, kwargs))
+        if func._schema.is_mutable and isinstance(weight, Mxfp4Weight):
+            if func is aten.copy_.default and torch.equal(*args[:2]):  # DDP sends the weights of rank 0 to the others
+                return weight
             raise NotImplementedError(f"{func} cannot write into a weight in MXFP4, which is frozen")
-        args, kwargs = tree_map_only(Mxfp4Weight, Mxfp4Weight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
 
 
