@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -30,7 +31,9 @@ _NESTED_BLOCK = 256  # magnitudes of a block of double quantisation, in bitsandb
 def why_weights_stay(root: Any) -> str | None:
     """Explains why compiled layers cannot run the quantised weights of a model, None if they can or there are none."""
     layers = quantised_layers([root])
-    reason = next((f"{_named(layer)}, {why}" for layer in layers if (why := _why_not(layer)) is not None), None)
+    sharded = any(isinstance(module, FSDPModule) for module in root.modules())
+    reasons = ((layer, _why_not(layer, sharded=sharded)) for layer in layers)
+    reason = next((f"{_named(layer)}, {why}" for layer, why in reasons if why is not None), None)
     if reason is None and getattr(root, "is_quantized", False):
         served = set(layers)
         reason = next((why for m in root.modules() if m not in served and (why := _quantised(m)) is not None), None)
@@ -47,7 +50,7 @@ def quantised_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 def bytes_beside_4_bits(root: nn.Module, dtype: torch.dtype) -> int:
     """Returns the bytes that 4-bit weights take beside their parameters: of blocks, and one weight's values."""
-    weights = [_weight_of(layer) for layer in quantised_layers([root]) if _why_not(layer) is None]
+    weights = [_weight_of(layer) for layer in quantised_layers([root]) if _why_not(layer, sharded=True) is None]
     of_4_bits = (weight for weight in weights if isinstance(weight, Weight4bit))  # others are parameters in full
     blocks = sum(x.nbytes for weight in of_4_bits for x in weight[1:5] if x is not None)
     values = [prod(weight.shape) for weight in weights]
@@ -93,6 +96,8 @@ def _makes_values(layer: Any) -> bool:
 def _forward(self: Any, x: Tensor) -> Tensor:
     weight = self.__dict__[_WEIGHT]
     of_4_bits = isinstance(weight, Weight4bit)
+    if of_4_bits and weight.packed is None:  # FSDP2 has gathered it for this call
+        weight = Weight4bit(self.weight, *weight[1:])
     dtype, of = x.dtype, self.compute_dtype if of_4_bits else None
     x = x if of is None else x.to(of)
     if torch.is_autocast_enabled(x.device.type):
@@ -104,9 +109,10 @@ def _forward(self: Any, x: Tensor) -> Tensor:
 def _weight_of(layer: Any) -> Weight4bit | StoredWeight:
     if not _is_linear_4bit(type(layer)):  # type: ignore[arg-type] # a class is hashable
         return _stored(layer.weight)
-    state = layer.weight.quant_state
-    with torch._C.DisableTorchFunctionSubclass():
-        packed = layer.weight.detach().as_subclass(Tensor)
+    state, packed = _state_of(layer), None
+    if getattr(layer.weight, "quant_state", None) is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            packed = layer.weight.detach().as_subclass(Tensor)
     options = tuple(state.shape), state.blocksize, state.quant_type, state.dtype
     if not state.nested:
         return Weight4bit(packed, state.absmax, None, None, None, *options)
@@ -127,19 +133,25 @@ def _stored(weight: Any) -> StoredWeight:
     return stored_weight([getattr(weight, part) for part in names], name, tuple(size), dequantise)
 
 
-def _why_not(layer: Any) -> str | None:
+def _why_not(layer: Any, *, sharded: bool) -> str | None:
     if not _is_linear_4bit(type(layer)):  # type: ignore[arg-type] # a class is hashable
         if getattr(layer.weight, "act_quant_kwargs", None) is not None:
             return f"whose {type(layer.weight).__name__} quantises what it multiplies with"
         return "whose forward was replaced" if "forward" in layer.__dict__ else None
-    return _why_not_4bit(layer)
+    return _why_not_4bit(layer, sharded)
 
 
-def _why_not_4bit(layer: Any) -> str | None:
+def _state_of(layer: Any) -> Any:
+    """Returns how a layer's 4 bits are stored. A weight that FSDP2 has cut or gathered does not know it any more."""
     state = getattr(layer.weight, "quant_state", None)
+    return getattr(layer, "quant_state", None) if state is None else state
+
+
+def _why_not_4bit(layer: Any, sharded: bool) -> str | None:
+    state, weight = _state_of(layer), layer.weight
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         return "which bitsandbytes from 0.50 on makes traceable"
-    if state is None or isinstance(layer.weight, DTensor):
+    if state is None or (isinstance(weight, DTensor) and not (sharded and weight.device_mesh.ndim == 1)):
         return "which holds no whole 4-bit weight"
     if "forward" in layer.__dict__:
         return "whose forward was replaced"

@@ -21,7 +21,7 @@ class Weight4bit(NamedTuple):
     """A frozen weight [N, K] as bitsandbytes stores it.
 
     Attributes:
-        packed: two values a byte, of any dtype.
+        packed: two values a byte, of any dtype; None until FSDP2 has gathered them.
         absmax: float32, the largest magnitude of each block; of each block of ``scales`` where these are quantised.
         scales, code, offset: of double quantisation, which stores the magnitude of a block as
             ``code[scales] * absmax + offset``; else None.
@@ -31,7 +31,7 @@ class Weight4bit(NamedTuple):
         dtype: that the weight had, in which the backward makes its values.
     """
 
-    packed: Tensor
+    packed: Tensor | None
     absmax: Tensor
     scales: Tensor | None
     code: Tensor | None

@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.torch_backend.graphs import counted_compilation
+from tests.torch_backend.kernels import interpret
 from tests.torch_backend.models import documents, error, tiny
+from tests.torch_backend.ranks import on_ranks
 from tests.torch_backend.trainers.test_trainer import peft
 from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.hf.quantised import quantised_layers, traceable_weights, why_weights_stay
@@ -209,6 +214,38 @@ def test_rows_of_any_length_run_through_one_graph(device: str, request: Any, mon
     for fast, plain in zip(found[:5], found[5:], strict=True):
         assert all(error(x, y) <= (1e-4 if device == "cpu" else 1e-3) for x, y in zip(fast, plain, strict=True))
     assert counter is None or counter.frame_count <= 8
+
+
+def on_a_rank(shards: bool) -> tuple[list[float], list[Tensor]]:
+    """The losses of four steps and the adapters after them, of layers that are compiled where FSDP2 shards."""
+    with pytest.MonkeyPatch.context() as patched:
+        model = adapters(quantised(tiny("qwen3"), quant_storage=torch.float32))
+        wrapped: Any = nn.parallel.DistributedDataParallel(model)
+        if shards:
+            interpret(patched)
+            patched.setattr(cuda_graph, "DEVICE", "cpu")
+            counted_compilation(patched, fast_backward)
+            wrapped = model
+            for layer in model.base_model.model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+        patch(model, implementation="triton" if shards else "sdpa", verify=False)
+        weights = [p for p in model.parameters() if p.requires_grad]
+        step = make_train_step(wrapped, torch.optim.SGD(weights, lr=0.1), capture=False)
+        docs = documents((20, 9, 14), seed=dist.get_rank())
+        batch = PackedCollator(model, capacity=64)([{"input_ids": d.tolist()} for d in docs])
+        losses = [float(step(batch)["loss"]) for _ in range(4)]
+        assert step.parts["layers"] == ("compiled" if shards else "not compiled: the model computes on cpu")
+    assert not shards or all(isinstance(layer.weight, DTensor) for layer in quantised_layers([model]))
+    return losses, [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in weights]
+
+
+@pytest.mark.slow
+def test_compiled_layers_gather_4_bits_that_fsdp_shards() -> None:
+    """``bnb_4bit_quant_storage`` of the dtype of other weights, with which FSDP2 gathers them."""
+    (found, trained), (wanted, whole) = on_ranks(on_a_rank, True), on_ranks(on_a_rank, False)
+    assert found == pytest.approx(wanted, rel=1e-5) and found[0] > found[-1]
+    assert all(error(one, other) <= 1e-4 for one, other in zip(trained, whole, strict=True))
 
 
 def test_the_formula_of_memory_counts_4_bits() -> None:
