@@ -110,6 +110,7 @@ def test_documents_are_the_oracle(where: Where, shape: tuple[int, int, int, int]
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_queries_may_be_taken_a_few_at_a_time(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selected_triton, "_SHARES", 7 * BUDGET * 40)
+    monkeypatch.setattr(selected_triton, "_QUERIES", 11)
     packed, long = row(where)
     assert_is_the_oracle(where, (16, 1, 24, 16), *by_scores(packed, long), long, packed)
 
@@ -169,7 +170,10 @@ def expanded(leaves: list[Tensor], sizes: tuple[int, int, int, int]) -> tuple[Te
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_latent_attention_shares_keys_among_heads(where: Where, with_sinks: bool) -> None:
+def test_latent_attention_shares_keys_among_heads(
+    where: Where, monkeypatch: pytest.MonkeyPatch, with_sinks: bool
+) -> None:
+    monkeypatch.setattr(selected_triton, "_QUERIES", 16)
     packed, long = row(where)
     selected, _ = by_scores(packed, long)
     leaves, dout = latent_operands(where, packed.tokens, 32, sizes := (20, 16, 8, 12))

@@ -317,18 +317,23 @@ def _over_latent(
     sinks: Tensor | None,
 ) -> list[Tensor]:
     """Attention of queries and outputs projected in place of keys and values, which are those of one head."""
-    dtype, rotated = queries[0].dtype, latent.rotated.shape[1]
-    own, rank = request.head_dim - rotated, latent.compressed.shape[1]
-    to_keys, to_values = latent.weight.to(dtype).unflatten(0, (request.heads, -1)).split([own, request.value_dim], 1)
+    dtype, rank = queries[0].dtype, latent.compressed.shape[1]
+    weight = latent.weight.to(dtype).unflatten(0, (request.heads, -1))
     keys = torch.cat([latent.compressed.to(dtype), latent.rotated.to(dtype)], -1).index_select(0, long.places)
-    parts = []
-    for q, kv, places in zip(queries, keys.unsqueeze(1).split(long.lengths), chosen, strict=True):
-        q = torch.cat([torch.einsum("lhn,hnr->lhr", q[..., :own], to_keys), q[..., own:]], -1)
-        out = document_attention(
-            q, kv, places, value_dim=rank, values_at=0, scale=request.scale, block=long.block, sinks=sinks
+    return [
+        document_attention(
+            q,
+            kv,
+            places,
+            value_dim=rank,
+            values_at=0,
+            scale=request.scale,
+            block=long.block,
+            sinks=sinks,
+            weight=weight,
         )
-        parts.append(torch.einsum("lhr,hvr->lhv", out, to_values))
-    return parts
+        for q, kv, places in zip(queries, keys.unsqueeze(1).split(long.lengths), chosen, strict=True)
+    ]
 
 
 def _in_torch(

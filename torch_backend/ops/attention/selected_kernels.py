@@ -8,6 +8,8 @@ Keys and values lie in one tensor kv [L, K, W]: keys are its first HEAD_DIM chan
 VALUES_AT on. With SHARED the values are the first BLOCK_D channels of the keys, as in latent attention, and are loaded
 once. A width that is no power of two is one (BLOCK_D) and a rest (BLOCK_R; 0 for none): 576 = 512 + 64.
 
+A launch takes some queries C of the document, from ``first_i`` on.
+
 Names: i query and j key, counted from the document's first token; s place in the selection, which has SIZE keys of a
 block each; c channel. Softmax runs in base 2.
 """
@@ -20,14 +22,12 @@ from torch_backend.ops.attention.triton_tiles import LOG2E, LOWEST
 
 
 @triton.jit
-def rows_of(
-    first, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
-):  # fmt: skip
-    """The program's query, head of keys, and its heads within the group."""
+def rows_of(KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The program's query among those of the launch, its head of keys, and its heads within the group."""
     TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     place = tl.program_id(0)
-    i, group = first + place // (KV_HEADS * TILES), place // TILES % KV_HEADS
-    return i, group, place % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
+    query, group = place // (KV_HEADS * TILES), place // TILES % KV_HEADS
+    return query.to(tl.int64), group, place % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
 
 
 @triton.jit
@@ -41,21 +41,21 @@ def keys_of(selected, s, end, i, SIZE: tl.constexpr):
 
 @triton.jit
 def forward(
-    q, kv, selected, ends, sinks, out, lse, scale,
+    q, kv, selected, ends, sinks, out, lse, first_i, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr, VALUES_AT: tl.constexpr, TOP: tl.constexpr, SIZE: tl.constexpr,
     SINKS: tl.constexpr, SHARED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One query and its heads: out [L, H, Dv] and the denominator's base-2 log, lse [L, H]. Grid: (L * K * tiles,)."""
+    """One query and its heads: out [C, H, Dv] and the denominator's base-2 log, lse [C, H]. Grid: (C * K * tiles,)."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    i, group, head = rows_of(0, KV_HEADS, GROUP, BLOCK_M)
-    present = head < GROUP
-    chosen = i.to(tl.int64) * GROUPS + (group if GROUPS > 1 else 0)
+    query, group, head = rows_of(KV_HEADS, GROUP, BLOCK_M)
+    i, present = first_i + query, head < GROUP
+    chosen = query * GROUPS + (group if GROUPS > 1 else 0)
     end = tl.load(ends + chosen) * SIZE
     selected += chosen * TOP
     d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :]
-    row = i.to(tl.int64) * HEADS + group * GROUP + head
+    row = query * HEADS + group * GROUP + head
     q_rows = tl.load(q + row[:, None] * HEAD_DIM + d, present[:, None] & (d < HEAD_DIM), other=0.0)
     if BLOCK_R:
         r = BLOCK_D + tl.arange(0, BLOCK_R)[None, :]
@@ -95,39 +95,42 @@ def forward(
 
 @triton.jit
 def backward(
-    dout, q, kv, selected, ends, out, lse, dq, delta, weights, first_i, scale,
+    factors, kv, selected, ends, out, lse, dq, delta, weights, first_i, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr, VALUES_AT: tl.constexpr, TOP: tl.constexpr, SIZE: tl.constexpr,
     SHARED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One query from ``first_i`` on and its heads: dq [L, H, D], delta [L, H], the sum of out * dout, and weights.
+    """One query and its heads: dq [C, H, D], delta [C, H], the sum of out * dout, and weights [C, K, 2, H / K, S].
 
-    These are what its keys' gradients are products of, [C, K, 2, H / K, S] for C queries: the scores' gradients and
-    the softmax. What a query does not see is left as it is. Grid: (C * K * tiles,).
+    Products of the weights, which are the scores' gradients and the softmax, with the factors [C, K, 2, H / K, W] are
+    the gradients of the query's keys. The factors are the queries, at the places of keys in kv, and the gradients of
+    the output, at those of values. Weights from the end of a selection on are left as they are.
+    Grid: (C * K * tiles,).
     """
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    i, group, head = rows_of(first_i, KV_HEADS, GROUP, BLOCK_M)
-    present = head < GROUP
-    chosen = i.to(tl.int64) * GROUPS + (group if GROUPS > 1 else 0)
+    query, group, head = rows_of(KV_HEADS, GROUP, BLOCK_M)
+    i, present = first_i + query, head < GROUP
+    chosen = query * GROUPS + (group if GROUPS > 1 else 0)
     end = tl.load(ends + chosen) * SIZE
     selected += chosen * TOP
     d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :]
-    row = i.to(tl.int64) * HEADS + group * GROUP + head
+    row = query * HEADS + group * GROUP + head
     has_e = present[:, None] & (e < VALUE_DIM)
-    do_rows = tl.load(dout + row[:, None] * VALUE_DIM + e, has_e, other=0.0)
+    factor = ((query * KV_HEADS + group) * (2 * GROUP) + head)[:, None]
+    do_rows = tl.load(factors + (factor + GROUP) * WIDTH + VALUES_AT + e, has_e, other=0.0)
     out_rows = tl.load(out + row[:, None] * VALUE_DIM + e, has_e, other=0.0)
     delta_rows = tl.sum(out_rows.to(tl.float32) * do_rows.to(tl.float32), 1)
     tl.store(delta + row, delta_rows, present)
     lse_rows = tl.load(lse + row, present, other=0.0)
-    q_rows = tl.load(q + row[:, None] * HEAD_DIM + d, present[:, None] & (d < HEAD_DIM), other=0.0)
+    q_rows = tl.load(factors + factor * WIDTH + d, present[:, None] & (d < HEAD_DIM), other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if BLOCK_R:
         r = BLOCK_D + tl.arange(0, BLOCK_R)[None, :]
-        q_rest = tl.load(q + row[:, None] * HEAD_DIM + r, present[:, None] & (r < HEAD_DIM), other=0.0)
+        q_rest = tl.load(factors + factor * WIDTH + r, present[:, None] & (r < HEAD_DIM), other=0.0)
         acc_rest = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     kv += group * WIDTH
-    weights += (((i - first_i).to(tl.int64) * KV_HEADS + group) * (2 * GROUP) + head)[:, None] * (TOP * SIZE)
+    weights += factor * (TOP * SIZE)
     base2 = scale * LOG2E
     for first in tl.range(0, end, BLOCK_N):
         s = first + tl.arange(0, BLOCK_N)

@@ -1,9 +1,10 @@
 """Attention over selected keys in Triton, one document at a time: forward, gradient of q, gradients of k and v.
 
-A key's gradient is the sum of its shares from all queries that selected it. For some queries at a time, the kernel of
-q's gradient writes what the shares are products of, a batched matrix product makes the shares, and the sorted selection
-says which of them each key adds, in float32 and in order: no atomics, so results repeat to the bit, and memory grows
-with the length of the document.
+Latent attention projects some queries at a time to the width of its keys, and their outputs back. A key's gradient is
+the sum of its shares from all queries that selected it. For some queries at a time, the kernel of q's gradient writes
+what the shares are products of, a batched matrix product makes the shares, and the sorted selection says which of them
+each key adds, in float32 and in order: no atomics, so results repeat to the bit, and memory grows with the length of
+the document.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from torch.autograd.function import once_differentiable
 from torch_backend.ops.attention.reference import scores_attention
 from torch_backend.ops.attention.request import AttentionRequest, request_of
 from torch_backend.ops.operators import operator, runs_triton, shared_memory
+from torch_backend.ops.recomputing import computed_once
 from torch_backend.ops.trial import current_device, in_own_thread, refusal
 from torch_backend.segments import PackedMetadata
 
 LOG2E = 1.4426950408889634
+_QUERIES = 4_096  # projected and attended with at a time
 _SHARES = 2**30  # numbers that hold the shares of some queries at a time: 2 GiB in bfloat16
 _TOLERANCE = 0.05  # as that of packed attention's trial
 _SCORE_TOLERANCE = 1e-3  # products are summed in float32
@@ -57,17 +60,20 @@ def document_attention(
     scale: float,
     block: int = 1,
     sinks: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of one document over selected keys.
 
     Args:
-        q: [L, H, D].
+        q: [L, H, D], or [L, H, n + D - R] with a weight.
         kv: [L, K, W], the keys as its first D channels and the values as ``value_dim`` from ``values_at`` on.
         selected: int32 [L, S] or [L, G, S] with G of 1 or K, blocks of keys counted from the document's beginning, each
             once; -1 for none.
         scale: of the scores.
         block: keys of a block.
         sinks: [H].
+        weight: [H, n + Dv, R], of latent attention. The first n channels of a query are projected to the first R of a
+            key, which are the values, and the output to Dv.
 
     Returns:
         [L, H, Dv], dtype of q.
@@ -75,9 +81,8 @@ def document_attention(
     chosen = selected.view(len(selected), -1, selected.shape[-1]).contiguous()
     numbers = torch.arange(1, chosen.shape[-1] + 1, dtype=torch.int32, device=chosen.device)
     ends = ((chosen >= 0) * numbers).amax(-1)
-    out: Tensor = _Selected.apply(
-        q.contiguous(), kv.contiguous(), sinks, chosen, ends, value_dim, values_at, scale, block
-    )
+    options = value_dim, values_at, scale, block
+    out: Tensor = _Selected.apply(q, kv.contiguous(), sinks, weight, chosen, ends, options)
     return out
 
 
@@ -88,39 +93,86 @@ class _Selected(torch.autograd.Function):
         q: Tensor,
         kv: Tensor,
         sinks: Tensor | None,
+        weight: Tensor | None,
         selected: Tensor,
         ends: Tensor,
-        value_dim: int,
-        values_at: int,
-        scale: float,
-        block: int,
+        options: tuple[int, int, float, int],
     ) -> Tensor:
-        options = value_dim, values_at, scale, block
-        out, lse = _forward(q, kv, sinks, selected, ends, *options)
-        ctx.save_for_backward(q, kv, sinks, selected, ends, out, lse)
-        ctx.options = options
-        return out
+        value_dim = options[0]
+        own = (
+            q.shape[2] + (0 if weight is None else value_dim) - kv.shape[2]
+        )  # channels of a query that the weight projects
+        parts: list[Tensor] = []
+        outs = []
+        for rows in _slices(0, len(q), _QUERIES):
+            queries = _projected(q[rows], weight, own).contiguous()
+            out, lse = _forward(queries, kv, sinks, selected[rows], ends[rows], rows.start, *options)
+            parts += out, lse
+            outs.append(out if weight is None else torch.einsum("lhr,hvr->lhv", out, weight[:, own:]))
+        ctx.save_for_backward(q, kv, sinks, weight, selected, ends, *parts)
+        ctx.options, ctx.own = options, own
+        return torch.cat(outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, sinks, selected, ends, out, lse = ctx.saved_tensors
-        dq, dkv, delta = _backward(dout.contiguous(), q, kv, selected, ends, out, lse, *ctx.options)
-        dsinks = None
-        if sinks is not None and ctx.needs_input_grad[2]:
-            dsinks = -((sinks.float() * LOG2E - lse).exp2() * delta).sum(0).to(sinks.dtype)
-        return dq, dkv, dsinks, *[None] * 6
+        q, kv, sinks, weight, selected, ends, *parts = ctx.saved_tensors
+        (value_dim, values_at, _, block), own, (heads, (_, kv_heads, both)) = (
+            ctx.options,
+            ctx.own,
+            (q.shape[1], kv.shape),
+        )
+        group, width = heads // kv_heads, both if weight is not None else q.shape[2]
+        dq, dkv = torch.empty_like(q), torch.zeros_like(kv, dtype=torch.float32)
+        dsinks, dweight = (None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (sinks, weight))
+        at_once = max(1, _SHARES // (kv_heads * selected.shape[2] * block * both))
+        factors = q.new_zeros(min(len(q), at_once, _QUERIES), kv_heads, 2 * group, both)
+        for number, part in enumerate(_slices(0, len(q), _QUERIES)):
+            for rows in _slices(part.start, part.stop, at_once):
+                out, lse = (x[rows.start - part.start : rows.stop - part.start] for x in parts[2 * number :][:2])
+                used, gradient = factors[: rows.stop - rows.start], dout[rows]
+                if weight is not None:
+                    gradient = torch.einsum("lhv,hvr->lhr", gradient, weight[:, own:])
+                used[:, :, :group, :width] = _projected(q[rows], weight, own).unflatten(1, (kv_heads, group))
+                used[:, :, group:, values_at : values_at + value_dim] = gradient.unflatten(1, (kv_heads, group))
+                dqueries, delta = _backward(
+                    used, kv, selected[rows], ends[rows], out, lse, dkv, rows.start, width, *ctx.options
+                )
+                if dsinks is not None:
+                    dsinks -= ((sinks.float() * LOG2E - lse).exp2() * delta).sum(0)
+                if dweight is None:
+                    dq[rows] = dqueries
+                    continue
+                latent = dqueries[..., :value_dim]
+                dq[rows, :, :own] = torch.einsum("lhr,hnr->lhn", latent, weight[:, :own])
+                dq[rows, :, own:] = dqueries[..., value_dim:]
+                dweight[:, :own] += torch.einsum("lhn,lhr->hnr", q[rows, :, :own], latent)
+                dweight[:, own:] += torch.einsum("lhv,lhr->hvr", dout[rows], out)
+        dsinks, dweight = (None if d is None else d.to(x.dtype) for d, x in ((dsinks, sinks), (dweight, weight)))
+        return dq, dkv.to(kv.dtype), dsinks, dweight, None, None, None
+
+
+def _projected(q: Tensor, weight: Tensor | None, own: int) -> Tensor:
+    if weight is None:
+        return q
+    return torch.cat([torch.einsum("lhn,hnr->lhr", q[..., :own], weight[:, :own]), q[..., own:]], -1)
+
+
+def _slices(start: int, stop: int, size: int) -> list[slice]:
+    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 # Launchers
 
 
+@computed_once
 def _launch_forward(
     q: Tensor,
     kv: Tensor,
     sinks: Tensor | None,
     selected: Tensor,
     ends: Tensor,
+    start: int,
     value_dim: int,
     values_at: int,
     scale: float,
@@ -128,52 +180,46 @@ def _launch_forward(
 ) -> tuple[Tensor, Tensor]:
     from torch_backend.ops.attention import selected_kernels as kernels
 
-    out, lse = _forward_outputs(q, kv, sinks, selected, ends, value_dim)
-    constants = _constants(q, kv, selected, value_dim, values_at, block, backward=False)
-    kernels.forward[_programs(q, kv, len(q), constants),](
-        q, kv, selected, ends, sinks, out, lse, scale, SINKS=sinks is not None, **constants
+    out, lse = _forward_outputs(q, kv, sinks, selected, ends, start, value_dim)
+    constants = _constants(q.shape[1], q.shape[2], kv, selected, value_dim, values_at, block, backward=False)
+    kernels.forward[_programs(kv, len(q), constants),](
+        q, kv, selected, ends, sinks, out, lse, start, scale, SINKS=sinks is not None, **constants
     )
     return out, lse
 
 
 def _launch_backward(
-    dout: Tensor,
-    q: Tensor,
+    factors: Tensor,
     kv: Tensor,
     selected: Tensor,
     ends: Tensor,
     out: Tensor,
     lse: Tensor,
+    dkv: Tensor,
+    start: int,
+    width: int,
     value_dim: int,
     values_at: int,
     scale: float,
     block: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     from torch_backend.ops.attention import selected_kernels as kernels
 
-    (tokens, heads, width), (_, kv_heads, both) = q.shape, kv.shape
-    groups, places = selected.shape[1], selected.shape[2] * block
-    dq, dkv, delta = _backward_outputs(dout, q, kv, selected, ends, out, lse)
-    total = dkv if dkv.dtype == torch.float32 else torch.empty_like(dkv, dtype=torch.float32)
-    total.zero_()
-    constants = _constants(q, kv, selected, value_dim, values_at, block, backward=True)
-    for start in range(0, tokens, at_once := max(1, _SHARES // (kv_heads * places * both))):
-        rows = slice(start, min(start + at_once, tokens))
-        count, group = rows.stop - start, heads // kv_heads
-        weights = q.new_empty(count * kv_heads, 2 * group, places)
-        kernels.backward[_programs(q, kv, count, constants),](
-            dout, q, kv, selected, ends, out, lse, dq, delta, weights, start, scale, **constants
-        )
-        factors = q.new_zeros(count, kv_heads, 2 * group, both)
-        factors[:, :, :group, :width] = q[rows].unflatten(1, (kv_heads, group))
-        factors[:, :, group:, values_at : values_at + value_dim] = dout[rows].unflatten(1, (kv_heads, group))
-        shares = torch.bmm(weights.transpose(1, 2), factors.flatten(0, 1))
-        order, starts = _by_keys(selected[rows], start, block)
-        kernels.add_shares[rows.stop * kv_heads,](
-            shares, order, starts, total, rows.stop,
-            KV_HEADS=kv_heads, GROUPS=groups, WIDTH=both, PLACES=places, BLOCK_W=_power_of_two(both), ROWS=8,
-        )  # fmt: skip
-    return dq, dkv.copy_(total), delta
+    (count, heads), (_, kv_heads, both) = lse.shape, kv.shape
+    groups, places, stop = selected.shape[1], selected.shape[2] * block, start + count
+    dq, delta = _backward_outputs(factors, kv, selected, ends, out, lse, dkv, start, width)
+    weights = factors.new_empty(count * kv_heads, factors.shape[2], places)
+    constants = _constants(heads, width, kv, selected, value_dim, values_at, block, backward=True)
+    kernels.backward[_programs(kv, count, constants),](
+        factors, kv, selected, ends, out, lse, dq, delta, weights, start, scale, **constants
+    )
+    shares = torch.bmm(weights.transpose(1, 2), factors.flatten(0, 1))
+    order, starts = _by_keys(selected, start, block)
+    kernels.add_shares[stop * kv_heads,](
+        shares, order, starts, dkv, stop,
+        KV_HEADS=kv_heads, GROUPS=groups, WIDTH=both, PLACES=places, BLOCK_W=_power_of_two(both), ROWS=8,
+    )  # fmt: skip
+    return dq, delta
 
 
 def _by_keys(selected: Tensor, start: int, block: int) -> tuple[Tensor, Tensor]:
@@ -193,44 +239,44 @@ def _by_keys(selected: Tensor, start: int, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _forward_outputs(
-    q: Tensor, kv: Tensor, sinks: Tensor | None, selected: Tensor, ends: Tensor, value_dim: int, *_: Any
+    q: Tensor, kv: Tensor, sinks: Tensor | None, selected: Tensor, ends: Tensor, start: int, value_dim: int, *_: Any
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:2], value_dim), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _backward_outputs(
-    dout: Tensor, q: Tensor, kv: Tensor, selected: Tensor, ends: Tensor, out: Tensor, lse: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(kv), torch.empty_like(lse)
+    factors: Tensor, kv: Tensor, selected: Tensor, ends: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, start: int,
+    width: int, *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return factors.new_empty(*lse.shape, width), torch.empty_like(lse)
 
 
 _OPTIONS = "int value_dim, int values_at, float scale, int block"
 _forward = operator(
-    f"selected_attention_forward(Tensor q, Tensor kv, Tensor? sinks, Tensor selected, Tensor ends, {_OPTIONS}) "
-    "-> (Tensor, Tensor)",
+    "selected_attention_forward(Tensor q, Tensor kv, Tensor? sinks, Tensor selected, Tensor ends, int start, "
+    f"{_OPTIONS}) -> (Tensor, Tensor)",
     _launch_forward,
     _forward_outputs,
 )
 _backward = operator(
-    "selected_attention_backward(Tensor dout, Tensor q, Tensor kv, Tensor selected, Tensor ends, Tensor out, "
-    f"Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    "selected_attention_backward(Tensor factors, Tensor kv, Tensor selected, Tensor ends, Tensor out, Tensor lse, "
+    f"Tensor(a!) dkv, int start, int width, {_OPTIONS}) -> (Tensor, Tensor)",
     _launch_backward,
     _backward_outputs,
 )
 
 
-def _programs(q: Tensor, kv: Tensor, queries: int, constants: dict[str, Any]) -> int:
+def _programs(kv: Tensor, queries: int, constants: dict[str, Any]) -> int:
     return queries * kv.shape[1] * -(-constants["GROUP"] // constants["BLOCK_M"])
 
 
 def _constants(
-    q: Tensor, kv: Tensor, selected: Tensor, value_dim: int, values_at: int, block: int, *, backward: bool
+    heads: int, width: int, kv: Tensor, selected: Tensor, value_dim: int, values_at: int, block: int, *, backward: bool
 ) -> dict[str, Any]:
-    heads, width = q.shape[1:]
     group = heads // kv.shape[1]
     main = max(16, 1 << (width.bit_length() - 1))
     rest = max(16, _power_of_two(width - main)) if width > main else 0
-    large = q.dtype != torch.float32 and shared_memory(q.device) >= 200 * 1024
+    large = kv.dtype != torch.float32 and shared_memory(kv.device) >= 200 * 1024
     wide = large and max(main, value_dim) > 256
     # measured on an H200 for 576 and 512 channels: 141 and 525 ms; with 32 keys and two stages 222 and 670 ms
     tile = {"BLOCK_M": min(max(16, _power_of_two(group)), 64 if large else 16), "BLOCK_N": 64 if large else 16}
