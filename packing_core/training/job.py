@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from packing_core.errors import PackingError, UnsupportedError
+from packing_core.errors import ContaminationError, PackingError, UnsupportedError
 from packing_core.training.options import Options
 from packing_core.training.records import StepRecord, best_record, without_progress
 from packing_core.training.schedule import Run, Schedule
@@ -230,6 +230,15 @@ class Audit:
 
     exact: bool
     line: str
+
+    def checked(self) -> Audit:
+        """
+        Raises:
+            ContaminationError: documents that are packed together see each other.
+        """
+        if not self.exact:
+            raise ContaminationError(f"audit: documents that are packed together see each other: {self.line}")
+        return self
 
 
 @dataclass(frozen=True)
