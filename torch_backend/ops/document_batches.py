@@ -103,6 +103,10 @@ class PerBatch:
     make: Callable[[Tensor], Any]
 
 
+class RealTokens:
+    """An argument of :func:`per_document` that is a mask of every batch of documents, [n, L], 1 at real tokens."""
+
+
 def per_document(
     packed: PackedMetadata,
     layer: Callable[..., Any],
@@ -117,7 +121,7 @@ def per_document(
         packed: the segments of [B, S] tokens.
         layer: causal along its second axis.
         args, kwargs: its arguments; every tensor [B, S, ...] among them, in tuples too, is split into documents, and
-            every :class:`PerBatch` is replaced by what it makes.
+            every :class:`PerBatch` is replaced by what it makes, and every :class:`RealTokens` by the batch's mask.
         sizes: padded lengths per octave, see :func:`padded_lengths`.
 
     Returns:
@@ -131,6 +135,10 @@ def per_document(
     def split(value: Any) -> list[Any]:
         if isinstance(value, PerBatch):
             return [value.make(batch) for batch in batches]
+        if isinstance(value, RealTokens):
+            laid = buckets(packed, sizes=sizes)
+            parts = laid.real.long().split([n * length for n, length in laid.shapes])
+            return [part.view(shape) for part, shape in zip(parts, laid.shapes, strict=True)]
         if isinstance(value, Tensor) and value.shape[:2] == (rows, length):
             return to_batches(packed, value.flatten(0, 1), sizes=sizes)
         if isinstance(value, tuple):

@@ -22,6 +22,7 @@ from torch_backend.segments import PackedMetadata
 # pooler that gets one token of each row; attention of its own, per document.
 FAMILIES = ("bert", "roberta", "modernbert", "distilbert", "albert", "deberta-v2")
 NO_LABEL = -100
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}  # DeBERTa-v3's
 
 
 def encoder(family: str, auto: Any, **changes: Any) -> Any:
@@ -53,6 +54,32 @@ def test_labels_per_token_train_as_in_each_document_alone(family: str, head: str
     assert all(error(x, y) <= 1e-5 for x, y in zip(found, logits, strict=False))
     assert error(output.loss.detach(), loss.detach()) <= 1e-5
     assert_same_gradients(gradients(model, output.loss), want)
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("deberta", {}),
+    ("deberta-v2", {}),
+    ("deberta-v2", RELATIVE | {"position_buckets": 8}),
+    ("deberta-v2", RELATIVE | {"conv_kernel_size": 3, "conv_act": "gelu", "norm_rel_ebd": "layer_norm"}),
+    ("mpnet", {}),
+])  # fmt: skip
+def test_masks_let_documents_of_similar_length_run_together(family: str, options: dict[str, Any]) -> None:
+    model = encoder(family, transformers.AutoModel, **options).eval()
+    torch.manual_seed(0)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    docs = documents((17, 5, 18, 20, 24, 6, 1))
+    want = [model(input_ids=d[None]).last_hidden_state[0] for d in docs]
+    truth = gradients(model, sum((x * x.roll(1, 0)).sum() for x in want))
+    torch_backend.patch(model, verify=False)
+    batch = PackedCollator(model, capacity=128, strategy="sequential")(examples(docs))
+    calls: list[Any] = []
+    model.get_input_embeddings().register_forward_hook(lambda _, args, __: calls.append(tuple(args[0].shape)))
+    found = model(**{k: x for k, x in batch.items() if k != "labels"}).last_hidden_state.flatten(0, 1)
+    parts = found.split(batch["packed_lengths"])[: len(docs)]
+    assert all(error(x, y) <= 1e-5 for x, y in zip(parts, want, strict=True))
+    assert_same_gradients(gradients(model, sum((x * x.roll(1, 0)).sum() for x in parts)), truth)
+    assert len(calls) == 3, calls
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "modernbert mean", "electra"])

@@ -19,6 +19,8 @@ Route = Literal["attention", "documents"]
 # Families with attention that transformers' interface cannot serve, and what it does instead.
 DOCUMENTS = {
     "convbert": "its attention convolves along the row",
+    "deberta": "its attention scores relative positions along the row",
+    "deberta-v2": "its attention scores relative positions along the row",
     "deepseek_v4": "keys are compressed along the row",
     "doge": "a dynamic mask picks keys along the row",
     "esm": "its rotary embedding counts along the row",
@@ -32,6 +34,9 @@ OWN_ATTENTION = "its attention is its own and not transformers' interface"
 
 # Of these, the ones in which even tokens after a document's end would change it: they run without any padding.
 SEE_PADDING = ("doge",)
+
+# Encoders of this route whose mask leaves padding out exactly, so that documents of similar length run together.
+MASK_PADDING = ("deberta", "deberta-v2", "mpnet")
 
 # Causal decoders that cannot be trained packed.
 REFUSED = {

@@ -22,7 +22,7 @@ from torch_backend.hf.anatomy.encoders import (
     sees_both_sides,
     takes_positions,
 )
-from torch_backend.hf.anatomy.families import SEE_PADDING, Route, both_ways_of, route_of
+from torch_backend.hf.anatomy.families import MASK_PADDING, SEE_PADDING, Route, both_ways_of, route_of
 from torch_backend.hf.anatomy.heads import Head, head_of
 from torch_backend.hf.anatomy.structure import decoder_of, own_modules
 from torch_backend.hf.attention import uses_interface
@@ -114,7 +114,8 @@ def anatomy_of(root: Any) -> Anatomy:
         raise UnsupportedModelError(f"{type(root).__name__} cannot be trained packed, because {reason}")
     see_padding = {config.model_type for config in configs} & set(SEE_PADDING)
     if route == "documents":
-        sizes = OWN if see_padding or rotaries or is_encoder(root.config, head) else FINE
+        sees_all = is_encoder(root.config, head) and decoder.config.model_type not in MASK_PADDING
+        sizes = OWN if see_padding or rotaries or sees_all else FINE
         attention, mixers, rotaries = {}, {"the decoder": decoder}, {}
     else:
         sizes = OWN if see_padding else FINE

@@ -26,6 +26,7 @@ from torch_backend.context_parallel.recurrent import WHOLE, run_whole
 from torch_backend.hf.anatomy.families import (
     CONVOLUTION,
     FUSED_STEPS,
+    MASK_PADDING,
     ONLY_WITH_A_CACHE,
     PASS_ON,
     SCANS,
@@ -40,6 +41,7 @@ from torch_backend.hf.edits.rebinding import called, names, rebound
 from torch_backend.hf.edits.row_layers import FORWARDS, with_fast_norms, without_triton
 from torch_backend.hf.edits.stand_ins import LayerSegments, convolve, no_fused_steps, running, scan, selective_scan
 from torch_backend.hf.forward import CARRIED, DocumentsChoice, PackedForward, RowChoice, forward_among
+from torch_backend.ops.document_batches import RealTokens
 from torch_backend.ops.operators import runs_triton
 from torch_backend.segments import PackedMetadata
 
@@ -250,6 +252,8 @@ def run_per_document(
 ) -> Any:
     """A packed call of a decoder, which runs as a whole on batches of documents; ``call`` is its own forward."""
     forward.record(decoder, DocumentsChoice("its attention cannot be given segments from outside"))
+    if decoder.config.model_type in MASK_PADDING:
+        kwargs = {**kwargs, "attention_mask": RealTokens()}
     return forward.per_document(call, args, kwargs, mask=_no_mask)
 
 
