@@ -28,6 +28,7 @@ from torch_backend.steps.cuda_graph import record
 from torch_backend.steps.dynamic_compile import RECORDED, UNNEEDED, CompiledCalls
 
 pytestmark = pytest.mark.usefixtures("possible")
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 514}
 NO_RANDOM_STATE = "no CUDA graph: dropout or noise in layers that recompute reads the random state"
 SIZES = [(20, 9), (18, 11), (25, 5, 3), (30, 30), (19, 10), (22, 8), (20, 9), (64, 3)]
 
@@ -39,7 +40,10 @@ def padded(lengths: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return (model(**batch).logits.sin() * batch["attention_mask"][..., None]).sum() / batch["attention_mask"].sum()
+    output = model(**batch)
+    if (pooled := getattr(output, "pooler_output", None)) is not None:
+        return pooled.sin().square().mean() + output.last_hidden_state[:, 0].sin().mean()
+    return (output.logits.sin() * batch["attention_mask"][..., None]).sum() / batch["attention_mask"].sum()
 
 
 def twins(family: str = "qwen2", **options: Any) -> tuple[nn.Module, nn.Module, CompiledCalls]:
@@ -60,8 +64,9 @@ def assert_same_gradients(one: nn.Module, other: nn.Module, bound: float = 1e-6)
 @pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification"])
 @pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
 def test_poolers_and_heads_of_documents_run_behind_the_graph(compiled: SimpleNamespace, family: str, auto: str) -> None:
-    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    recorded, plain = (patch(encoder(family, getattr(transformers, auto), **options), verify=False) for _ in range(2))
+    recorded, plain = (
+        patch(encoder(family, getattr(transformers, auto), **NO_DROPOUT), verify=False) for _ in range(2)
+    )
     plain.load_state_dict(recorded.state_dict())
     for model in (recorded.train(), plain.train()):
         unpad_calls(model, always=True)
@@ -276,7 +281,7 @@ def test_rows_that_keep_the_device_busier_than_the_host_are_not_recorded(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "setting", ["plain", "checkpointing", "adapters", "autocast", "shared prefixes", "experts", "dropout"]
+    "setting", ["plain", "checkpointing", "adapters", "autocast", "shared prefixes", "experts", "dropout", "pooler"]
 )
 def test_graphs_on_a_gpu_train_as_plain_layers_do(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
@@ -319,7 +324,12 @@ def _record_without_compiling(*args: Any, **kwargs: Any) -> Any:
 def _on_gpu(setting: str) -> Iterator[nn.Module]:
     for _ in range(2):
         torch.manual_seed(0)
-        model: Any = tiny("qwen3_moe" if setting == "experts" else "qwen2").cuda().train()
+        model: Any = tiny("qwen3_moe" if setting == "experts" else "qwen2")
+        if setting == "pooler":
+            model = encoder("xlm-roberta", transformers.AutoModel, **NO_DROPOUT)
+            for name, p in model.named_parameters():
+                p.requires_grad_(not name.endswith("key.bias"))  # whose gradient is the rounding of 0
+        model = model.cuda().train()
         if setting == "adapters":
             peft = pytest.importorskip("peft")
             model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4))
