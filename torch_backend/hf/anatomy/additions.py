@@ -18,6 +18,7 @@ from torch import nn
 
 from torch_backend.hf.edits.late_hooks import WatchedHook
 from torch_backend.hf.edits.override import added_forward, original_class
+from torch_backend.ops.mxfp4 import Mxfp4Weight
 
 # Packages whose modules, hooks and functions say where weights lie, what is compiled and what runs again, and compute
 # nothing themselves.
@@ -90,8 +91,9 @@ def _parts(model: nn.Module) -> Iterator[tuple[Part, str, nn.Module]]:
             if not _places(hook) and _counts(hook):
                 yield ("hook", at, _name_of(hook)), f"a hook on {place}", module
         for parameter in module._parameters.values():
-            if parameter is not None and type(parameter) is not nn.Parameter and not _places(type(parameter)):
-                yield ("parameter", at, type(parameter)), f"{place} ({type(parameter).__name__})", module
+            of = type(parameter)
+            if parameter is not None and of is not nn.Parameter and (of is Mxfp4Weight or not _places(of)):
+                yield ("parameter", at, of), f"{place} ({of.__name__})", module
 
 
 def kinds_added(model: nn.Module) -> Counter[str]:
