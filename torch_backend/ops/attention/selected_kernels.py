@@ -39,7 +39,7 @@ def keys_of(selected, s, end, i, SIZE: tl.constexpr):
     return tl.where(seen, j, 0).to(tl.int64), seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_i"])
 def forward(
     q, kv, selected, ends, sinks, out, lse, first_i, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -93,7 +93,7 @@ def forward(
     tl.store(lse + row, m + tl.log2(total), present)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_i"])
 def backward(
     factors, kv, selected, ends, out, lse, dq, delta, weights, first_i, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -190,7 +190,7 @@ def add_shares(
     tl.store(dkv, tl.load(dkv, c < WIDTH, other=0.0) + acc, c < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_i", "queries"])
 def index_scores(
     q, k, weights, scores, first_i, queries, keys,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

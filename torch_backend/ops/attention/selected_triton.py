@@ -125,7 +125,8 @@ class _Selected(torch.autograd.Function):
         group, width = heads // kv_heads, both if weight is not None else q.shape[2]
         dq, dkv = torch.empty_like(q), torch.zeros_like(kv, dtype=torch.float32)
         dsinks, dweight = (None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (sinks, weight))
-        at_once = max(1, _SHARES // (kv_heads * selected.shape[2] * block * both))
+        # a power of two: kernels are compiled once for numbers and addresses that 16 divides, and again for others
+        at_once = 1 << max(0, (_SHARES // (kv_heads * selected.shape[2] * block * both)).bit_length() - 1)
         factors = q.new_zeros(min(len(q), at_once, _QUERIES), kv_heads, 2 * group, both)
         for number, part in enumerate(_slices(0, len(q), _QUERIES)):
             for rows in _slices(part.start, part.stop, at_once):
