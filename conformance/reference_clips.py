@@ -63,5 +63,5 @@ class ClipMethods(Backend):
         return kept
 
     def finished(self, out: Array) -> Array:
-        """What becomes of the outputs of the row."""
+        """The outputs of the row, as they are returned."""
         return out

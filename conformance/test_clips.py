@@ -43,14 +43,14 @@ def _ask(judge: Judge, changed: Mapping[str, Array] | None = None) -> Result:
 
 def _expected(dtype: WorkingDtype) -> Expected:
     given = _drawn(dtype)
-    weights = [given[name] for name in NAMES[1:]]
+    weights: dict[str, Any] = {name: given[name] for name in NAMES[1:]}
 
     def compute(arithmetic: WorkingDtype) -> Result:
         douts = np.split(given["dout"], _ends()[:-1])
         clips = [(x, int(n)) for x, n in zip(given["features"], FRAMES, strict=True)]
-        out = [reference.clip_convolutions(x, n, *weights, dtype=arithmetic) for x, n in clips]
+        out = [reference.clip_convolutions(x, n, **weights, dtype=arithmetic) for x, n in clips]
         found = [
-            reference.clip_convolutions_vjp(x, n, *weights, dout, dtype=arithmetic)
+            reference.clip_convolutions_vjp(x, n, **weights, dout=dout, dtype=arithmetic)
             for (x, n), dout in zip(clips, douts, strict=True)
         ]
         total = {name: np.sum([gradients[name] for gradients in found], axis=0) for name in NAMES[1:]}

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch_backend import (
         AuditReport as AuditReport,
         PackedCollator as PackedCollator,
+        PackedMediaDataset as PackedMediaDataset,
         PackedMetadata as PackedMetadata,
         PackedRows as PackedRows,
         PackedVisionDataset as PackedVisionDataset,

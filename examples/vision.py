@@ -47,7 +47,7 @@ def chat(*colors: str) -> dict:
 examples = [chat(), chat("red"), chat("green", "blue"), chat("blue"), chat(), chat("red", "red", "green")] * 4
 
 # -- whole data set to rows; workers of the loader decode the images --
-rows = crosspack.PackedVisionDataset(examples, 128, model, processor, seed=0)
+rows = crosspack.PackedMediaDataset(examples, 128, model, processor, seed=0)
 print(f"{len(examples)} chats in {len(rows)} rows, {rows.plan.efficiency:.0%} full")
 collate = crosspack.PackedCollator(model, processor=processor)
 step = crosspack.make_train_step(model, torch.optim.AdamW(model.parameters(), lr=3e-3))

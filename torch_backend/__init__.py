@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # for type checkers, which read no table
     from torch_backend.auditing.trainer import TrainerReport as TrainerReport
     from torch_backend.collate import PackedCollator as PackedCollator, with_boundaries as with_boundaries
     from torch_backend.collate.loading import PackedRows as PackedRows, StreamedRows as StreamedRows
+    from torch_backend.collate.vision_dataset import PackedMediaDataset as PackedMediaDataset
     from torch_backend.collate.vision_dataset import PackedVisionDataset as PackedVisionDataset
     from torch_backend.hf.explaining import explain as explain
     from torch_backend.hf.mxfp4 import load_mxfp4 as load_mxfp4
@@ -41,7 +42,7 @@ _NAMES = {
     "auditing.trainer": "TrainerReport",
     "collate": "PackedCollator with_boundaries",
     "collate.loading": "PackedRows StreamedRows",
-    "collate.vision_dataset": "PackedVisionDataset",
+    "collate.vision_dataset": "PackedMediaDataset PackedVisionDataset",
     "hf.explaining": "explain",
     "hf.mxfp4": "load_mxfp4",
     "hf.routing.contexts": "record_routing replay_routing",

@@ -1,4 +1,4 @@
-"""Records with images: finds out whether a data set has some, and where those that are named by a path lie."""
+"""Records with images or audio: finds out whether a data set has some, and where those named by a path lie."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosspack.cli.records import open_records, weighted
-from crosspack.encoding.layouts import LOOKED_AT, images_in
+from crosspack.encoding.layouts import AUDIO, LOOKED_AT, images_in
 from crosspack.reading.files import is_url
 from crosspack.reading.places import Row
 from packing_core.errors import PackingError
@@ -18,7 +18,7 @@ _CHATS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
 def have_images(data: Sequence[str] | None, split: str) -> bool:
-    """Returns whether one of the first records of a data set has images; imports no framework for local files."""
+    """Returns whether one of the first records of a data set has images or audio; imports none for local files."""
     for text in data or ():
         with suppress(PackingError):  # raised again, under the name of its option, where the data is opened
             if any(images_in(record) for record in islice(open_records(weighted(text)[0], split=split), LOOKED_AT)):
@@ -27,12 +27,12 @@ def have_images(data: Sequence[str] | None, split: str) -> bool:
 
 
 def with_whole_paths(record: Row) -> Row:
-    """Returns a record whose images are named by paths from the root, or from here, and not from the record's file."""
+    """Returns a record whose images or clips are named by paths from the root, or from here, not from its file."""
     file = Path(record.place.file)
     if not file.is_file():
         return record
     found = dict(record)
-    for name in ("images", "image"):
+    for name in ("images", "image", *AUDIO):
         if found.get(name) is not None:
             found[name] = _whole(found[name], file.parent)
     for name in _CHATS:
@@ -48,9 +48,11 @@ def _turn(turn: Any, folder: Path) -> Any:
 
 
 def _part(part: Any, folder: Path) -> Any:
-    if not isinstance(part, Mapping) or part.get("type") != "image":
+    if not isinstance(part, Mapping) or part.get("type") not in ("image", "audio"):
         return part
-    return {name: _whole(value, folder) if name in ("image", "path") else value for name, value in part.items()}
+    return {
+        name: _whole(value, folder) if name in ("image", "audio", "path") else value for name, value in part.items()
+    }
 
 
 def _whole(image: Any, folder: Path) -> Any:

@@ -16,7 +16,7 @@ from crosspack.cli.options import OrderOptions, TokenOptions
 from crosspack.cli.progress import counted
 from crosspack.cli.records import join, open_records, option_of_split, read_columns, weighted
 from crosspack.cli.trainoptions import TrainOptions
-from crosspack.encoding.layouts import images_in
+from crosspack.encoding.layouts import AUDIO, images_in
 from crosspack.reading import Records
 from crosspack.reading.places import BadRecord, Row
 from packing_core.errors import PackingError, UnsupportedError, first_line, plural
@@ -98,9 +98,10 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
                 raise
             skipped.append(first_line(error))
             continue
-        if task.images:
+        images = images_in(item)
+        if task.images and (images not in AUDIO or options.task == "sft"):
             item = with_whole_paths(item)
-        elif (images := images_in(item)) is not None:
+        elif images is not None:
             raise UnsupportedError(
                 f"{item.where} has {images}, which --task {options.task} does not read: leave them out, or build the "
                 "trainer yourself and pass it to crosspack.enable_packing"

@@ -29,7 +29,8 @@ ROLES = {
 }
 SPOKEN = ("system", "developer", "user", "assistant", "tool", "function")  # roles that chat templates have
 CALLS = ("function_call", "tool_call")  # who speaks where the assistant calls a tool, by JSON
-IMAGES = ("images", "image", "videos", "video")  # columns beside a text, as TRL names them
+AUDIO = ("audios", "audio")
+IMAGES = ("images", "image", "videos", "video", *AUDIO)  # columns beside a text, as TRL names those of images
 LOOKED_AT = 100  # records that are looked at for what a data set has: images, the columns of --keep
 _KNOWN = ("input_ids", "messages", "prompt", "text")  # a record with one of these is taken as it is
 
@@ -73,7 +74,7 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
 
 
 def images_in(record: Mapping[str, Any]) -> str | None:
-    """Returns the column or the kind of part by which a record has images or videos; None if it has none.
+    """Returns the column or the kind of part by which a record has images, videos or audio; None if it has none.
 
     Token ids are taken as they are, whatever stands beside them.
     """
@@ -93,7 +94,7 @@ def _refuse_images(record: Mapping[str, Any], where: Any) -> None:
     if (found := images_in(record)) is not None:
         raise PackingError(
             f"{where} has {found}, which this command does not read: use `crosspack train --model`, with images among "
-            f"the first {LOOKED_AT} records, or crosspack.PackedVisionDataset, or leave the images out"
+            f"the first {LOOKED_AT} records, or crosspack.PackedMediaDataset, or leave the images out"
         )
 
 

@@ -146,7 +146,7 @@ def test_a_model_and_data_that_do_not_go_together_are_refused(start: Path, data:
 
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     refused = error_of(*options(start, data(RECORDS), "--tokenizer", tmp_path / "tokenizer"))
-    assert f"records have images, and {tmp_path / 'tokenizer'} has no processor of images, only " in refused
+    assert f"records have images or audio, and {tmp_path / 'tokenizer'} has no processor of them, only " in refused
     texts = data([{"text": "w5 w6 w7"}] * 2)
     refused = error_of("train", "--model", start, "--data", texts, "--device", "cpu")
     assert f"--model {start} takes images (llava), and none of the first records of --data has any" in refused

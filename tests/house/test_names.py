@@ -131,6 +131,7 @@ def test_a_docstring_that_begins_with_a_question_word_is_found() -> None:
 ONE_CONCEPT = {  # classes of one name for one concept, with the package of each
     "AttentionStack": ["jax_backend", "torch_backend"],
     "AuditReport": ["jax_backend", "torch_backend"],
+    "ClipMethods": ["conformance", "torch_backend"],
     "Decoder": ["jax_backend", "packing_core"],
     "DecoderConfig": ["jax_backend", "packing_core"],
     "Document": ["packing_core", "packing_core"],

@@ -59,7 +59,7 @@ class PackedCollator:
             attention pair by ``Cost.from_config(model.config)``. Losses are then computed by ``make_train_step``,
             ``causal_lm_loss`` or ``token_logprobs``.
         processor: of a vision-language model. Features are then examples with images, raw or processed, or rows of a
-            ``PackedVisionDataset`` (:class:`torch_backend.collate.vision.VisionReader`). Image tokens are never trained
+            ``PackedMediaDataset`` (:class:`torch_backend.collate.vision.VisionReader`). Image tokens are never trained
             and images never cut.
         loss: what is trained of a chat with images, ``"all"`` or the ``"assistant"``'s turns.
         masking: a ``DataCollatorForLanguageModeling`` with ``mlm=True``, which hides tokens of every batch and makes

@@ -57,7 +57,7 @@ class VisionDocument:
 
 @dataclass(frozen=True)
 class VisionRows:
-    """Packed rows, and the images of each of their segments; what a ``PackedVisionDataset`` gives."""
+    """Packed rows, and the images of each of their segments; what a ``PackedMediaDataset`` gives."""
 
     batch: PackedBatch
     images: tuple[Images, ...]
@@ -107,7 +107,7 @@ class VisionReader:
 
     @property
     def _rate(self) -> dict[str, Any]:
-        """What a processor is told of clips, which :mod:`.sounds` has resampled."""
+        """Returns what tells a processor the rate of clips, which :mod:`.sounds` has resampled."""
         return {"sampling_rate": self.processor.feature_extractor.sampling_rate} if self.kind == "audio" else {}
 
     def pad_id(self, default: int) -> int:

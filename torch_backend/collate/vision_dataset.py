@@ -1,7 +1,7 @@
-"""A whole data set with images as packed rows.
+"""A whole data set with images or audio as packed rows.
 
 Examples -> one pass through the processor, which keeps their tokens and positions and no pixels -> a plan ->
-:class:`PackedVisionDataset`. A row reads the images of its own documents again when it is asked for, so memory holds
+:class:`PackedMediaDataset`. A row reads the images of its own documents again when it is asked for, so memory holds
 those of the rows in flight: a ``DataLoader`` with workers decodes them ahead, in order.
 """
 
@@ -22,8 +22,8 @@ from torch_backend.collate.vision import Loss, VisionDocument, VisionReader, Vis
 OnError = Literal["raise", "skip"]
 
 
-class PackedVisionDataset(Dataset[VisionRows]):
-    """Rows of packed documents with images, which ``PackedCollator(model, processor=...)`` takes as features.
+class PackedMediaDataset(Dataset[VisionRows]):
+    """Rows of packed documents with images or audio, which ``PackedCollator(model, processor=...)`` takes as features.
 
     Every example is processed twice: once here, for its tokens, and once when its row is asked for.
 
@@ -134,3 +134,6 @@ def read_again(reader: VisionReader, examples: Any, number: int, tokens: Any) ->
             "example each time, without random sizes"
         )
     return document
+
+
+PackedVisionDataset = PackedMediaDataset  # its name in 0.3

@@ -23,7 +23,7 @@ from packing_core.training.tasks import TASKS, TaskJob
 from torch_backend.auditing.model import AuditReport, verify
 from torch_backend.auditing.trainer import TrainerReport, audit_trainer
 from torch_backend.collate import PackedCollator
-from torch_backend.collate.vision_dataset import PackedVisionDataset
+from torch_backend.collate.vision_dataset import PackedMediaDataset
 from torch_backend.job.images import image_dataset
 from torch_backend.job.models import load_model, naming, shared_arguments, with_adapters, write_model
 from torch_backend.trainers.enable_packing import enable_packing
@@ -61,7 +61,7 @@ class TaskKind:
     def load(self) -> tuple[Any, Any]:
         """Loads the model with the head of the task, in the dtype of its weights, and the processor."""
         job, processor = self.job, _processor(self.job)
-        plain = "AutoModelForImageTextToText" if job.images else "AutoModelForCausalLM"
+        plain = _with_media(processor, job) if job.images else "AutoModelForCausalLM"
         model = load_model(job, self.head or plain, **self.model_options())
         # a decoder's classifier finds the end of a document by it
         if not job.images and model.config.pad_token_id is None:
@@ -117,7 +117,7 @@ class ImageDocuments(TaskKind):
 
     def dataset(self, records: Records) -> Any:
         job = self.job
-        rows = PackedVisionDataset(
+        rows = PackedMediaDataset(
             records,
             job.capacity,
             self.model,
@@ -237,10 +237,10 @@ def _processor(job: TaskJob) -> Any:
     what, auto = ("processor", "AutoProcessor") if job.images else ("tokenizer", "AutoTokenizer")
     with naming(f"{what} {job.tokenizer}"):
         loaded = getattr(transformers, auto).from_pretrained(job.tokenizer, trust_remote_code=job.trust_remote_code)
-    if job.images and getattr(loaded, "image_processor", None) is None:
+    if job.images and not any(getattr(loaded, part, None) for part in ("image_processor", "feature_extractor")):
         raise PackingError(
-            f"records have images, and {job.tokenizer} has no processor of images, only {type(loaded).__name__}: pass "
-            "a vision-language model, or leave the images out of the records"
+            f"records have images or audio, and {job.tokenizer} has no processor of them, only "
+            f"{type(loaded).__name__}: pass a model that takes them, or leave them out of the records"
         )
     tokenizer = loaded.tokenizer if job.images else loaded
     if job.images and job.task == "grpo":
@@ -248,6 +248,16 @@ def _processor(job: TaskJob) -> Any:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return loaded
+
+
+def _with_media(processor: Any, job: TaskJob) -> str:
+    """Returns the class of transformers that loads a model of images, or of audio."""
+    if getattr(processor, "feature_extractor", None) is None:
+        return "AutoModelForImageTextToText"
+    with naming(f"--model {job.model}"):
+        config = transformers.AutoConfig.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    return "AutoModelForSeq2SeqLM" if config.model_type in known else "AutoModelForMultimodalLM"
 
 
 def _longest(model: Any, tokenizer: Any) -> int:

@@ -17,7 +17,7 @@ from tests.torch_backend.audio_models import AUDIO, audio_model
 from tests.torch_backend.audio_processors import PROCESSORS, RATE, sound, wav
 from tests.torch_backend.collate.test_audio_collator import assert_same
 from tests.torch_backend.collate.test_vision_collator import update
-from torch_backend import PackedCollator, PackedVisionDataset
+from torch_backend import PackedCollator, PackedMediaDataset
 from torch_backend.collate.sounds import clips_of, resampled
 
 
@@ -68,7 +68,7 @@ def test_raw_chats_equal_each_document_alone(case: str) -> None:
 def test_a_data_set_reads_its_clips_in_workers() -> None:
     model, processor = audio_model("qwen2_audio"), PROCESSORS["qwen2_audio"]()
     bad = chat({"bytes": b"nothing", "path": None})
-    rows = PackedVisionDataset([*CHATS, bad], 64, model, processor, on_error="skip", seed=None)
+    rows = PackedMediaDataset([*CHATS, bad], 64, model, processor, on_error="skip", seed=None)
     assert list(rows.skipped) == [4] and "example 4: clip 0 cannot be decoded" in rows.skipped[4]
     collate = PackedCollator(model, processor=processor)
     here = [collate([row]) for row in rows]

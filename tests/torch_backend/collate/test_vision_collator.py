@@ -22,7 +22,7 @@ from tests.processes import limited
 from tests.torch_backend.models import in_float64, tiny
 from tests.torch_backend.processors import PROCESSORS, picture, tiny_processor
 from tests.torch_backend.vision_models import CASES, FAMILY, IMAGE, VIDEO, image_documents, kinds_of, vision_model
-from torch_backend import PackedCollator, PackedVisionDataset
+from torch_backend import PackedCollator, PackedMediaDataset
 from torch_backend.collate.vision import VisionReader
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
 
@@ -352,7 +352,7 @@ def test_an_example_that_cannot_be_used_is_named(kind: str, tmp_path: Any) -> No
     examples = [chat(picture(1)), bad(kind, tmp_path), chat()]
     with pytest.raises(PackingError, match=MESSAGES[kind]):
         PackedCollator(model, 64, processor=processor)(examples)
-    skipping = PackedVisionDataset(examples, 64, model, processor, on_error="skip")
+    skipping = PackedMediaDataset(examples, 64, model, processor, on_error="skip")
     assert [*skipping.skipped] == [1] and skipping.numbers.tolist() == [0, 2]
     assert skipping.rows.plan.n_documents == 2
 
@@ -423,7 +423,7 @@ def test_a_data_set_s_rows_hold_every_document_once_with_its_own_images(workers:
     model, processor = vision_model("qwen2_vl"), tiny_processor("qwen2_vl")
     examples = CHATS * 2
     truth = update(model, [processed(processor, example) for example in examples])
-    rows = PackedVisionDataset(examples, 40, model, processor, seed=3)
+    rows = PackedMediaDataset(examples, 40, model, processor, seed=3)
     assert rows.plan.n_documents == len(examples) and rows.plan.efficiency >= 0.8
     collate = PackedCollator(model, processor=processor)
     loader = DataLoader(rows, batch_size=2, collate_fn=collate, num_workers=workers)
@@ -435,9 +435,9 @@ def test_a_data_set_s_rows_hold_every_document_once_with_its_own_images(workers:
 def test_an_example_that_changes_between_its_plan_and_its_row_is_refused() -> None:
     model, processor = vision_model("qwen2_vl"), tiny_processor("qwen2_vl")
     examples = [chat(picture(1))]
-    rows = PackedVisionDataset(examples, 16, model, processor)
+    rows = PackedMediaDataset(examples, 16, model, processor)
     examples[0] = chat(picture(1), ask="w30")
     with pytest.raises(LayoutError, match="example 0 has other tokens than when its row was planned"):
         rows[0]
     with pytest.raises(PackingError, match="none of the 1 examples can be used, the first because example 0 is a int"):
-        PackedVisionDataset([3], 16, model, processor, on_error="skip")
+        PackedMediaDataset([3], 16, model, processor, on_error="skip")

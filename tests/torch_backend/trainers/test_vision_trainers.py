@@ -17,7 +17,7 @@ from tests.torch_backend.collate.test_vision_collator import CHATS, TOLERANCE, c
 from tests.torch_backend.models import PLAIN_SGD
 from tests.torch_backend.processors import picture, tiny_processor
 from tests.torch_backend.vision_models import vision_model
-from torch_backend import PackedCollator, PackedVisionDataset, audit, enable_packing
+from torch_backend import PackedCollator, PackedMediaDataset, audit, enable_packing
 from torch_backend.collate.vision import VisionReader
 from torch_backend.hf.anatomy.families import EXACT_KEYS
 
@@ -98,7 +98,7 @@ def test_a_trainer_with_our_collator_or_our_rows_trains_alike(tmp_path: Any) -> 
     want = after_one_step(before, [processed(processor, example) for example in CHATS])
     for own_rows in (False, True):
         model = vision_model("qwen2_5_vl")
-        data = PackedVisionDataset(CHATS, 48, model, processor) if own_rows else CHATS
+        data = PackedMediaDataset(CHATS, 48, model, processor) if own_rows else CHATS
         arguments = TrainingArguments(**ONE_STEP, output_dir=str(tmp_path), remove_unused_columns=False)
         collator = PackedCollator(model, processor=processor)
         trainer = Trainer(model, arguments, train_dataset=data, data_collator=collator)

@@ -107,7 +107,7 @@ def encode_clips(audio: Audio, model: Any, forward: PackedForward, features: Ten
     return torch.cat(parts)
 
 
-def frames_of(forward: PackedForward | None, features: Tensor, mask: Tensor | None, name: str = FRAMES) -> list[int]:
+def frames_of(forward: PackedForward, features: Tensor, mask: Tensor | None, name: str = FRAMES) -> list[int]:
     """The frames of each clip: those that the batch carries, else those that the mask marks."""
     carried = forward.image_sizes.get(name)
     if carried is not None and len(carried) == len(features):

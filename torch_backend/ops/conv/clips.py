@@ -52,7 +52,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class ClipRows:
-    """Where the frames of clips lie in one row, by plain numbers.
+    """Places the frames of clips in one row, by plain numbers.
 
     A clip of L frames takes its L frames, as many as ``BEYOND`` behind them, and one or two zeros; so it begins at an
     even place, and the convolution of stride 2 begins at its first frame.
@@ -81,6 +81,6 @@ class ClipRows:
 
 
 def _numbered(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Any, Any]:
-    """Of items that lie one after the other, the item and the number in it at each place."""
+    """Numbers items that lie one after the other: the item at each place, and the place in it."""
     item = np.repeat(np.arange(len(lengths)), lengths)
     return item, np.arange(len(item)) - (np.cumsum(lengths) - lengths)[item]
