@@ -224,3 +224,18 @@ def test_blocks_of_an_encoder_share_a_graph_for_any_number_of_clips(monkeypatch:
     for batch, truth in zip(batches, want, strict=True):
         assert_same(update(model, [batch]), truth)
         assert counter.frame_count == 1
+
+
+def test_adapters_in_an_encoder_that_is_recomputed_are_trained() -> None:
+    """transformers marks the first convolution's output, which packed calls do not run as a module."""
+    model, rows = audio_model("qwen2_audio"), audio_documents("qwen2_audio")
+    model.requires_grad_(False)
+    model.model.audio_tower.layers[0].self_attn.q_proj.requires_grad_(True)
+    truth = update(model, [alone(document) for document in rows[1] if document.images])
+    model = torch_backend.patch(model, verify=False)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    documents = [document for document in rows[1] if document.images]
+    got = update(model, [collator_of_processed(model, 400)(features_of(documents))])
+    for name, gradient in truth.items():
+        assert float((got[name] - gradient).abs().max()) < TOLERANCE * float(gradient.abs().max()), name

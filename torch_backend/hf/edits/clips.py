@@ -174,6 +174,8 @@ def encode_row(tower: Any, features: Tensor, clips: ClipCall) -> Tensor:
     places, pairs = (to_device(torch.from_numpy(x), device) for x in (rows.places, rows.pairs))
     first, second = ((each.weight, each.bias) for each in (tower.conv1, tower.conv2))
     hidden = convolve_clips(features.to(device, dtype), rows, first, second)
+    if tower.conv1._forward_hooks and torch.is_grad_enabled():  # enable_input_require_grads, for adapters
+        hidden.requires_grad_()
     hidden = (hidden + tower.embed_positions.weight.index_select(0, places)).to(hidden.dtype)
     hidden = nn.functional.dropout(hidden, p=tower.dropout, training=tower.training)[None].clone()
     segments = clips.segments_between(clips.boundaries, hidden.shape[1], device)
