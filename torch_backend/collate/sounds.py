@@ -1,29 +1,23 @@
 """The clips of a raw example, decoded: one channel, float32, at the rate of the family's feature extractor.
 
-Files of PCM are read by the standard library, others by soundfile if it is there, addresses by transformers. Clips of
-another rate are resampled by soxr if it is there, as transformers does, else here.
+Files are read by soundfile, addresses by transformers, and clips of another rate are resampled by soxr.
 """
 
 from __future__ import annotations
 
 import io
-import math
-import wave
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from packing_core.errors import LayoutError, PackingError, first_line
+from packing_core.errors import LayoutError, MissingExtraError, PackingError, first_line
 from packing_core.extras import require
 from torch_backend.collate.pictures import media_of
 
 Clip = NDArray[np.float32]
-_ZEROS, _ROLLOFF = 24, 0.97  # zero crossings of the kernel on either side, the part of the band that is kept
 
 
 def clips_of(example: Mapping[str, Any], where: str, rate: int, longest: int | None = None) -> list[Clip]:
@@ -39,6 +33,7 @@ def clips_of(example: Mapping[str, Any], where: str, rate: int, longest: int | N
         longest: samples beyond which the model would hear the beginning of a clip alone.
 
     Raises:
+        MissingExtraError: soundfile or soxr is not installed.
         PackingError: a clip cannot be decoded.
         LayoutError: it is longer than the model takes, empty, or there are more or fewer than places without one.
     """
@@ -67,6 +62,8 @@ def _decode(item: Any, what: str, rate: int, beside: Any) -> Clip:
         if not np.isfinite(clip).all():
             raise ValueError("it has samples that are not finite")
         return resampled(clip.astype(np.float32), int(its), rate)
+    except MissingExtraError:
+        raise
     except Exception as error:
         raise PackingError(
             f"{what} cannot be decoded ({type(error).__name__}: {first_line(error)}): repair it or leave out "
@@ -100,37 +97,13 @@ def _at_rate(array: Any, rate: Any) -> tuple[Any, float]:
 
 def _of_file(content: bytes) -> tuple[NDArray[Any], float]:
     """The samples of a file, the mean of its channels."""
-    try:
-        with wave.open(io.BytesIO(content)) as file:
-            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            raw = np.frombuffer(file.readframes(file.getnframes()), np.uint8)
-    except (wave.Error, EOFError):
-        if find_spec("soundfile") is None:
-            raise
-        samples, rate = require("soundfile", extra="hf").read(io.BytesIO(content), dtype="float32", always_2d=True)
-        return samples.mean(1), rate
-    whole = raw[: len(raw) // (width * channels) * width * channels].reshape(-1, channels, width)
-    if width == 1:  # the only width without a sign
-        return ((whole[..., 0].astype(np.float32) - 128) / 128).mean(1), rate
-    left = np.zeros((*whole.shape[:2], 4 - width), np.uint8)  # the lowest bytes of 32 bits
-    numbers = np.ascontiguousarray(np.concatenate([left, whole], -1)).view("<i4")[..., 0]
-    return (numbers / np.float32(2**31)).astype(np.float32).mean(1), rate
+    samples, rate = require("soundfile", extra="audio").read(io.BytesIO(content), dtype="float32", always_2d=True)
+    return samples.mean(1), rate
 
 
 def resampled(clip: Clip, rate: int, wanted: int) -> Clip:
-    """A clip [n] at another rate, [ceil(n * wanted / rate)]: a sinc under a Hann window, below the lower half rate."""
+    """A clip [n] at another rate, [n * wanted / rate]."""
     if rate == wanted:
         return clip
-    if find_spec("soxr") is not None:
-        found: Clip = require("soxr", extra="hf").resample(clip, rate, wanted)
-        return found
-    divisor = math.gcd(rate, wanted)
-    old, new = rate // divisor, wanted // divisor
-    cut = min(old, new) * _ROLLOFF
-    width = math.ceil(_ZEROS * old / cut)
-    times = torch.arange(-width, width + old, dtype=torch.float64) / old - torch.arange(new)[:, None] / new
-    angles = (times * cut).clamp(-_ZEROS, _ZEROS)
-    kernels = torch.special.sinc(angles) * torch.cos(angles * math.pi / _ZEROS / 2) ** 2 * cut / old
-    padded = torch.nn.functional.pad(torch.from_numpy(clip), (width, width + old))
-    made = torch.nn.functional.conv1d(padded[None, None], kernels.float()[:, None], stride=old)
-    return made[0].T.flatten()[: math.ceil(len(clip) * new / old)].numpy()
+    found: Clip = require("soxr", extra="audio").resample(clip, rate, wanted)
+    return found
