@@ -1,4 +1,4 @@
-"""The kernels of the gated delta rule against the float64 recurrence, their isolation, and errors."""
+"""The kernels of the gated and of Kimi's delta rule against the float64 recurrence, their isolation, and errors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from tests.torch_backend.scans import (
 )
 from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule, gated_delta_rule_with_states
 from torch_backend.ops.scan.gated_delta.operators import chunk_length
+from torch_backend.ops.scan.kimi_delta.operators import kimi_delta_rule, kimi_delta_rule_with_states
 from torch_backend.segments import PackedMetadata
 
 HALF = EVERYWHERE[1:4]
+FEWER = (1, 30, 20, 70, 11)  # for Kimi's kernels, which take longer to interpret
 
 
 def drawn(where: Where, tokens: int = sum(LENGTHS), heads: int = 2, shared: int = 1, width: int = 16, values: int = 32):
@@ -31,6 +33,19 @@ def drawn(where: Where, tokens: int = sum(LENGTHS), heads: int = 2, shared: int 
     beta = torch.sigmoid(where.draw(tokens, heads, seed=4))
     found = q, k, where.draw(tokens, heads, values, seed=5), g, beta
     return tuple(x.detach().requires_grad_() for x in found)
+
+
+def drawn_kimi(where: Where, tokens: int, fastest: float = 6.0):
+    """Some channels fade within a token, by exp(-6), beside others that hardly do."""
+    q, k, v, _, beta = drawn(where, tokens)
+    g = -fastest * torch.rand(tokens, 2, 16, generator=torch.Generator().manual_seed(3)) ** 4
+    return q, k, v, g.to(where.device).requires_grad_(), beta
+
+
+def run_kimi(where: Where, inputs, dout=None):
+    out = kimi_delta_rule(*inputs, packed_on(where, FEWER))
+    dout = where.draw(*out.shape, seed=6) if dout is None else dout
+    return {"out": out, **dict(zip(NAMES, torch.autograd.grad(out, inputs, dout), strict=True))}, dout
 
 
 def run(where: Where, inputs, packed, delta: bool = True, dout=None):
@@ -45,6 +60,14 @@ def test_forward_and_backward_are_the_recurrence(where):
     inputs = drawn(where, shared=2)
     found, dout = run(where, inputs, packed_on(where))
     assert_within_budget(found, oracle(inputs, dout, "float64"), oracle(inputs, dout, working(where)), where.dtype)
+
+
+@pytest.mark.parametrize("where", EVERYWHERE, indirect=True)
+def test_kimis_forward_and_backward_are_the_recurrence(where):
+    inputs = drawn_kimi(where, sum(FEWER))
+    found, dout = run_kimi(where, inputs)
+    exact, rounded = (oracle(inputs, dout, dtype, FEWER) for dtype in ("float64", working(where)))
+    assert_within_budget(found, exact, rounded, where.dtype)
 
 
 @pytest.mark.parametrize("width", [pytest.param(64, marks=pytest.mark.gpu), 128])
@@ -79,15 +102,21 @@ def test_values_may_be_written_with_a_strength_and_without_corrections(where):
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
-def test_no_document_moves_another_by_a_bit(where):
-    lengths = (20, 70, 22)  # the second spans three chunks
-    inputs = drawn(where, sum(lengths))
-    before, dout = run(where, inputs, packed_on(where, lengths))
-    start, stop = np.cumsum([0, *lengths])[[1, 2]]
+@pytest.mark.parametrize("kimi", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["gated", "kimi"])
+def test_no_document_moves_another_by_a_bit(where, kimi):
+    lengths, long = (FEWER, 3) if kimi else ((20, 70, 22), 1)  # the document that spans several chunks
+
+    def ran(inputs, dout=None):
+        return run_kimi(where, inputs, dout) if kimi else run(where, inputs, packed_on(where, lengths), dout=dout)
+
+    inputs = drawn_kimi(where, sum(lengths)) if kimi else drawn(where, sum(lengths))
+    before, dout = ran(inputs)
+    start, stop = np.cumsum([0, *lengths])[[long, long + 1]]
     changed = [x.detach().clone() for x in (*inputs, dout)]
     for x in changed:
         x[start:stop] = -0.5 * x[start:stop] - 0.05
-    after, _ = run(where, [x.requires_grad_() for x in changed[:5]], packed_on(where, lengths), dout=changed[5])
+    changed[3].clamp_(max=0)
+    after, _ = ran([x.requires_grad_() for x in changed[:5]], changed[5])
     assert_moved_alone(before, after, start, stop)
 
 
@@ -114,6 +143,17 @@ def test_states_enter_and_leave_every_segment(where, delta):
     assert_continues(where, results, inputs, initial, (*lengths, 0, 0))
 
 
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_kimis_states_enter_and_leave_every_segment(where):
+    lengths = (1, 40, 64, 7)
+    inputs = drawn_kimi(where, sum(lengths), fastest=0.4)
+    entries = len(lengths) + 1  # an empty segment passes its state on
+    initial = (0.3 * where.draw(entries, 2, 16, 32, seed=7).float()).requires_grad_()
+    packed = PackedMetadata.from_lengths(lengths, device=where.device, entries=entries)
+    results = kimi_delta_rule_with_states(*inputs, packed, initial=initial)
+    assert_continues(where, results, inputs, initial, (*lengths, 0))
+
+
 @pytest.mark.parametrize("where", ONE_DTYPE[:1], indirect=True)
 def test_a_document_goes_on_in_another_row(where):
     inputs = [x.detach() for x in drawn(where, 90)]
@@ -134,3 +174,7 @@ def test_errors_say_what_is_wrong(where):
         gated_delta_rule(q, k, v, g, beta, packed_on(where, (3,)))
     with pytest.raises(UnsupportedError, match="takes heads of 16, .* channels, not 12"):
         gated_delta_rule(q[..., :12], k[..., :12], v, g, beta, packed_on(where))
+    with pytest.raises(LayoutError, match=r"takes q, k, g \[T, H, K\], .* g \[242, 2\]"):
+        kimi_delta_rule(q, k, v, g, beta, packed_on(where))
+    with pytest.raises(LayoutError, match="the segments cover 3 tokens and q holds 242"):
+        kimi_delta_rule(q, k, v, g[..., None].expand_as(q), beta, packed_on(where, (3,)))
