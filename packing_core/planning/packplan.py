@@ -263,13 +263,20 @@ class PackPlan:
         if times.max() > 1:
             raise LayoutError(f"row {times.argmax()} is selected twice: a plan holds every token at most once")
         counts = np.diff(self.row_offsets)[chosen]
-        pieces = indexes(self.row_offsets[chosen], counts)
+        return self._of_pieces(indexes(self.row_offsets[chosen], counts), counts, self.capacity)
+
+    def one_a_row(self, pieces: slice | Int64 = slice(None)) -> PackPlan:
+        """The plan of pieces, each in a row of its own; rows are as long as the longest of them."""
+        lengths = self.length[pieces]
+        return self._of_pieces(pieces, np.ones_like(lengths), int(lengths.max()))
+
+    def _of_pieces(self, pieces: slice | Int64, counts: Int64, capacity: int) -> PackPlan:
         return PackPlan(
             offsets_of(counts),
             self.source[pieces],
             self.start[pieces],
             self.length[pieces],
-            capacity=self.capacity,
+            capacity=capacity,
             n_documents=self.n_documents,
             dropped=self.dropped,
             truncated=self.truncated,

@@ -186,20 +186,7 @@ class Schedule:
 
     def alone(self, step: int, pieces: slice | Int64 = slice(None)) -> PackedBatch:
         """Pieces of the step's plan, each in a row of its own, padded at its end to the longest of them."""
-        plan = self.steps[step]
-        length, context = plan.length[pieces], plan.context[pieces] if len(plan.context) else plan.context
-        rows = PackPlan(
-            np.arange(len(length) + 1),
-            plan.source[pieces],
-            plan.start[pieces],
-            length,
-            capacity=int(length.max()),
-            n_documents=plan.n_documents,
-            context=context,
-            restarts=plan.restarts,
-            check=False,
-        )
-        return self._dataset(rows)[:]
+        return self._dataset(self.steps[step].one_a_row(pieces))[:]
 
     def batches(self, step: int, run: Run) -> list[Int64]:
         """The pieces of the step's plan in each padded batch."""
