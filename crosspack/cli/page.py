@@ -78,25 +78,25 @@ th:first-child{{text-align:left}}
 """
 
 
-def page(found: dict[str, Any], pictured: Sequence[Sequence[Segment]]) -> str:
+def page(report: dict[str, Any], pictured: Sequence[Sequence[Segment]]) -> str:
     """The page.
 
     Args:
-        found: what ``crosspack report --json`` prints.
+        report: what ``crosspack report --json`` prints.
         pictured: the segments of some rows.
     """
-    name = escape(found["data"])
+    name = escape(report["data"])
     sections = [
-        ("lengths", "How long the documents are", _lengths(found)),
-        ("padding", "What padding costs today", _padding(found)),
-        ("rows", "What rows hold", _rows(found, pictured)),
-        ("strategies", "Rows by strategy and capacity", _strategies(found)),
-        ("attention", "Attention cost by row and rank", _attention(found)),
-        ("time", "Estimated time of an epoch", _time(found)),
-        ("long", "Documents longer than a row", _long(found)),
+        ("lengths", "How long the documents are", _lengths(report)),
+        ("padding", "What padding costs today", _padding(report)),
+        ("rows", "What rows hold", _rows(report, pictured)),
+        ("strategies", "Rows by strategy and capacity", _strategies(report)),
+        ("attention", "Attention cost by row and rank", _attention(report)),
+        ("time", "Estimated time of an epoch", _time(report)),
+        ("long", "Documents longer than a row", _long(report)),
     ]
-    if found["warnings"]:
-        sections.insert(0, ("warnings", "What will train badly", _warnings(found)))
+    if report["warnings"]:
+        sections.insert(0, ("warnings", "What will train badly", _warnings(report)))
     links = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections)
     body = "".join(
         f'<section aria-labelledby="{key}"><h2 id="{key}">{title}</h2>{text}</section>' for key, title, text in sections
@@ -107,22 +107,22 @@ def page(found: dict[str, Any], pictured: Sequence[Sequence[Segment]]) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>Packing {name}</title><style>{_STYLE}</style></head><body>"
         f'<a class="skip" href="#content">Skip to the content</a><header><h1>Packing {name}</h1>'
-        f"<p>{_summary(found)}</p></header>"
+        f"<p>{_summary(report)}</p></header>"
         f'<main id="content"><nav aria-label="Sections"><ul>{links}</ul></nav>{body}'
         '<p class="note">Made by crosspack report. The page is complete in itself: it loads nothing.</p>'
         "</main></body></html>\n"
     )
 
 
-def _summary(found: dict[str, Any]) -> str:
-    computed = found["computed_tokens"]
-    packed = computed[_packed_name(found)]
+def _summary(report: dict[str, Any]) -> str:
+    computed = report["computed_tokens"]
+    packed = computed[_packed_name(report)]
     batches, padded = next(iter(computed.items()))
     return (
-        f"{plural(found['documents'], 'document')}, {plural(found['tokens'], 'token')}, "
-        f"{found['trained_tokens']:,} of them with loss. "
+        f"{plural(report['documents'], 'document')}, {plural(report['tokens'], 'token')}, "
+        f"{report['trained_tokens']:,} of them with loss. "
         f"In padded {batches.partition(',')[0]} in random order a model computes {padded:,} tokens an epoch; packed "
-        f"into rows of {found['capacity']:,} it computes {packed:,}: <strong>{_less(packed, padded)}</strong>."
+        f"into rows of {report['capacity']:,} it computes {packed:,}: <strong>{_less(packed, padded)}</strong>."
     )
 
 
@@ -130,18 +130,18 @@ def _less(packed: float, padded: float) -> str:
     return f"{1 - packed / padded:.0%} less" if packed < padded else "no less"
 
 
-def _packed_name(found: dict[str, Any]) -> str:
-    return next(name for name in found["computed_tokens"] if name.endswith("packed"))
+def _packed_name(report: dict[str, Any]) -> str:
+    return next(name for name in report["computed_tokens"] if name.endswith("packed"))
 
 
-def _lengths(found: dict[str, Any]) -> str:
-    counts, edges = found["length_histogram"]["counts"], found["length_histogram"]["edges"]
+def _lengths(report: dict[str, Any]) -> str:
+    counts, edges = report["length_histogram"]["counts"], report["length_histogram"]["edges"]
     title = f"Histogram of document lengths, from {edges[0]:,.0f} to {edges[-1]:,.0f} tokens on a logarithmic scale"
-    place = _place(edges, found["capacity"])
+    place = _place(edges, report["capacity"])
     drawn = charts.columns(title, counts, _ticks(edges), mark=place)
     lines = [[f"{a:,.0f} to {b:,.0f}", f"{n:,}"] for a, b, n in zip(edges, edges[1:], counts, strict=False) if n]
     where = "the dashed line is" if 0 <= place <= 1 else "no bar is as long as" if place > 1 else "all are longer than"
-    caption = f"Documents by length; {where} the capacity, {found['capacity']:,} tokens."
+    caption = f"Documents by length; {where} the capacity, {report['capacity']:,} tokens."
     return charts.figure(drawn, caption, charts.table("Documents by length", ["tokens", "documents"], lines))
 
 
@@ -156,9 +156,9 @@ def _ticks(edges: list[float]) -> list[tuple[float, str]]:
     return [(min(1.0, max(0.0, _place(edges, max(power, 1)))), f"{power:,}") for power in powers]
 
 
-def _padding(found: dict[str, Any]) -> str:
-    real = found["tokens"] - found["tokens_left_out"]
-    given = found["computed_tokens"].items()
+def _padding(report: dict[str, Any]) -> str:
+    real = report["tokens"] - report["tokens_left_out"]
+    given = report["computed_tokens"].items()
     colour = {name: "main" if name.endswith("packed") else "warm" for name, _ in given}
     bars = [Bar(name, slots, real, f"{1 - real / slots:.1%} padding", colour[name]) for name, slots in given]
     title = "Tokens that a model computes in an epoch, by the arrangement of the documents"
@@ -167,7 +167,7 @@ def _padding(found: dict[str, Any]) -> str:
     return charts.figure(charts.bars(title, bars), "Strong: real tokens. Weak: padding.", shown)
 
 
-def _rows(found: dict[str, Any], pictured: Sequence[Sequence[Segment]]) -> str:
+def _rows(report: dict[str, Any], pictured: Sequence[Sequence[Segment]]) -> str:
     title = f"{len(pictured)} packed rows and the segments in them"
     key = [
         ("main", "tokens with loss"),
@@ -175,14 +175,14 @@ def _rows(found: dict[str, Any], pictured: Sequence[Sequence[Segment]]) -> str:
         ("silent", "tokens without loss"),
     ]
     items = "".join(f'<li><span class="{name}"></span>{text}</li>' for name, text in [*key, ("rest", "padding")])
-    caption = f"Rows of {found['capacity']:,} tokens as they are trained, one below the other. {found['pictured']}"
+    caption = f"Rows of {report['capacity']:,} tokens as they are trained, one below the other. {report['pictured']}"
     shown = charts.rows_table("Segments of these rows", pictured)
-    drawn = charts.rows(title, pictured, found["capacity"])
+    drawn = charts.rows(title, pictured, report["capacity"])
     return f'<ul class="key">{items}</ul>' + charts.figure(drawn, caption, shown)
 
 
-def _strategies(found: dict[str, Any]) -> str:
-    made = found["strategies"]
+def _strategies(report: dict[str, Any]) -> str:
+    made = report["strategies"]
     if not made:
         return "<p>No document fits a row.</p>"
     lines = [
@@ -193,19 +193,19 @@ def _strategies(found: dict[str, Any]) -> str:
     drawn = charts.bars("Packing efficiency by capacity and strategy", bars)
     shown = charts.table("Rows, efficiency and time", ["capacity, strategy", "rows", "efficiency", "epoch"], lines)
     caption = f"Real tokens over tokens of the rows; longer documents under --overflow {made[0]['overflow']}."
-    caps = [[f"{x['max_segments'] or 'no cap'}", f"{x['rows']:,}", f"{x['efficiency']:.2%}"] for x in found["caps"]]
+    caps = [[f"{x['max_segments'] or 'no cap'}", f"{x['rows']:,}", f"{x['efficiency']:.2%}"] for x in report["caps"]]
     capped = charts.table("Fill under a cap on the documents of a row", ["--max-segments", "rows", "efficiency"], caps)
     return charts.figure(drawn, caption, shown) + capped
 
 
-def _attention(found: dict[str, Any]) -> str:
-    counts, edges = found["row_cost_histogram"]["counts"], found["row_cost_histogram"]["edges"]
+def _attention(report: dict[str, Any]) -> str:
+    counts, edges = report["row_cost_histogram"]["counts"], report["row_cost_histogram"]["edges"]
     lines = [[f"{a:,.0f} to {b:,.0f}", f"{n:,}"] for a, b, n in zip(edges, edges[1:], counts, strict=False) if n]
     ends = [(0.0, f"{edges[0]:,.0f}"), (1.0, f"{edges[-1]:,.0f}")]
     drawn = charts.columns("Histogram of the attention cost of rows, on a logarithmic scale", counts, ends)
     shown = charts.table("Rows by attention cost", ["squared tokens", "rows"], lines)
     text = charts.figure(drawn, "Rows by attention cost: the sum of the squared lengths of their segments.", shown)
-    ranks = found["ranks"]
+    ranks = report["ranks"]
     if ranks is None:
         return text + "<p>There are fewer rows than ranks: nothing to balance.</p>"
     named = {"as the rows come": ranks["slowest_over_mean_before"], "after balance": ranks["slowest_over_mean_after"]}
@@ -215,8 +215,8 @@ def _attention(found: dict[str, Any]) -> str:
     return text + charts.figure(drawn, "Strong: the mean rank works. Weak: it waits for the slowest.", shown)
 
 
-def _time(found: dict[str, Any]) -> str:
-    time = found["time"]
+def _time(report: dict[str, Any]) -> str:
+    time = report["time"]
     longest, packed = 3600 * max(x["hours"] for x in time["hours"]), 3600 * time["hours"][-1]["hours"]
     bars = [
         Bar(
@@ -254,13 +254,13 @@ def _of_step(time: dict[str, Any]) -> str:
     return f" A step of {plural(count, 'row')} takes {taken}."
 
 
-def _warnings(found: dict[str, Any]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(concern['text'])}</li>" for concern in found["warnings"]) + "</ul>"
+def _warnings(report: dict[str, Any]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(concern['text'])}</li>" for concern in report["warnings"]) + "</ul>"
 
 
-def _long(found: dict[str, Any]) -> str:
-    if not found["longer_than_capacity"]:
-        return f"<p>None is longer than {found['capacity']:,} tokens.</p>"
+def _long(report: dict[str, Any]) -> str:
+    if not report["longer_than_capacity"]:
+        return f"<p>None is longer than {report['capacity']:,} tokens.</p>"
     header = ["--overflow", "documents", "tokens left out", "of all tokens", "segments made of them", "context tokens"]
     lines = [
         [
@@ -271,6 +271,6 @@ def _long(found: dict[str, Any]) -> str:
             f"{x['pieces']:,}",
             f"{x['context_tokens']:,}",
         ]
-        for x in found["policies"]
+        for x in report["policies"]
     ]
     return charts.table("What each policy does to longer documents", header, lines)

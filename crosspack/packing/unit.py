@@ -132,11 +132,11 @@ def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: 
     notes: list[dict[str, Any]] = []
     bad: list[dict[str, str]] = []
 
-    def refuse(found: BadRecord, error: PackingError | None = None) -> None:
+    def refuse(record: BadRecord, error: PackingError | None = None) -> None:
         if on_error == "stop":
-            raise error or found.error()
-        text = {"record": found.text[:SHOWN]} if on_error == "quarantine" else {}
-        bad.append({"where": found.where, "error": found.reason, **text})
+            raise error or record.error()
+        text = {"record": record.text[:SHOWN]} if on_error == "quarantine" else {}
+        bad.append({"where": record.where, "error": record.reason, **text})
 
     fit = Fit(rules.rows, lambda what, where, n: notes.append(_note(what, where, n)))
     gathered = Gathered(np.dtype(rules.dtype).type)
@@ -155,12 +155,12 @@ def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: 
             else:
                 yield item
 
-    for found in fit.pieces(encoder.encoded(records(), refuse, partial(fit.note, "left_out"))):
-        values, tokens = _kept(found, rules.keep)
+    for encoded in fit.pieces(encoder.encoded(records(), refuse, partial(fit.note, "left_out"))):
+        values, tokens = _kept(encoded, rules.keep)
         if rules.rows.keys is not None:
-            values[KEY] = key_of(found.where, found.record, rules.rows.keys)
-            outcome.keys.setdefault("text" if isinstance(values[KEY], str) else "number", str(found.where))
-        gathered.add(found.document.ids, found.document.trained, values, tokens)
+            values[KEY] = key_of(encoded.where, encoded.record, rules.rows.keys)
+            outcome.keys.setdefault("text" if isinstance(values[KEY], str) else "number", str(encoded.where))
+        gathered.add(encoded.document.ids, encoded.document.trained, values, tokens)
     documents = gathered.rows()
     full, left = (documents[:0], documents) if rules.planned_at_once else pack_documents(documents, rules, key)
     outcome.documents = fit.documents
@@ -181,14 +181,14 @@ def _note(what: str, where: Any, tokens: int) -> dict[str, Any]:
     return {"what": what, "where": str(where), "tokens": tokens}
 
 
-def _kept(found: Encoded, keep: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _kept(encoded: Encoded, keep: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The columns to carry: a value of the record for its segments, or one for each token of the piece."""
     values: dict[str, Any] = {}
     tokens: dict[str, Any] = {}
     for name in keep:
-        value = str(found.where) if name == "where" and name not in found.record else found.record.get(name)
-        if isinstance(value, list | np.ndarray) and name in found.columns:
-            tokens[name] = found.columns[name]
+        value = str(encoded.where) if name == "where" and name not in encoded.record else encoded.record.get(name)
+        if isinstance(value, list | np.ndarray) and name in encoded.columns:
+            tokens[name] = encoded.columns[name]
         else:
             values[name] = value.tolist() if isinstance(value, np.ndarray) else value
     return values, tokens
