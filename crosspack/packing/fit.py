@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from crosspack.encoding.text import Encoded
 from crosspack.encoding.tokens import check_length
 from packing_core.planning.pieces import CUTS
@@ -40,27 +38,23 @@ class Fit:
         Raises:
             CapacityError: one is too long and ``overflow`` is ``"error"``.
         """
-        for found in documents:
-            document, length, whole = found.document, len(found.document.ids), self.documents
+        for encoded in documents:
+            document, length, whole = encoded.document, len(encoded.document.ids), self.documents
             if length <= self.rule.capacity:
                 self.documents += 1
-                yield found
+                yield encoded
                 continue
             overflow = self.rule.overflow
             if overflow == "error":
-                check_length(str(found.where), document, self.rule.capacity)
+                check_length(str(encoded.where), document, self.rule.capacity)
             elif overflow not in CUTS:
-                self.note("dropped" if overflow == "drop" else "truncated", found.where, length)
-            for begin, end, context in self.rule.parts_of(length):
-                restarts = overflow == "restart" and context > 0
-                cut = np.arange(begin, end)
-                if restarts:
-                    cut[:context] = np.arange(context)
-                piece = Document(document.ids[cut], document.trained[cut])
-                piece.trained[: context + restarts] = False  # an earlier piece trains them
+                self.note("dropped" if overflow == "drop" else "truncated", encoded.where, length)
+            for span in self.rule.parts_of(length):
+                piece = Document(document.ids[span.places], document.trained[span.places].copy())
+                piece.trained[: span.untrained] = False
                 if piece.has_target:
                     self.documents = whole + 1
-                    columns = {name: column[cut] for name, column in found.columns.items()}
-                    yield Encoded(found.where, found.record, piece, columns)
+                    columns = {name: column[span.places] for name, column in encoded.columns.items()}
+                    yield Encoded(encoded.where, encoded.record, piece, columns)
                 else:
-                    self.note("untrained", found.where, len(piece.ids))
+                    self.note("untrained", encoded.where, len(piece.ids))

@@ -38,11 +38,27 @@ class Pieces:
 
 
 class PieceSpan(NamedTuple):
-    """Tokens ``begin`` to ``end`` of a document, the first ``context`` of which are trained in an earlier part."""
+    """Tokens ``begin`` to ``end`` of a document, the first ``context`` of which are trained in an earlier part.
+
+    If the part ``restarts``, it holds the document's first tokens in place of these.
+    """
 
     begin: int
     end: int
     context: int
+    restarts: bool = False
+
+    @property
+    def places(self) -> slice | Int64:
+        """Which tokens of the document the part holds."""
+        if not (self.restarts and self.context):
+            return slice(self.begin, self.end)
+        return np.append(np.arange(self.context), np.arange(self.begin + self.context, self.end))
+
+    @property
+    def untrained(self) -> int:
+        """How many first tokens are no targets: the context, and a token after it that does not follow it."""
+        return self.context + bool(self.restarts and self.context)
 
 
 def integer(value: Any) -> int | None:

@@ -151,16 +151,15 @@ class RowRule:
 
         >>> [part[:2] for part in RowRule(8, "split").parts_of(20)]
         [(0, 8), (8, 16), (16, 20)]
-        >>> [tuple(part) for part in RowRule(8, "overlap", context=2).parts_of(20)]
+        >>> [part[:3] for part in RowRule(8, "overlap", context=2).parts_of(20)]
         [(0, 8, 0), (6, 14, 2), (12, 20, 2)]
         >>> [part[:2] for part in RowRule(8, "split", min_piece=3).parts_of(17)]
         [(0, 8), (8, 14), (14, 17)]
         """
         if length > self.capacity and self.overflow in CUTS:
             _, start, size, context = self._cut(np.array([length]))
-            return [
-                PieceSpan(*part) for part in zip(start.tolist(), (start + size).tolist(), context.tolist(), strict=True)
-            ]
+            spans = zip(start.tolist(), (start + size).tolist(), context.tolist(), strict=True)
+            return [PieceSpan(*span, restarts=self.overflow == "restart") for span in spans]
         kept = {"truncate": self.capacity, "drop": 0}.get(self.overflow, length) if length > self.capacity else length
         return [PieceSpan(0, kept, 0)] if kept else []
 

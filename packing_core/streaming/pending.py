@@ -114,11 +114,8 @@ class Later:
                 f"document {self.number} has {length:,} tokens and lengths says {self.length:,}: pass its own length"
             )
         whole = len(self) == length
-        return (
-            document
-            if whole
-            else part(document, PieceSpan(self.start, self.stop, self.context), self.number, self.context > 0)
-        )
+        span = PieceSpan(self.start, self.stop, self.context, restarts=True)
+        return document if whole else part(document, span, self.number)
 
 
 def read_now(contents: list[Any]) -> list[Any]:
@@ -160,20 +157,19 @@ def cut(number: int, document: Any, length: int, rule: RowRule) -> list[Piece]:
         raise PackingError(f"document {number} is empty: leave empty documents out of the source")
     if rule.overflow == "error":
         raise too_long(number, length, rule.capacity)
-    restarts = rule.overflow == "restart"
     return [
-        (number, one.begin, one.end - one.begin, one.context, part(document, one, number, restarts))
-        for one in rule.parts_of(length)
+        (number, span.begin, span.end - span.begin, span.context, part(document, span, number))
+        for span in rule.parts_of(length)
     ]
 
 
-def part(document: Any, one: PieceSpan, number: int, restarts: bool) -> Any:
-    """A part of a document and of all its columns; ``restarts`` puts the document's beginning in place of its context.
+def part(document: Any, span: PieceSpan, number: int) -> Any:
+    """A part of a document and of all its columns.
 
     Raises:
         LayoutError: a column has not one entry per token, or the prompt is longer than the document.
     """
-    start, stop, context = one
+    start, stop, context, restarts = span
 
     def taken(column: Any) -> Any:
         if not (restarts and context):

@@ -20,6 +20,7 @@ from packing_core.batches.columns import READ
 from packing_core.batches.marks import MARKS, first_true, refuse_trained_padding
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError
+from packing_core.planning.pieces import PieceSpan
 from torch_backend.collate import Batch, PackedCollator, call_on_copies
 from torch_backend.collate.document_labels import LABELS, NAMES
 
@@ -177,17 +178,15 @@ class Replaced:
             ours = slice(at, at + length)
             # the documents of one example stand in a row as they do in the example
             number = 0 if self._rows_of_documents else document
-            piece: slice | Array = ours if self._rows_of_documents else slice(start, start + length)
-            restarted = bool(batch.restarts and skipped)  # the document's beginning is before the piece's own tokens
-            if restarted:
-                piece = np.append(np.arange(skipped), np.arange(start + skipped, start + length))
+            span = PieceSpan(start, start + length, skipped, batch.restarts)
+            piece = ours if self._rows_of_documents else span.places
             collated, place = theirs[number], where(number)
             self._check_tokens(collated, piece, ids[ours], place)
             if self.packs.labels_documents:
                 label = batch.per_document[LABELS][segment] if LABELS in batch.per_document else None
                 self._check_label(collated.get(LABELS), label, place)
             elif labels is not None and LABELS in collated:
-                self._check_labels(collated[LABELS], piece, labels[ours], place, skipped + restarted, whole=whole)
+                self._check_labels(collated[LABELS], piece, labels[ours], place, span.untrained, whole=whole)
             for name in collated.keys() & (self.columns | self.added.keys()):
                 if name in self.numbers:
                     self._carry_value(name, collated[name], per_document[name], segment, place)
