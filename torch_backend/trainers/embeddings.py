@@ -1,4 +1,4 @@
-"""``enable_packing`` for sentence-transformers' trainers of embeddings, sparse embeddings and rerankers.
+"""``enable_packing`` for sentence-transformers' trainers of embeddings, sparse and late ones among them, and rerankers.
 
 A built trainer -> its transformers models are patched, and all their padded calls run packed, those of evaluators and
 ``encode`` among them (:mod:`torch_backend.hf.inputs.unpadding`) -> where a loss calls the model on each column of a
@@ -42,10 +42,7 @@ class EmbeddingPort(TrainerPort):
     def plan(self) -> None:
         trainer, kind = self.trainer, sentence_trainer(self.trainer)
         if kind not in (*COLUMNS, PAIRS):
-            raise UnsupportedError(
-                f"{self.name} scores tokens that attention may leave out, and packing would give it zeros for them: "
-                "leave it unpacked"
-            )
+            raise UnsupportedError(f"nobody tried packing in {self.name} of sentence-transformers: leave it unpacked")
         if is_older(version("sentence-transformers"), MINIMUM):
             raise UnsupportedError(f"{self.name} is packed from sentence-transformers {MINIMUM} on: upgrade it")
         if trainer.model_init is not None:
@@ -58,6 +55,11 @@ class EmbeddingPort(TrainerPort):
             raise UnsupportedModelError(
                 f"the {type(trainer.model).__name__} of {self.name} runs no transformers model, so nothing in it is "
                 "padded: leave it unpacked"
+            )
+        if any(expansion and not expansion["attend"] for expansion in (x.query_expansion for x in self.modules)):
+            raise UnsupportedModelError(
+                f"{self.name} scores tokens that extend a query and that attention leaves out, and packing would give "
+                'it zeros for them: pass "attend": True in query_expansion, or leave it unpacked'
             )
         if any(type(module).__name__ == "CNN" for module in trainer.model.modules()):
             raise UnsupportedModelError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-COLUMNS = "SentenceTransformerTrainer", "SparseEncoderTrainer"  # whose losses call the model on each column of a batch
+# whose losses call the model on each column of a batch
+COLUMNS = "SentenceTransformerTrainer", "SparseEncoderTrainer", "MultiVectorEncoderTrainer"
 PAIRS = "CrossEncoderTrainer"  # whose losses make the pairs that they call the model on
 
 
