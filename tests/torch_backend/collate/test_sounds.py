@@ -162,3 +162,12 @@ def test_other_families_are_refused_by_name(kind: str, words: str) -> None:
         model = getattr(transformers, f"{kind}ForConditionalGeneration")(getattr(transformers, f"{kind}Config")())
     with pytest.raises(UnsupportedModelError, match=words):
         PackedCollator(model, processor=PROCESSORS["qwen2_audio"]())
+
+
+def test_a_model_of_images_takes_no_audio() -> None:
+    from tests.torch_backend.processors import tiny_processor
+    from tests.torch_backend.vision_models import vision_model
+
+    collate = PackedCollator(vision_model("llava"), processor=tiny_processor("llava"))
+    with pytest.raises(UnsupportedError, match="example 0 has audio, which LlavaForCond.* does not take packed"):
+        collate([chat(at_rate(sound(0.1)))])

@@ -33,15 +33,13 @@ _DESCRIPTIONS: dict[Encoder, str] = {
     "equal": "the encoder sees the padding of a clip, so all clips have its full length and run as one batch",
 }
 # Families that take audio, of which no clip is packed, with the reason.
+_UNPROVED = "its encoder is not known to be exact on clips of unequal length"
 REFUSED_AUDIO = {
-    "gemma3n": "its encoder sees the padding of the longest clip of a batch",
-    "gemma4": "its encoder is not known to be exact on clips of unequal length",
+    **dict.fromkeys(("gemma3n", "gemma4", "phi4_multimodal"), _UNPROVED),
     "glmasr": "its encoder sees the padding of a clip, whose length depends on the batch",
     "granite_speech": "its encoder has batch norms over all frames of a batch",
-    "kyutai_speech_to_text": "it reads codes beside text tokens, frame by frame",
-    "moshi": "it reads codes beside text tokens, frame by frame",
-    "musicflamingo": "its rotary embedding counts time over the windows of a batch",
-    "phi4_multimodal": "its encoder pads clips to the longest of a batch and convolves over that padding",
+    **dict.fromkeys(("kyutai_speech_to_text", "moshi"), "it reads codes beside text tokens, frame by frame"),
+    "musicflamingo": "its rotary embedding finds the windows of clips by the tokens of a batch",
     "vibevoice_asr": "it draws its features at random",
     "voxtral_realtime": "it adds audio to text tokens, frame by frame",
 }
