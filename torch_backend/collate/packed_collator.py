@@ -58,10 +58,10 @@ class PackedCollator:
             segments of n tokens after b tokens of their ancestors is ``a sum(n) + s sum(n (n + 2 b))``: a token and an
             attention pair by ``Cost.from_config(model.config)``. Losses are then computed by ``make_train_step``,
             ``causal_lm_loss`` or ``token_logprobs``.
-        processor: of a vision-language model. Features are then examples with images, raw or processed, or rows of a
-            ``PackedMediaDataset`` (:class:`torch_backend.collate.vision.VisionReader`). Image tokens are never trained
-            and images never cut.
-        loss: what is trained of a chat with images, ``"all"`` or the ``"assistant"``'s turns.
+        processor: of a model of images or audio. Features are then examples with images or clips, raw or processed, or
+            rows of a ``PackedMediaDataset`` (:class:`torch_backend.collate.vision.VisionReader`). Their tokens are
+            never trained, and images and clips never cut.
+        loss: what is trained of a chat with images or audio, ``"all"`` or the ``"assistant"``'s turns.
         masking: a ``DataCollatorForLanguageModeling`` with ``mlm=True``, which hides tokens of every batch and makes
             the labels, for masked language models.
         plan_options: ``overflow``, ``max_segments`` and the other options of ``packing_core.plan``.

@@ -81,7 +81,11 @@ def test_other_collators_batches_are_read_from_the_mask(case: str) -> None:
     model, rows = torch_backend.patch(audio_model(case), verify=False), audio_documents(case)
     batch = collator_of_processed(model, 400)(features_of(rows[1]))
     want = update(model, [batch])
-    assert_same(update(model, [{name: x for name, x in batch.items() if name != "packed_images"}]), want)
+    del batch["packed_images"]
+    assert_same(update(model, [batch]), want)
+    fewer = {name: batch[name][1:] for name in batch if name.startswith(("input_feat", "feature_att"))}
+    with pytest.raises(LayoutError, match="audio tokens and clips of .*: placeholders and clips must agree"):
+        update(model, [batch | fewer])
 
 
 def test_one_clip_after_the_other_does_not_change_it() -> None:
@@ -239,3 +243,23 @@ def test_adapters_in_an_encoder_that_is_recomputed_are_trained() -> None:
     got = update(model, [collator_of_processed(model, 400)(features_of(documents))])
     for name, gradient in truth.items():
         assert float((got[name] - gradient).abs().max()) < TOLERANCE * float(gradient.abs().max()), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_encoders_in_bfloat16_take_the_features_of_the_collator(case: str) -> None:
+    model, rows = torch_backend.patch(audio_model(case), verify=False), audio_documents(case)
+    batch = collator_of_processed(model, 400)(features_of(rows[1]))
+    want = float(model(**batch).loss.detach())
+    assert float(model.to(torch.bfloat16)(**batch).loss.detach()) == pytest.approx(want, rel=0.02)
+
+
+@pytest.mark.parametrize("case", ["qwen2_audio", "qwen3_omni_moe_thinker"])
+def test_levels_of_memory_change_no_update(case: str) -> None:
+    model, rows = torch_backend.patch(audio_model(case), verify=False), audio_documents(case)
+    batch = collator_of_processed(model, 400)(features_of(rows[1]))
+    truth = update(model, [batch])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step = torch_backend.make_train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), memory="full")
+    got = {"loss": step(batch)["loss"].detach()}
+    got |= {name: before[name] - p.detach() for name, p in model.named_parameters() if name in truth}
+    assert_same(got, truth)

@@ -11,7 +11,8 @@ Encoders with windows keep their own forward. They take boundaries of windows, w
 their segments, so that each layer attends to all windows at once. Where clips of different length would see different
 padding, each length runs by itself.
 
-How many frames each clip has is carried by batches of our collators; of others it is read from the device, once.
+How many frames each clip has is carried by batches of our collators, which have checked their placeholders; of others
+both are read from the device, once.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from packing_core.errors import LayoutError
 from torch_backend.hf.anatomy.audio import FEATURES, FRAMES, LONGEST, Audio, audio_of
 from torch_backend.hf.anatomy.families import SPELL_OUT_LOSS
 from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS
@@ -73,7 +75,13 @@ def _embed_clips(
     embedded = model.get_input_embeddings()(ids)
     mask = None if audio.mask is None else kwargs.get(audio.mask)
     clips = encode_clips(audio, model, forward, features, mask).to(embedded.device, embedded.dtype)
-    embedded = embedded.masked_scatter((ids == audio.placeholder)[..., None], clips)
+    placeholders = ids == audio.placeholder
+    if FRAMES not in forward.image_sizes and int(placeholders.sum()) != len(clips):  # of somebody else's collator
+        raise LayoutError(
+            f"the batch has {int(placeholders.sum()):,} audio tokens and clips of {len(clips):,}: placeholders and clips "
+            "must agree"
+        )
+    embedded = embedded.masked_scatter(placeholders[..., None], clips)
     kept = {name: x for name, x in kwargs.items() if name not in audio.keys}
     return args, {**kept, "input_ids": None, "inputs_embeds": embedded}
 
@@ -85,6 +93,7 @@ def encode_clips(audio: Audio, model: Any, forward: PackedForward, features: Ten
         encoded: Tensor = model.audio_tower(features, **{PACKED: call})
         found: Tensor = model.multi_modal_projector(encoded)
         return found
+    features = features.to(model.audio_tower.dtype)  # of which some families expect features
     if audio.encoder == "equal":
         found = model.get_audio_features(features, return_dict=True).pooler_output
         return found.flatten(0, -2)
