@@ -1,4 +1,4 @@
-"""What each attention implementation serves on a GPU, without reading back and in one compiled graph.
+"""Each attention implementation on a GPU: the options it serves, without reading back and in one compiled graph.
 
 Run with ``python -m pytest tests -m gpu`` where the libraries are installed: what each must serve is stated here, so a
 library that is there and fails its trial is a failure, and one that is absent is reported as such.
@@ -71,7 +71,7 @@ def on_gpu(options: dict, dtype: torch.dtype) -> dict:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_serves_its_options_and_refuses_others(name, option):
-    """What it computes is judged by the conformance suite."""
+    """The conformance suite judges the numbers."""
     q, k, v, _ = (x.requires_grad_() for x in drawn(torch.bfloat16))
     packed = PackedMetadata.from_lengths(LENGTHS, device="cuda", entries=len(LENGTHS) + 1, max_seqlen=384)
     served = option in SERVED[name]
