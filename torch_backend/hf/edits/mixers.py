@@ -252,7 +252,8 @@ def run_per_document(
 ) -> Any:
     """A packed call of a decoder, which runs as a whole on batches of documents; ``call`` is its own forward."""
     forward.record(decoder, DocumentsChoice("its attention cannot be given segments from outside"))
-    if decoder.config.model_type in MASK_PADDING:
+    config: Any = decoder.config
+    if config.model_type in MASK_PADDING:
         kwargs = {**kwargs, "attention_mask": RealTokens()}
     return forward.per_document(call, args, kwargs, mask=_no_mask)
 
