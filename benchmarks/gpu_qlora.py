@@ -3,6 +3,7 @@
     python -m benchmarks.gpu_qlora                     # the Qwen3-14B shape cut to 8 layers, rows of 8,192
     python -m benchmarks.gpu_qlora --layers 40 --gib 24 --match auto   # what fits a card of 24 GiB
     python -m benchmarks.gpu_qlora --shape gpt-oss-20b --layers 24 --match ', checkpointing'   # experts in MXFP4
+    python -m benchmarks.gpu_qlora --shape 'gpt-oss-20b, attention' --layers 24 --rows 2048 --gib 16 --match auto
     python -m benchmarks.gpu_qlora --tiny              # every contender on the CPU; its times mean nothing
 
 Random weights in NF4 with double quantisation that compute in bfloat16, adapters of rank 16 on all linear layers, with
@@ -14,7 +15,7 @@ compare tokens per second. peft and trl are needed, and bitsandbytes for NF4.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -115,6 +116,7 @@ WORKLOADS = {
         "MXFP4", in_mxfp4, adapted_model, ON_EXPERTS, "eager",
     ),
 }  # fmt: skip
+WORKLOADS["gpt-oss-20b, attention"] = replace(WORKLOADS["gpt-oss-20b"], adapters=with_adapters)
 
 
 def in_4_bits(workload: Workload, gib: float | None, model: Any) -> Any:
@@ -135,17 +137,17 @@ def _allow(gib: float | None) -> None:
     torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else min(1.0, gib * 2**30 / there))
 
 
-def run(chosen: str, layers: int, epochs: int, gib: float | None) -> Iterator[Result]:
+def run(chosen: str, layers: int, rows: int, epochs: int, gib: float | None) -> Iterator[Result]:
     workload = WORKLOADS[chosen]
     make = partial(workload.config, layers)
     name = "toy" if TOY else f"{chosen}, {layers} layers" + (f" in {gib:g} GiB" if gib else "")
     for weights, adapters in ((workload.bits, partial(in_4_bits, workload, gib)), ("bfloat16", workload.adapters)):
         shape = Shape(
-            f"{name}, LoRA, {weights}", make, (ROW,), lora=True, attention=workload.attention, adapters=adapters
+            f"{name}, LoRA, {weights}", make, (rows,), lora=True, attention=workload.attention, adapters=adapters
         )
         for contender in workload.contenders:
             if wanted(contender) and (weights == workload.bits or not contender.startswith(STOCK)):
-                yield from measure(shape, contender, ROW, epochs, 1, contenders=workload.contenders)
+                yield from measure(shape, contender, rows, epochs, 1, contenders=workload.contenders)
                 torch._dynamo.reset()
                 free()
                 if not TOY:
@@ -169,10 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     options.add_argument("--shape", choices=WORKLOADS, default="Qwen3-14B")
     options.add_argument("--layers", type=int, default=8)
+    options.add_argument("--rows", type=int, default=ROW, help="tokens of a row")
     options.add_argument("--epochs", type=int, default=1, help="timed, after the warm-up")
     options.add_argument("--gib", type=float, help="memory that training over 4-bit weights may take")
     chosen = parsed(options, arguments)
-    found = run(chosen.shape, chosen.layers, chosen.epochs, chosen.gib)
+    found = run(chosen.shape, chosen.layers, chosen.rows, chosen.epochs, chosen.gib)
     results = collected(survived("QLoRA", found), chosen.output, "gpu_qlora")
     print(verdict(results), flush=True)
     return results
