@@ -78,8 +78,8 @@ def _embed_clips(
     placeholders = ids == audio.placeholder
     if FRAMES not in forward.image_sizes and int(placeholders.sum()) != len(clips):  # of somebody else's collator
         raise LayoutError(
-            f"the batch has {int(placeholders.sum()):,} audio tokens and clips of {len(clips):,}: placeholders and clips "
-            "must agree"
+            f"the batch has {int(placeholders.sum()):,} audio tokens and clips of {len(clips):,}: placeholders and "
+            "clips must agree"
         )
     embedded = embedded.masked_scatter(placeholders[..., None], clips)
     kept = {name: x for name, x in kwargs.items() if name not in audio.keys}
