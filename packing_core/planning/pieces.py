@@ -50,14 +50,14 @@ class PieceSpan(NamedTuple):
 
     @property
     def places(self) -> slice | Int64:
-        """Which tokens of the document the part holds."""
+        """Returns which tokens of the document the part holds."""
         if not (self.restarts and self.context):
             return slice(self.begin, self.end)
         return np.append(np.arange(self.context), np.arange(self.begin + self.context, self.end))
 
     @property
     def untrained(self) -> int:
-        """How many first tokens are no targets: the context, and a token after it that does not follow it."""
+        """Counts the first tokens that are no targets: the context, and a token after it that does not follow it."""
         return self.context + bool(self.restarts and self.context)
 
 

@@ -35,6 +35,10 @@ CONVOLUTION = {
     "silu": True,
 }
 
+CLIPS = {"features": normal(TOKENS, 4), "frames": 40, "up": normal(6, 4, 3) / 4, "up_bias": normal(6)}
+CLIPS |= {"down": normal(5, 6, 3) / 4}
+CLIP_DOUT = normal(20, 5)
+
 EXPERTS = {"x": Q[:, 0], "indices": np.stack([np.arange(TOKENS) % 3, (np.arange(TOKENS) + 1) % 3], axis=1)}
 EXPERTS |= {"weights": np.abs(normal(TOKENS, 2)), "up": normal(3, 12, 8) / 4, "down": normal(3, 8, 6) / 4}
 
@@ -56,6 +60,8 @@ CALLS = {
     "gated_delta_rule_vjp": lambda dtype: reference.gated_delta_rule_vjp(**DELTA, dout=Q[:, :2, :3], dtype=dtype),
     "experts": lambda dtype: reference.experts(**EXPERTS, dtype=dtype),
     "experts_vjp": lambda dtype: reference.experts_vjp(**EXPERTS, dy=Q[:, 0], dtype=dtype),
+    "clip_convolutions": lambda dtype: reference.clip_convolutions(**CLIPS, dtype=dtype),
+    "clip_convolutions_vjp": lambda dtype: reference.clip_convolutions_vjp(**CLIPS, dout=CLIP_DOUT, dtype=dtype),
     "short_convolution": lambda dtype: reference.short_convolution(**CONVOLUTION, dtype=dtype),
     "short_convolution_vjp": lambda dtype: reference.short_convolution_vjp(**CONVOLUTION, dy=Q[:, 0, :4], dtype=dtype),
 }

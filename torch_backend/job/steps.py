@@ -17,7 +17,7 @@ from packing_core.training.schedule import Run, Schedule
 from torch_backend.collate import Batch, PackedCollator
 
 
-class Steps(Dataset[Any]):
+class StepShares(Dataset[Any]):
     """Item n is a rank's share of step ``first + n``.
 
     Args:

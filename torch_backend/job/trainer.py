@@ -35,7 +35,7 @@ from torch_backend.hf.anatomy.structure import in_mode
 from torch_backend.job.models import shared_arguments
 from torch_backend.job.ranks import Process
 from torch_backend.job.states import make_optimizer
-from torch_backend.job.steps import RowByRow, Steps, padded_batches
+from torch_backend.job.steps import RowByRow, StepShares, padded_batches
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 from torch_backend.ops.divisor import Divisor, quotient
 from torch_backend.segments import to_device
@@ -103,7 +103,7 @@ class JobTrainer(Trainer):
             collator: Callable[[Any], Any] = RowByRow(model)
         else:
             share, collator = partial(padded_batches, job.schedule, run=run), itemgetter(0)  # collated already
-        super().__init__(model, args, collator, Steps(job.schedule, first, share))
+        super().__init__(model, args, collator, StepShares(job.schedule, first, share))
         if not (
             self.model_accepts_loss_kwargs or job.context_parallel > 1
         ):  # its own loss would be a mean over each microbatch

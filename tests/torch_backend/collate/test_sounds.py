@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import torch_backend
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
+from tests.processes import limited
 from tests.torch_backend.audio_models import AUDIO, audio_model
 from tests.torch_backend.audio_processors import PROCESSORS, RATE, sound, wav
 from tests.torch_backend.collate.test_audio_collator import assert_same
@@ -65,6 +66,7 @@ def test_raw_chats_equal_each_document_alone(case: str) -> None:
     assert_same(update(torch_backend.patch(model, verify=False), [batch]), truth)
 
 
+@limited()
 def test_a_data_set_reads_its_clips_in_workers() -> None:
     model, processor = audio_model("qwen2_audio"), PROCESSORS["qwen2_audio"]()
     bad = chat({"bytes": b"nothing", "path": None})
