@@ -50,7 +50,7 @@ class PieceSpan(NamedTuple):
 
     @property
     def places(self) -> slice | Int64:
-        """Returns which tokens of the document the part holds."""
+        """The tokens of the document that the part holds."""
         if not (self.restarts and self.context):
             return slice(self.begin, self.end)
         return np.append(np.arange(self.context), np.arange(self.begin + self.context, self.end))

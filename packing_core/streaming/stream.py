@@ -405,7 +405,7 @@ class PackStream:
 
     @property
     def _round_seed(self) -> list[int] | None:
-        """Returns what this round draws by; None where its rows keep an order."""
+        """The seed that this round draws by; None where its rows keep an order."""
         if self.seed is None or self.options.rule.order != "random":
             return None
         return [self.seed, self._epoch, self._round]
