@@ -304,12 +304,14 @@ def test_columns_are_read_under_other_names(encoder, write):
 
 
 def test_a_count_that_fails_leaves_the_models_limit_as_it_was():
-    from torch_backend.job.retrieval import _lengths
+    from torch_backend.job.retrieval import Embeddings
 
     def fails(texts: list[str], prompt: str | None) -> None:
         raise ValueError("no tokenizer")
 
-    model, job = SimpleNamespace(max_seq_length=7, preprocess=fails), SimpleNamespace(task="embed", arguments={})
+    task = Embeddings.__new__(Embeddings)
+    task.job, task.columns = SimpleNamespace(arguments={}), ("anchor",)
+    task.model = SimpleNamespace(max_seq_length=7, preprocess=fails)
     with pytest.raises(ValueError, match="no tokenizer"):
-        _lengths(job, model, [{"anchor": "a"}], ("anchor",))
-    assert model.max_seq_length == 7
+        task._lengths([{"anchor": "a"}])
+    assert task.model.max_seq_length == 7
