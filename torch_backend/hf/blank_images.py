@@ -81,7 +81,7 @@ class _Tied(torch.autograd.Function):
 def blank_clip(audio: Audio, tower: Any) -> tuple[Tensor, Tensor | None]:
     """The features [1, bins, frames] of a short silence, and their mask."""
     width = audio.width or max(audio.multiple, _SILENCE)
-    features = next(tower.parameters()).new_zeros(1, tower.config.num_mel_bins, width)
+    features = torch.zeros(1, tower.config.num_mel_bins, width, device=next(tower.parameters()).device)
     return features, None if audio.mask is None else (torch.arange(width, device=features.device) < _SILENCE)[
         None
     ].long()
