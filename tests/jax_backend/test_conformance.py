@@ -51,7 +51,7 @@ def test_what_is_declared(name, lacks):
     declared = capabilities(name, "gpu")
     everywhere = {"dynamic_rope", "context_parallel", "channel_decay", "continued_segments", "both_ways"}
     everywhere |= set() if name == "chunked" else {"nonfinite_padding"}
-    everywhere |= set() if name == "xla" else {"selected_keys"}
+    everywhere |= set() if name in ("xla", "chunked") else {"selected_keys"}
     assert ALL_OPTIONS - declared.options - {"ranks"} == lacks | everywhere
     assert ("float32" in declared.dtypes) == (name != "cudnn")
     assert declared.atomic_backward == (name == "cudnn")

@@ -152,6 +152,7 @@ def _traces(answers: list[tuple[str, Any]]) -> str:
 def _serve(pipe: Connection) -> None:
     """Runs what is sent, for as long as the process that sends it lives."""
     import_module("tests.conftest")  # makes Triton interpretable
+    import_module("torch.distributed.nn.functional")  # its functions default to the group that there is at its import
     torch.set_num_threads(1)
     group = ""
     while True:

@@ -229,7 +229,7 @@ def _gradient(
     inside = (places >= 0) & (places < columns)
     x, slope = transformed(logits.gather(1, places.clamp(0, columns - 1)), scale, softcap)
     log_p = x - lse[:, None]
-    same = (ids[:, :, None] >= ids[:, None, :]).to(dlogprobs.dtype)  # an id that is there twice has both gradients
+    same = (ids[:, :, None] == ids[:, None, :]).to(dlogprobs.dtype)  # an id that is there twice has both gradients
     own = (same * dlogprobs[:, None, :]).sum(2)
     at_ids = (own + _of_others(log_p, total, entropies, dentropies, entropy)) * slope
     # ids of other columns are written behind those of this chunk, in rows that begin at multiples of eight
