@@ -15,11 +15,13 @@ from packing_core.reference import ExpertActivation
 from tests.torch_backend.compiling import Device
 from torch_backend.ops import linear_cross_entropy
 from torch_backend.ops.attention import attention
+from torch_backend.ops.attention.selected_triton import document_attention, index_scores
 from torch_backend.ops.attention.triton import TRITON
 from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.experts import Adapter, experts
 from torch_backend.ops.linear_divergence import LinearLogits, linear_divergence
 from torch_backend.ops.linear_logprobs import linear_logprobs
+from torch_backend.ops.mxfp4 import dequantize
 from torch_backend.ops.norm import gated_rms_norm, rms_norm, rms_norm_gradients, unit_rows
 from torch_backend.ops.rope import QKNorm, apply_rope
 from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule, gated_delta_rule_with_states
@@ -80,6 +82,28 @@ def of_attention(
         options["alibi_slopes"] = torch.zeros(heads * group)
     TRITON.supports = TRITON.refuses  # a trial would read results
     backward(attention(q, k, v, packed, implementation="triton", **options))
+
+
+def of_selected(
+    dtype: torch.dtype, device: Device, *, width: int = 192, value_dim: int = 128, values_at: int = 0, heads: int = 16,
+    kv_heads: int = 1, groups: int = 1, block: int = 1, sinks: bool = False,
+) -> None:  # fmt: skip
+    q, kv = new(dtype, TOKENS, heads, width), new(dtype, TOKENS, kv_heads, max(width, values_at + value_dim))
+    options: Options = {"value_dim": value_dim, "values_at": values_at, "scale": 0.5, "block": block}
+    chosen = torch.zeros(TOKENS, groups, 16, dtype=torch.int32)
+    backward(document_attention(q, kv, chosen, sinks=new(dtype, heads) if sinks else None, **options))
+
+
+def of_scores(dtype: torch.dtype, device: Device, *, heads: int = 4, width: int = 128) -> None:
+    with torch.no_grad():
+        shapes = (TOKENS, heads, width), (TOKENS, width), (TOKENS, heads)
+        index_scores(*(new(dtype, *shape) for shape in shapes), 0)
+
+
+def of_values(dtype: torch.dtype, device: Device) -> None:
+    """Of weights in MXFP4, whose numbers do not follow the tokens."""
+    blocks, scales = (torch.zeros(2, 64, columns, dtype=torch.uint8) for columns in (48, 3))
+    dequantize(blocks, scales, dtype)
 
 
 def of_delta_rule(
@@ -236,6 +260,13 @@ OPTIONS: dict[str, list[Options]] = {
         {"segments": "documents", "heads_first": True, "heads": heads, "group": group}
         for heads, group in ((2, 2), (1, 2), (1, 1))
     ],
+    "of_selected": [
+        {},
+        {"width": 64, "value_dim": 64, "values_at": 64, "heads": 32, "kv_heads": 2, "groups": 2, "block": 16},
+        {"width": 64, "value_dim": 64, "values_at": 64, "heads": 16, "kv_heads": 2, "sinks": True},
+    ],
+    "of_scores": [{}],
+    "of_values": [{}],
     "of_delta_rule": [
         {},
         {"beta": False},
@@ -310,6 +341,8 @@ SIZES: dict[str, list[Options]] = {
         {"width": 256},
         {"width": 512, "group": 8, "segments": "spans"},
     ],
+    "of_selected": [{"width": 576, "value_dim": 512, "heads": 128}],
+    "of_scores": [{"heads": 64}],
     "of_delta_rule": [
         {"heads": 192},  # so many that the tiles are others
         {"width": 256},

@@ -172,7 +172,7 @@ def add_shares(
     begin.
     """
     j, group = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    starts += (group if GROUPS > 1 else 0) * (keys + 1) + 1 + j
+    starts += (group.to(tl.int64) * (keys + 1) if GROUPS > 1 else 0) + 1 + j
     first, end = tl.load(starts), tl.load(starts + 1)
     if first == end:
         return
@@ -206,11 +206,13 @@ def index_scores(
     if first_j < first_i + first_row + BLOCK_M:
         key_rows = tl.load(k + j[:, None] * HEAD_DIM + d, (j < keys)[:, None] & (d < HEAD_DIM), other=0.0)
         place = q + row[:, None].to(tl.int64) * (HEADS * HEAD_DIM) + d
+        of_head = weights + row
         for head in tl.range(0, HEADS):
             q_rows = tl.load(place + head * HEAD_DIM, (row < queries)[:, None] & (d < HEAD_DIM), other=0.0)
-            weight = tl.load(weights + head * queries + row, row < queries, other=0.0)
+            weight = tl.load(of_head, row < queries, other=0.0)
             products = tl.dot(q_rows, tl.trans(key_rows), input_precision="ieee")
             total += tl.maximum(products, 0.0) * weight[:, None]
+            of_head += queries
     total = tl.where(j[None, :] <= (first_i + row)[:, None], total, float("-inf"))
     to = scores + row[:, None].to(tl.int64) * keys + j[None, :]
     tl.store(to, total, (row < queries)[:, None] & (j < keys)[None, :])
