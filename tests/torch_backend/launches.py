@@ -101,7 +101,7 @@ def of_scores(dtype: torch.dtype, device: Device, *, heads: int = 4, width: int 
 
 
 def of_values(dtype: torch.dtype, device: Device) -> None:
-    """Of weights in MXFP4, whose numbers do not follow the tokens."""
+    """Makes the values of weights in MXFP4, whose sizes do not follow the tokens."""
     blocks, scales = (torch.zeros(2, 64, columns, dtype=torch.uint8) for columns in (48, 3))
     dequantize(blocks, scales, dtype)
 
