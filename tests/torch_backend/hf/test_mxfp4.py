@@ -19,28 +19,24 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import torch_backend
 from packing_core.errors import LayoutError, UnsupportedModelError
+from tests.torch_backend.compiled_steps import DEVICES, assert_train_alike
+from tests.torch_backend.compiled_steps import compiling as compiling
 from tests.torch_backend.expert_layers import CLAMPED, Layer
-from tests.torch_backend.graphs import counted_compilation
 from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget
-from tests.torch_backend.models import alone, assert_same, collate, documents, error, packed, tiny, with_mask
+from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny, with_mask
 from tests.torch_backend.trainers.test_trainer import peft
 from tests.training_jobs import losses, small_job, with_options
-from torch_backend import PackedCollator, audit, make_train_step, patch
+from torch_backend import audit, patch
 from torch_backend.hf.anatomy.experts import find_experts, layout_of
 from torch_backend.hf.mxfp4 import load_mxfp4
 from torch_backend.job.models import build_model
 from torch_backend.job.train import train
 from torch_backend.ops.experts import experts
 from torch_backend.ops.mxfp4 import Mxfp4Weight, dequantize
-from torch_backend.steps import cuda_graph, fast_backward
 from torch_backend.steps.graph_collectives import place_of
 from torch_backend.steps.memory import Level
 from torch_backend.steps.memory_fit import StepMemory
 
-CUDA = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-)
 WEIGHTS = ("gate_up_proj", "down_proj")
 ON_EXPERTS = {"target_modules": ["q_proj", "v_proj"], "target_parameters": [f"experts.{name}" for name in WEIGHTS]}
 
@@ -87,8 +83,8 @@ def test_values_have_the_bits_of_transformers(where: Any, dtype: torch.dtype) ->
     blocks = torch.arange(256, dtype=torch.uint8, device=where.device).view(16, 1, 1, 16).expand(16, 32, 8, 16)
     scales = scales.expand(16, 32, 8)
     right = convert_moe_packed_tensors(blocks, scales, dtype=dtype).mT
-    found = dequantize(blocks.reshape(16, 32, 128), scales, dtype)
-    assert found.is_contiguous() and torch.equal(found, right)
+    values = dequantize(blocks.reshape(16, 32, 128), scales, dtype)
+    assert values.is_contiguous() and torch.equal(values, right)
 
 
 class InMxfp4(Layer):
@@ -105,7 +101,7 @@ class InMxfp4(Layer):
             self.packed |= {name: blocks.to(where.device), f"{name}_scales": scales.to(where.device)}
             self.leaves[name] = dequantize(self.packed[name], self.packed[f"{name}_scales"], where.dtype)
 
-    def found(self, implementation: Any = "auto", tile: int | None = None) -> dict[str, Tensor]:
+    def results(self, implementation: Any = "auto", tile: int | None = None) -> dict[str, Tensor]:
         values = self.leaves
         trained = {name: leaf for name, leaf in values.items() if name not in self.packed}
         self.leaves = trained | self.packed
@@ -118,12 +114,12 @@ class InMxfp4(Layer):
 @pytest.mark.parametrize("where", EVERYWHERE, indirect=True)
 def test_experts_in_4_bits_are_the_oracle_of_their_values(where: Where, tile: int | None) -> None:
     layer = InMxfp4(where)
-    found = layer.found("triton", tile)
+    results = layer.results("triton", tile)
     exact, rounded = (layer.oracle(dtype) for dtype in ("float64", str(where.dtype).removeprefix("torch.")))
-    assert len(found) == 9
+    assert len(results) == 9
     for each in (exact, rounded):
         each.pop("up"), each.pop("down")
-    assert_within_budget(found, exact, rounded, where.dtype)
+    assert_within_budget(results, exact, rounded, where.dtype)
 
 
 def test_a_checkpoint_is_loaded_in_4_bits_and_has_the_numbers_of_its_values(tmp_path: Path) -> None:
@@ -186,31 +182,13 @@ def test_no_values_are_kept_for_the_backward(tmp_path: Path) -> None:
     assert not any(x.numel() == weight.numel() and x.is_floating_point() for x in kept)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
-@pytest.mark.parametrize("level", ["none", "full"])
+@pytest.mark.parametrize("compiling", DEVICES, indirect=True)
+@pytest.mark.parametrize(("level", "layers"), [("none", "compiled"), ("full", 'compiled, memory="full"')])
 def test_compiled_layers_train_adapters_as_on_the_values(
-    level: Level, device: str, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch
+    level: Level, layers: str, compiling: str, tmp_path: Path
 ) -> None:
-    if device == "cpu":
-        request.getfixturevalue("interpreted")
-        monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
-        counted_compilation(monkeypatch, fast_backward)
-    trained, losses = [], []
-    for model in both(tmp_path, **ON_EXPERTS):
-        model = patch(model.to(device), implementation="triton", verify=False)
-        weights = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(weights, lr=0.1)
-        capture = "auto" if device == "cuda" else False
-        step = make_train_step(model, optimizer, compile="auto", capture=capture, memory=level)
-        batch = PackedCollator(model, capacity=64)([{"input_ids": d.tolist()} for d in documents((20, 9, 14))])
-        losses.append([float(step(batch)["loss"]) for _ in range(4)])
-        trained.append(weights)
-        assert step.parts["layers"].startswith("compiled")
-        assert device == "cpu" or step.parts["graph"] == "CUDA graph"
-    tolerance = 1e-5 if device == "cpu" else 1e-3
-    assert losses[0] == pytest.approx(losses[1], rel=tolerance) and losses[0][0] > losses[0][-1]
-    for one, other in zip(*trained, strict=True):
-        assert error(one.detach(), other.detach()) <= 10 * tolerance
+    patched = (patch(m.to(compiling), implementation="triton", verify=False) for m in both(tmp_path, **ON_EXPERTS))
+    assert_train_alike(((model, True) for model in patched), compiling, layers, memory=level)
 
 
 @pytest.mark.parametrize("adapters", [{}, ON_EXPERTS], ids=["none", "on experts"])

@@ -15,6 +15,8 @@ from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.torch_backend.compiled_steps import DEVICES, assert_train_alike
+from tests.torch_backend.compiled_steps import compiling as compiling
 from tests.torch_backend.graphs import counted_compilation
 from tests.torch_backend.kernels import interpret
 from tests.torch_backend.models import documents, error, tiny
@@ -129,39 +131,16 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
     "some projections": lambda model: adapters(model, target_modules=["q_proj", "down_proj"]),
     "modules_to_save": lambda model: adapters(model, modules_to_save=["input_layernorm"]),
 }
-CUDA = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
+@pytest.mark.parametrize("compiling", DEVICES, indirect=True)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_compiled_layers_train_adapters_as_plain_ones_do(
-    name: str, device: str, request: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device == "cpu":
-        request.getfixturevalue("interpreted")
-        monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
-        counted_compilation(monkeypatch, fast_backward)
-    trained, losses = [], []
-    for choice in ("auto", False):
-        model = VARIANTS[name](quantised(tiny("qwen3").to(device)))
+def test_compiled_layers_train_adapters_as_plain_ones_do(name: str, compiling: str) -> None:
+    models = [VARIANTS[name](quantised(tiny("qwen3").to(compiling))) for _ in range(2)]
+    for model in models:
         patch(model, implementation="triton", verify=False)
-        weights = [p for p in model.parameters() if p.requires_grad]
-        capture = choice if device == "cuda" else False
-        step = make_train_step(model, torch.optim.SGD(weights, lr=0.1), compile=choice, capture=capture)
-        batch = PackedCollator(model, capacity=64)([{"input_ids": d.tolist()} for d in documents((20, 9, 14))])
-        losses.append([float(step(batch)["loss"]) for _ in range(4)])
-        trained.append(weights)
-        if choice == "auto":
-            assert step.parts["layers"] == "compiled"
-            assert device == "cpu" or step.parts["graph"] == "CUDA graph"
-        assert type(quantised_layers([model])[0]) is bnb.nn.Linear4bit
-    tolerance = 1e-5 if device == "cpu" else 1e-3
-    assert losses[0] == pytest.approx(losses[1], rel=tolerance) and losses[0][0] > losses[0][-1]
-    for one, other in zip(*trained, strict=True):
-        assert error(one.detach(), other.detach()) <= 10 * tolerance
+    assert_train_alike(zip(models, (True, False), strict=True), compiling)
+    assert all(type(quantised_layers([model])[0]) is bnb.nn.Linear4bit for model in models)
 
 
 def test_weights_that_compiled_layers_cannot_run_are_named() -> None:
@@ -188,7 +167,7 @@ def test_weights_that_compiled_layers_cannot_run_are_named() -> None:
     assert why_weights_stay(plain) == "its weights are quantised"
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
+@pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_any_length_run_through_one_graph(device: str, request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With adapters and without them, as a trainer with a reference runs the layers."""
     counter = None

@@ -14,12 +14,13 @@ from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8Weig
 from torchao.quantization import quantize_ as quantise
 from torchao.quantization.granularity import PerGroup
 
-from tests.torch_backend.graphs import counted_compilation
-from tests.torch_backend.models import documents, error, tiny
+from tests.torch_backend.compiled_steps import DEVICES, assert_train_alike
+from tests.torch_backend.compiled_steps import compiling as compiling
+from tests.torch_backend.models import error, tiny
 from tests.torch_backend.trainers.test_trainer import peft
-from torch_backend import PackedCollator, make_train_step, patch
+from torch_backend import patch
 from torch_backend.hf.quantised import quantised_layers, traceable_weights, why_weights_stay
-from torch_backend.steps import cuda_graph, fast_backward
+from torch_backend.steps import cuda_graph
 from torch_backend.steps.eligibility import why_not_compiled
 from torch_backend.steps.memory import Level, marked
 from torch_backend.steps.memory_fit import StepMemory
@@ -28,10 +29,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "int8": Int8WeightOnlyConfig,
     "int4 in groups": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
 }
-CUDA = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-)
 
 
 def in_decoder(module: nn.Module, name: str) -> bool:
@@ -92,33 +89,14 @@ def adapted(model: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).train()
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
+@pytest.mark.parametrize("compiling", DEVICES, indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_layers_train_adapters_as_on_the_values(
-    kind: str, device: str, request: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device == "cpu":
-        request.getfixturevalue("interpreted")
-        monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
-        counted_compilation(monkeypatch, fast_backward)
-    trained, losses = [], []
-    quantised = tiny("qwen3").to(device).requires_grad_(False)
+def test_compiled_layers_train_adapters_as_on_the_values(kind: str, compiling: str) -> None:
+    quantised = tiny("qwen3").to(compiling).requires_grad_(False)
     quantise(quantised, KINDS[kind](), in_decoder)
     assert len(quantised_layers([quantised])) == 14
-    for base in (quantised, dense(quantised)):
-        model = patch(adapted(base), implementation="triton", verify=False)
-        weights = [p for p in model.parameters() if p.requires_grad]
-        capture = "auto" if device == "cuda" else False
-        step = make_train_step(model, torch.optim.SGD(weights, lr=0.1), compile="auto", capture=capture)
-        batch = PackedCollator(model, capacity=64)([{"input_ids": d.tolist()} for d in documents((20, 9, 14))])
-        losses.append([float(step(batch)["loss"]) for _ in range(4)])
-        trained.append(weights)
-        assert step.parts["layers"] == "compiled"
-        assert device == "cpu" or step.parts["graph"] == "CUDA graph"
-    tolerance = 1e-5 if device == "cpu" else 1e-3
-    assert losses[0] == pytest.approx(losses[1], rel=tolerance) and losses[0][0] > losses[0][-1]
-    for one, other in zip(*trained, strict=True):
-        assert error(one.detach(), other.detach()) <= 10 * tolerance
+    bases = (adapted(base) for base in (quantised, dense(quantised)))
+    assert_train_alike(((patch(m, implementation="triton", verify=False), True) for m in bases), compiling)
 
 
 def test_weights_that_quantise_what_they_multiply_with_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
