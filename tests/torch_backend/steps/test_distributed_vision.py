@@ -1,4 +1,4 @@
-"""Ranks whose rows have no image train with those whose rows have some, as one process does on all rows."""
+"""Ranks whose rows have no image or clip train with those whose rows have some, as one process does on all rows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from tests.torch_backend.audio_models import CASES as OF_AUDIO
+from tests.torch_backend.audio_models import audio_documents, audio_model
 from tests.torch_backend.ranks import on_ranks
 from tests.torch_backend.vision_models import image_documents, vision_model
 from tests.torch_backend.wrappers import Model, assert_same_weights, whole
@@ -47,10 +49,13 @@ def adapted(targets: str) -> Callable[[Model], Model]:
 
 
 def sharded(model: Model) -> Model:
-    """FSDP2 over each layer of the decoder and of the tower, and the root."""
+    """FSDP2 over each layer of the decoder and of the tower, an audio tower and the root."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tower = getattr(model.model, "visual", None)
-    blocks = model.model.vision_tower.encoder.layers if tower is None else tower.blocks
+    inner = model.model
+    if hasattr(inner, "audio_tower"):
+        blocks = [*inner.audio_tower.layers, inner.audio_tower]
+    else:
+        blocks = inner.visual.blocks if hasattr(inner, "visual") else inner.vision_tower.encoder.layers
     for module in (*model.get_decoder().layers, *blocks):
         fully_shard(module, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -69,20 +74,27 @@ CASES: dict[str, tuple[str, Callable[[Model], Model], Callable[[Model], Model]]]
     "FSDP2, frozen tower": ("qwen2_5_vl", frozen("tower"), sharded),
     "FSDP2, frozen decoder": ("qwen2_5_vl", frozen("text"), sharded),
     "FSDP2, both ways": ("gemma3", unchanged, sharded),
+    "DDP, clips": ("qwen2_audio", unchanged, DDP),
+    "DDP, clips, frozen decoder": ("qwen2_audio", frozen("text"), DDP),
+    "FSDP2, clips": ("audioflamingo3", unchanged, sharded),
+    "FSDP2, clips in windows": ("qwen3_asr", frozen("tower"), sharded),
 }
 
 
 def train(case: str, *, ranks: int, rank: int) -> dict[str, Any]:
     """Two steps, in the second of which the ranks have changed places; returns the losses and the trained weights."""
     name, change, wrap = CASES[case]
-    model = change(vision_model(name))
+    make, documents_of, capacity = (
+        (audio_model, audio_documents, 400) if name in OF_AUDIO else (vision_model, image_documents, 96)
+    )
+    model = change(make(name))
     patch(model, verify=False)
-    collate = PackedCollator(model, 96)
-    collate.vision, collate.pad_id = VisionReader(vision_model(name)), 0
+    collate = PackedCollator(model, capacity)
+    collate.vision, collate.pad_id = VisionReader(make(name)), 0
     model = wrap(model) if ranks > 1 else model
-    documents = [document for row in image_documents(name) for document in row]
+    documents = [document for row in documents_of(name) for document in row]
     examples = [{"input_ids": document.ids.tolist(), **document.images} for document in documents]
-    shown, text = [x for x in examples if len(x) > 1], [x for x in examples if len(x) == 1]
+    shown, text = [x for x in examples if len(x) > 1][:4], [x for x in examples if len(x) == 1]
     step = make_train_step(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05))
     steps = ([shown, text], [text, shown])
     losses = [float(step([collate(row) for row in rows[rank::ranks]])["loss"]) for rows in steps]
@@ -95,7 +107,7 @@ def on_rank(case: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_without_images_trains_with_one_that_has_some(case: str) -> None:
+def test_a_rank_without_images_or_clips_trains_with_one_that_has_some(case: str) -> None:
     one, many = train(case, ranks=1, rank=0), on_ranks(on_rank, case)
     assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert_same_weights(many["weights"], one["weights"])
