@@ -86,7 +86,7 @@ def records(clips: str) -> list[dict[str, Any]]:
     """Records as the family's processor gives them: tokens, features padded to 30 seconds, and their mask."""
     draw, audio = np.random.default_rng(0), audio_of(config(1, 1))
     assert audio is not None and audio.mask is not None
-    made, noise = [], torch.Generator().manual_seed(0)
+    recorded, noise = [], torch.Generator().manual_seed(0)
     for _ in range(24 if TOY else 40 if QUICK else 192):
         seconds = draw.uniform(2, LONGEST) if clips == "even" else draw.lognormal(np.log(7), 0.7)
         frames = int(np.clip(seconds, 2, LONGEST) * PER_SECOND)
@@ -96,25 +96,25 @@ def records(clips: str) -> list[dict[str, Any]]:
         width = LONGEST * PER_SECOND
         features = torch.randn(1, BINS, width, generator=noise)
         mask = (torch.arange(width) < frames)[None].long()
-        made.append({"input_ids": ids.tolist(), "input_features": features, audio.mask: mask})
-    return made
+        recorded.append({"input_ids": ids.tolist(), "input_features": features, audio.mask: mask})
+    return recorded
 
 
-def packed_batches(model: Any, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def packed_batches(model: Any, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows as full as those of a whole data set, one to a batch."""
     collate = PackedCollator(model, ROW)
     collate.vision = reader = VisionReader(model)
-    rows = reader.rows(found, collate.pack, ROW, "error")
+    rows = reader.rows(examples, collate.pack, ROW, "error")
     starts = np.searchsorted(rows.batch.rows, range(len(rows.batch) + 1))
     parts = [type(rows)(rows.batch[n : n + 1], rows.images[a:b]) for n, (a, b) in enumerate(pairwise(starts))]
     return [collate([part]) for part in parts[: max(1, len(parts) - 1)]]  # the last row may be half empty
 
 
-def padded_batches(found: list[dict[str, Any]], size: int, *, longest: bool) -> list[dict[str, Tensor]]:
+def padded_batches(examples: list[dict[str, Any]], size: int, *, longest: bool) -> list[dict[str, Tensor]]:
     """Batches for transformers' own model, in the order of the records."""
     batches = []
-    for start in range(0, len(found) - size + 1, size):
-        some = found[start : start + size]
+    for start in range(0, len(examples) - size + 1, size):
+        some = examples[start : start + size]
         ids = nn.utils.rnn.pad_sequence([torch.tensor(x["input_ids"]) for x in some], True, -1)
         mask = torch.cat([x["feature_attention_mask"] for x in some])
         last = int(mask.sum(-1).max()) + 3 & ~1 if longest else mask.shape[-1]
@@ -156,11 +156,11 @@ def shorten(model: Any) -> None:
 
 def error(clips: str) -> float:
     """The largest relative error of the loss and of a gradient of a packed row, against each record alone."""
-    model, found = make_model(1, 2, torch.float32), records(clips)[:6]
-    alone = [_on_device(batch) for batch in padded_batches(found, 1, longest=False)]
+    model, examples = make_model(1, 2, torch.float32), records(clips)[:6]
+    alone = [_on_device(batch) for batch in padded_batches(examples, 1, longest=False)]
     right = _update(model, alone)
     patch(model, verify=False)
-    ours = _update(model, [_on_device(packed_batches(model, found)[0])])
+    ours = _update(model, [_on_device(packed_batches(model, examples)[0])])
     parts = {name: "loss" if name == "loss" else "audio" if "audio" in name else "text" for name in right}
     largest = {
         part: max(float(x.norm()) for name, x in right.items() if parts[name] == part) for part in parts.values()
@@ -213,12 +213,12 @@ def train(contender: str, layers: int, encoder_layers: int, clips: str, steps: i
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
     for number in range(steps):  # the timed batches, so that cuDNN and the allocator know their shapes
-        found = step(batches[number % len(batches)])
+        sums = step(batches[number % len(batches)])
     synchronize()
     begin, tokens, clips_seen, room = time.perf_counter(), 0, 0, 0
     for number in range(steps):
         batch = batches[number % len(batches)]
-        found = step(batch)
+        sums = step(batch)
         tokens += _real_tokens(batch) if contender == OURS else int(batch["attention_mask"].sum())
         clips_seen, room = clips_seen + len(batch["input_features"]), room + batch["labels"].numel()
     synchronize()
@@ -230,7 +230,7 @@ def train(contender: str, layers: int, encoder_layers: int, clips: str, steps: i
     figures |= {
         "ms per step": seconds / steps * 1e3,
         "GiB at most": highest_gib(),
-        "last loss": float(found["loss"].detach()),
+        "last loss": float(sums["loss"].detach()),
     }
     return figures, note
 
@@ -280,8 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--clips", choices=("speech", "even"), default="speech")
     options.add_argument("--steps", type=int, default=8, help="timed, after the warm-up")
     chosen = parsed(options, arguments)
-    found = survived("audio", run(chosen.layers, chosen.encoder_layers, chosen.clips, chosen.steps))
-    results = collected(found, chosen.output, "gpu_audio")
+    figures = survived("audio", run(chosen.layers, chosen.encoder_layers, chosen.clips, chosen.steps))
+    results = collected(figures, chosen.output, "gpu_audio")
     print(verdict(results), flush=True)
     return results
 

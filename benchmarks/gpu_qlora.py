@@ -81,9 +81,9 @@ def in_mxfp4(model: Any) -> None:
         for name in ("gate_up_proj", "down_proj"):
             values = getattr(module, name)
             count, width, outer = values.shape
-            made = {"dtype": torch.uint8, "device": values.device}
-            blocks = torch.randint(256, (count, outer, width // 2), **made)
-            scales = torch.randint(118, 123, (count, outer, width // GROUP), **made)
+            options = {"dtype": torch.uint8, "device": values.device}
+            blocks = torch.randint(256, (count, outer, width // 2), **options)
+            scales = torch.randint(118, 123, (count, outer, width // GROUP), **options)
             setattr(module, name, nn.Parameter(Mxfp4Weight(blocks, scales, values.dtype), requires_grad=False))
             del values
     if not TOY:  # a checkpoint is loaded without values
@@ -175,8 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--epochs", type=int, default=1, help="timed, after the warm-up")
     options.add_argument("--gib", type=float, help="memory that training over 4-bit weights may take")
     chosen = parsed(options, arguments)
-    found = run(chosen.shape, chosen.layers, chosen.rows, chosen.epochs, chosen.gib)
-    results = collected(survived("QLoRA", found), chosen.output, "gpu_qlora")
+    figures = run(chosen.shape, chosen.layers, chosen.rows, chosen.epochs, chosen.gib)
+    results = collected(survived("QLoRA", figures), chosen.output, "gpu_qlora")
     print(verdict(results), flush=True)
     return results
 

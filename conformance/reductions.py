@@ -198,13 +198,13 @@ def check_embed(judge: Judge, drawn: Sequence[Document], how: str, *, only: str 
     case, dtype = DecoderCase(), judge.dtype
     width = case.config.hidden_size
     dout = round_to(dtype, generator("pooled", how, len(drawn)).standard_normal((len(drawn), width)))
-    answer, found = judge.ask("embed", case.decoder(), drawn, how=how, dtype=dtype, dout=dout)
+    answer, weights = judge.ask("embed", case.decoder(), drawn, how=how, dtype=dtype, dout=dout)
     truth = []
     for arithmetic in ("float64", dtype):
         alone = [_embedded_alone(judge, case, x, how, y, arithmetic) for x, y in zip(drawn, dout, strict=True)]
         total = {name: np.sum([gradients[name] for _, gradients in alone], axis=0) for name in alone[0][1]}
         truth.append((np.stack([vector for vector, _ in alone])[None], total))
-    got = np.asarray(answer, np.float64)[None], {name: np.asarray(x, np.float64) for name, x in found.items()}
+    got = np.asarray(answer, np.float64)[None], {name: np.asarray(x, np.float64) for name, x in weights.items()}
     for name in truth[0][1] if only == "gradients" else [only]:
         judge.within(got, Expected(*truth), np.arange(1, len(drawn) + 1)[None], dtype, only=name)
 
@@ -227,8 +227,8 @@ def _embedded_alone(
 ) -> tuple[Array, Gradients]:
     """The vector ``[C]`` of one document alone, and the weights' gradients."""
     if judge.backend.capabilities.own_model:
-        found = judge.backend.embed(case.decoder(), [document], how=how, dtype=dtype, dout=dout[None])
-        return np.asarray(found[0], np.float64)[0], found[1]
+        answer = judge.backend.embed(case.decoder(), [document], how=how, dtype=dtype, dout=dout[None])
+        return np.asarray(answer[0], np.float64)[0], answer[1]
     vector, backward = numpy_decoder.embedding_alone(case.decoder(), document.input_ids, how, dtype=dtype)  # type: ignore[arg-type]
     return vector, backward(dout)
 

@@ -25,7 +25,7 @@ class ClipMethods(Backend):
         dtype: str,
         dout: Array | None = None,
     ) -> tuple[Array, Gradients]:
-        x, up, up_bias, down = (np.asarray(given, np.float64) for given in (features, up, up_bias, down))
+        x, up, up_bias, down = (np.asarray(array, np.float64) for array in (features, up, up_bias, down))
         width = x.shape[1]
         seen = np.minimum(frames + self.beyond(), width)
         slots = seen + 2 - seen % 2  # a zero or two; a clip begins where the stride does
@@ -47,8 +47,8 @@ class ClipMethods(Backend):
         drow, dup = convolved_vjp(row, up, dmiddle)
         dx = np.zeros(x.shape)
         dx[clip[kept], place[kept]] = drow[kept]
-        found = {"features": dx, "up": dup, "up_bias": dmiddle.sum(0), "down": ddown}
-        return out, {name: gradient.astype(np.float32) for name, gradient in found.items()}
+        gradients = {"features": dx, "up": dup, "up_bias": dmiddle.sum(0), "down": ddown}
+        return out, {name: gradient.astype(np.float32) for name, gradient in gradients.items()}
 
     def beyond(self) -> int:
         """Frames behind the end of a clip that its last output sees."""

@@ -36,25 +36,25 @@ def _ends() -> Array:
 
 
 def _ask(judge: Judge, changed: Mapping[str, Array] | None = None) -> Result:
-    given: dict[str, Any] = {**_drawn(judge.dtype), **(changed or {})}
-    out, found = judge.ask("clips", given.pop("features"), FRAMES, **given, dtype=judge.dtype)
-    return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in found.items()}
+    arrays: dict[str, Any] = {**_drawn(judge.dtype), **(changed or {})}
+    out, gradients = judge.ask("clips", arrays.pop("features"), FRAMES, **arrays, dtype=judge.dtype)
+    return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in gradients.items()}
 
 
 def _expected(dtype: WorkingDtype) -> Expected:
-    given = _drawn(dtype)
-    weights: dict[str, Any] = {name: given[name] for name in NAMES[1:]}
+    arrays = _drawn(dtype)
+    weights: dict[str, Any] = {name: arrays[name] for name in NAMES[1:]}
 
     def compute(arithmetic: WorkingDtype) -> Result:
-        douts = np.split(given["dout"], _ends()[:-1])
-        clips = [(x, int(n)) for x, n in zip(given["features"], FRAMES, strict=True)]
+        douts = np.split(arrays["dout"], _ends()[:-1])
+        clips = [(x, int(n)) for x, n in zip(arrays["features"], FRAMES, strict=True)]
         out = [reference.clip_convolutions(x, n, **weights, dtype=arithmetic) for x, n in clips]
-        found = [
+        by_clip = [
             reference.clip_convolutions_vjp(x, n, **weights, dout=dout, dtype=arithmetic)
             for (x, n), dout in zip(clips, douts, strict=True)
         ]
-        total = {name: np.sum([gradients[name] for gradients in found], axis=0) for name in NAMES[1:]}
-        return np.concatenate(out), {"features": np.stack([gradients["features"] for gradients in found]), **total}
+        total = {name: np.sum([gradients[name] for gradients in by_clip], axis=0) for name in NAMES[1:]}
+        return np.concatenate(out), {"features": np.stack([gradients["features"] for gradients in by_clip]), **total}
 
     return Expected(compute("float64"), compute(dtype))
 
@@ -76,14 +76,14 @@ def test_gradients_of_clips_are_those_of_each_clip_alone(judge: Judge) -> None:
 
 @requirement("CLIP-03")
 def test_a_clip_moves_no_other(judge: Judge) -> None:
-    given, before = _drawn(judge.dtype), _ask(judge)
+    arrays, before = _drawn(judge.dtype), _ask(judge)
     owner = np.repeat(np.arange(len(FRAMES)), (FRAMES + 1) // 2)
     for number in range(len(FRAMES)):
         own = np.arange(len(FRAMES)) == number
         large = np.float32(LARGE[judge.dtype])
         changed = {
-            "features": np.where(own[:, None, None], large, given["features"]).astype(np.float32),
-            "dout": np.where((owner == number)[:, None], large, given["dout"]).astype(np.float32),
+            "features": np.where(own[:, None, None], large, arrays["features"]).astype(np.float32),
+            "dout": np.where((owner == number)[:, None], large, arrays["dout"]).astype(np.float32),
         }
         after, because = _ask(judge, changed), f"clip {number} changed"
         judge.unmoved("outputs of others", before[0][owner != number], after[0][owner != number], because=because)

@@ -158,11 +158,11 @@ def _ticks(edges: list[float]) -> list[tuple[float, str]]:
 
 def _padding(report: dict[str, Any]) -> str:
     real = report["tokens"] - report["tokens_left_out"]
-    given = report["computed_tokens"].items()
-    colour = {name: "main" if name.endswith("packed") else "warm" for name, _ in given}
-    bars = [Bar(name, slots, real, f"{1 - real / slots:.1%} padding", colour[name]) for name, slots in given]
+    arrangements = report["computed_tokens"].items()
+    colour = {name: "main" if name.endswith("packed") else "warm" for name, _ in arrangements}
+    bars = [Bar(name, slots, real, f"{1 - real / slots:.1%} padding", colour[name]) for name, slots in arrangements]
     title = "Tokens that a model computes in an epoch, by the arrangement of the documents"
-    lines = [[name, f"{slots:,}", f"{1 - real / slots:.1%}"] for name, slots in given]
+    lines = [[name, f"{slots:,}", f"{1 - real / slots:.1%}"] for name, slots in arrangements]
     shown = charts.table("Computed tokens of an epoch", ["arrangement", "computed tokens", "padding"], lines)
     return charts.figure(charts.bars(title, bars), "Strong: real tokens. Weak: padding.", shown)
 
@@ -182,17 +182,19 @@ def _rows(report: dict[str, Any], pictured: Sequence[Sequence[Segment]]) -> str:
 
 
 def _strategies(report: dict[str, Any]) -> str:
-    made = report["strategies"]
-    if not made:
+    strategies = report["strategies"]
+    if not strategies:
         return "<p>No document fits a row.</p>"
     lines = [
         [f"{x['capacity']:,} {x['strategy']}", f"{x['rows']:,}", f"{x['efficiency']:.2%}", duration(3600 * x["hours"])]
-        for x in made
+        for x in strategies
     ]
-    bars = [Bar(f"{x['capacity']:,}, {x['strategy']}", 1, x["efficiency"], f"{x['efficiency']:.1%}") for x in made]
+    bars = [
+        Bar(f"{x['capacity']:,}, {x['strategy']}", 1, x["efficiency"], f"{x['efficiency']:.1%}") for x in strategies
+    ]
     drawn = charts.bars("Packing efficiency by capacity and strategy", bars)
     shown = charts.table("Rows, efficiency and time", ["capacity, strategy", "rows", "efficiency", "epoch"], lines)
-    caption = f"Real tokens over tokens of the rows; longer documents under --overflow {made[0]['overflow']}."
+    caption = f"Real tokens over tokens of the rows; longer documents under --overflow {strategies[0]['overflow']}."
     caps = [[f"{x['max_segments'] or 'no cap'}", f"{x['rows']:,}", f"{x['efficiency']:.2%}"] for x in report["caps"]]
     capped = charts.table("Fill under a cap on the documents of a row", ["--max-segments", "rows", "efficiency"], caps)
     return charts.figure(drawn, caption, shown) + capped

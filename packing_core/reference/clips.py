@@ -55,15 +55,15 @@ def clip_convolutions_vjp(
 ) -> dict[str, npt.NDArray[np.float64]]:
     """Gradients of ``sum(clip_convolutions * dout)``, of the four arrays by name."""
     x, up, up_bias, down = _checked(features, up, up_bias, down, dtype)
-    (given,) = operands(dtype, dout)
-    check_shape("dout", given, ((frames + 1) // 2, down.shape[0]), "[(L + 1) // 2, E]")
+    (cotangent,) = operands(dtype, dout)
+    check_shape("dout", cotangent, ((frames + 1) // 2, down.shape[0]), "[(L + 1) // 2, E]")
     spread = np.zeros_like(convolved(convolved(x, up), down))
-    spread[: 2 * len(given) : 2] = given
+    spread[: 2 * len(cotangent) : 2] = cotangent
     middle = convolved(x, up) + up_bias
     dmiddle, ddown = convolved_vjp(middle, down, spread)
     dx, dup = convolved_vjp(x, up, dmiddle)
-    found = {"features": dx, "up": dup, "up_bias": dmiddle.sum(axis=0), "down": ddown}
-    return {name: plain(gradient) for name, gradient in found.items()}
+    gradients = {"features": dx, "up": dup, "up_bias": dmiddle.sum(axis=0), "down": ddown}
+    return {name: plain(gradient) for name, gradient in gradients.items()}
 
 
 def convolved(x: Array, weight: Array) -> Array:

@@ -22,11 +22,11 @@ NUMBERS = "iufb"  # dtype kinds
 _WANTED = {"iu": "integers", "i": "signed integers", "b": "bool"}
 
 
-def as_array(given: Any, what: str, kinds: str = NUMBERS) -> Array:
-    """``given`` as an array of one of the dtype kinds in native byte order; an array that is one already is no copy.
+def as_array(values: Any, what: str, kinds: str = NUMBERS) -> Array:
+    """``values`` as an array of one of the dtype kinds in native byte order; an array that is one already is no copy.
 
     Args:
-        given: an array, a tensor on the CPU, a list, or anything else that NumPy reads.
+        values: an array, a tensor on the CPU, a list, or anything else that NumPy reads.
         what: what an error calls it.
         kinds: the dtype kinds that are taken.
 
@@ -34,10 +34,10 @@ def as_array(given: Any, what: str, kinds: str = NUMBERS) -> Array:
         LayoutError: NumPy cannot read it, some of it is null or masked, or it is of another kind.
     """
     wanted = _WANTED.get(kinds, "numbers")
-    if isinstance(given, np.ma.MaskedArray):
+    if isinstance(values, np.ma.MaskedArray):
         raise LayoutError(f"{what} is a masked array: fill it with filled(), or drop what is masked")
     try:
-        array = np.asarray(given)
+        array = np.asarray(values)
     except Exception as error:  # what reads it is another library's __array__, which may raise anything
         raise LayoutError(
             f"{what} is not one flat sequence of numbers: {first_line(error)}; pass {wanted} in one array"

@@ -47,7 +47,7 @@ class EmbeddedStep:
                 f"{type(self.trainer).__name__}: nothing is trained in the first batch, because every gradient of its "
                 "texts is 0: give it texts and labels that differ"
             )
-        loss, found = self._run()
+        loss, gradients = self._run()
         _, again = self._run()
         documents, rows, leak, moved = self._probe()
         return {
@@ -58,7 +58,7 @@ class EmbeddedStep:
             "loss": abs(loss - true_loss) / abs(true_loss),
             "leak": leak,
             "moved": moved,
-            **against_truth(found, again, truth),
+            **against_truth(gradients, again, truth),
         }
 
     def _loss(self, *, own_columns: bool = False) -> Tensor:
@@ -81,8 +81,8 @@ class EmbeddedStep:
         return loss
 
     def _run(self, *, own_columns: bool = False) -> tuple[float, dict[str, Tensor]]:
-        found = run(self.trainer.model, (), self._loss(own_columns=own_columns))
-        return float(found.loss), found.gradients
+        result = run(self.trainer.model, (), self._loss(own_columns=own_columns))
+        return float(result.loss), result.gradients
 
     def _probe(self) -> tuple[int, int, float, float]:
         """Returns the numbers of texts and of rows, and how far the others and the first text move when it is replaced.
@@ -106,17 +106,17 @@ class EmbeddedStep:
         Args:
             replace: every token of the first text of the first call, in the trainer's own tensors.
         """
-        found, rows = list[tuple[Tensor, Tensor]](), list[int]()
+        texts, rows = list[tuple[Tensor, Tensor]](), list[int]()
 
         def before(encoder: Any, args: tuple[Any, ...]) -> None:
-            if replace and not found:
+            if replace and not texts:
                 ids, real = args[0]["input_ids"], args[0]["attention_mask"].bool()
                 ids[0, real[0]] = exchanged(ids[0, real[0]], torch.unique(ids[real]))
 
         def after(encoder: Any, args: tuple[Any, ...], output: Any) -> None:
             value, mask = output[encoder.module_output_name].float(), args[0]["attention_mask"]
             real = value * mask[..., None] if value.ndim == 3 else value
-            found.append((args[0]["input_ids"].clone(), real.flatten(1)))
+            texts.append((args[0]["input_ids"].clone(), real.flatten(1)))
 
         def row(embedding: Any, args: tuple[Tensor, ...]) -> None:
             rows.append(len(args[0]))
@@ -135,7 +135,7 @@ class EmbeddedStep:
         finally:
             for handle in handles:
                 handle.remove()
-        return found, sum(rows)
+        return texts, sum(rows)
 
     @contextmanager
     def _one_text_per_call(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ def clips_of(example: Mapping[str, Any], where: str, rate: int, longest: int | N
         PackingError: a clip cannot be decoded.
         LayoutError: it is longer than the model takes, empty, or there are more or fewer than places without one.
     """
-    found = []
+    clips = []
     for number, item in enumerate(media_of(example, "audio", where)):
         clip = _decode(item, f"{where}: clip {number}", rate, example.get("sampling_rate"))
         if longest is not None and len(clip) > longest:
@@ -45,8 +45,8 @@ def clips_of(example: Mapping[str, Any], where: str, rate: int, longest: int | N
                 f"{where}: clip {number} has {len(clip) / rate:.1f} seconds and the model {longest / rate:g}: cut "
                 "it into clips"
             )
-        found.append(clip)
-    return found
+        clips.append(clip)
+    return clips
 
 
 def _decode(item: Any, what: str, rate: int, beside: Any) -> Clip:
@@ -105,5 +105,5 @@ def resampled(clip: Clip, rate: int, wanted: int) -> Clip:
     """A clip [n] at another rate, [n * wanted / rate]."""
     if rate == wanted:
         return clip
-    found: Clip = require("soxr", extra="audio").resample(clip, rate, wanted)
-    return found
+    resampled_clip: Clip = require("soxr", extra="audio").resample(clip, rate, wanted)
+    return resampled_clip

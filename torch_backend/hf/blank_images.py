@@ -57,8 +57,8 @@ def tie_blank_image(root: Any, forward: PackedForward, embeddings: Tensor) -> Te
         features = [encode_clips(audio, root.base_model, forward, *clip)]
     else:
         model = root if hasattr(root, "get_image_features") else root.base_model
-        found = model.get_image_features(**blank_image(root))
-        used = {name: found[name] for name in _FEATURES if name in found} if isinstance(found, Mapping) else found
+        output = model.get_image_features(**blank_image(root))
+        used = {name: output[name] for name in _FEATURES if name in output} if isinstance(output, Mapping) else output
         features = list(_tensors(used))
     features = [x for x in features if x.requires_grad]
     tied: Tensor = _Tied.apply(embeddings, *features) if features else embeddings

@@ -56,8 +56,8 @@ class _Keep(ConversionOps):
 
     def convert(self, input_dict: dict[str, Any], *_: Any, **others: Any) -> dict[str, Any]:
         name: str = others["full_layer_name"]
-        found = {stored[-len("_blocks") :]: x[0] if isinstance(x, list) else x for stored, x in input_dict.items()}
-        blocks, scales = found["_blocks"], found["_scales"]
+        stored_by_end = {key[-len("_blocks") :]: x[0] if isinstance(x, list) else x for key, x in input_dict.items()}
+        blocks, scales = stored_by_end["_blocks"], stored_by_end["_scales"]
         weight = Mxfp4Weight(blocks, scales, others["model"].get_parameter(name).dtype)
         return {name: nn.Parameter(weight, requires_grad=False)}
 

@@ -64,11 +64,11 @@ class Mxfp4Weight(torch.Tensor):
     def __new__(cls, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Mxfp4Weight:
         """Takes blocks [E, out, in / 2], or [E, out, in / 32, 16] as checkpoints have them; values are ``dtype``."""
         count, out, groups = scales.shape
-        made: Mxfp4Weight = torch.Tensor._make_wrapper_subclass(
+        weight: Mxfp4Weight = torch.Tensor._make_wrapper_subclass(
             cls, (count, GROUP * groups, out), dtype=dtype, device=blocks.device
         )
-        made.blocks, made.scales = blocks.reshape(count, out, -1), scales
-        return made
+        weight.blocks, weight.scales = blocks.reshape(count, out, -1), scales
+        return weight
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Returns the values [E, in, out], without gaps along ``in``."""

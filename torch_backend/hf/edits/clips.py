@@ -91,12 +91,12 @@ def encode_clips(audio: Audio, model: Any, forward: PackedForward, features: Ten
     if audio.encoder == "row":
         call = ClipCall(forward, frames_of(forward, features, mask), features.shape[-1], features.device)
         encoded: Tensor = model.audio_tower(features, **{PACKED: call})
-        found: Tensor = model.multi_modal_projector(encoded)
-        return found
+        projected: Tensor = model.multi_modal_projector(encoded)
+        return projected
     features = features.to(model.audio_tower.dtype)  # of which some families expect features
     if audio.encoder == "equal":
-        found = model.get_audio_features(features, return_dict=True).pooler_output
-        return found.flatten(0, -2)
+        clips: Tensor = model.get_audio_features(features, return_dict=True).pooler_output
+        return clips.flatten(0, -2)
     frames = frames_of(forward, features, mask)
     longest = frames_of(forward, features, mask, LONGEST)
     lengths: dict[int, list[int]] = {}
@@ -108,10 +108,10 @@ def encode_clips(audio: Audio, model: Any, forward: PackedForward, features: Ten
         chosen = slice(None) if len(numbers) == len(frames) else torch.tensor(numbers, device=features.device)
         spans = [span for count in of_length for span in audio.spans(count)]
         boundaries = _boundaries(spans, features.device)
-        given = {BOUNDARIES: boundaries, "max_seqlen": max(spans), "return_dict": True}
+        options = {BOUNDARIES: boundaries, "max_seqlen": max(spans), "return_dict": True}
         assert mask is not None
-        found = model.get_audio_features(features[chosen], mask[chosen], **given).pooler_output
-        for number, part in zip(numbers, found.split([audio.tokens(count) for count in of_length]), strict=True):
+        clips = model.get_audio_features(features[chosen], mask[chosen], **options).pooler_output
+        for number, part in zip(numbers, clips.split([audio.tokens(count) for count in of_length]), strict=True):
             parts[number] = part
     return torch.cat(parts)
 
@@ -172,8 +172,8 @@ class ClipCall(TowerCall):
         self.rows = ClipRows(frames, width)
         ends = torch.tensor([0, *np.cumsum(self.rows.halves).tolist()], dtype=torch.int32)
         self.boundaries = to_device(ends, device)
-        made = PackedMetadata.from_lengths(self.rows.halves, device=device)
-        self.segments[id(self.boundaries)] = self.boundaries, made
+        segments = PackedMetadata.from_lengths(self.rows.halves, device=device)
+        self.segments[id(self.boundaries)] = self.boundaries, segments
 
 
 def encode_row(tower: Any, features: Tensor, clips: ClipCall) -> Tensor:
@@ -188,10 +188,10 @@ def encode_row(tower: Any, features: Tensor, clips: ClipCall) -> Tensor:
     hidden = (hidden + tower.embed_positions.weight.index_select(0, places)).to(hidden.dtype)
     hidden = nn.functional.dropout(hidden, p=tower.dropout, training=tower.training)[None].clone()
     segments = clips.segments_between(clips.boundaries, hidden.shape[1], device)
-    given = {PACKED: clips, BOUNDARIES: clips.boundaries, TOWER_SEGMENTS: segments, "attention_mask": None}
+    options = {PACKED: clips, BOUNDARIES: clips.boundaries, TOWER_SEGMENTS: segments, "attention_mask": None}
     for layer in tower.layers:
         if not (tower.training and tower.layerdrop > 0.0 and torch.rand([]) < tower.layerdrop):
-            hidden = layer(hidden, **given)
+            hidden = layer(hidden, **options)
     hidden = hidden[0]
     pooled: Tensor = (hidden.index_select(0, pairs) + hidden.index_select(0, pairs + 1)) / 2
     normed: Tensor = tower.layer_norm(pooled)

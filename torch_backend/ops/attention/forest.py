@@ -23,14 +23,14 @@ def over_documents(
     run: Callable[[AttentionInputs, AttentionRequest], Tensor], inputs: AttentionInputs, request: AttentionRequest
 ) -> Tensor:
     """``run(inputs, request)`` of a forest, where ``run`` knows documents alone."""
-    found = documents(inputs.packed)
-    q, k, v = (repeated(x, found.gather) for x in inputs[:3])
+    forest = documents(inputs.packed)
+    q, k, v = (repeated(x, forest.gather) for x in inputs[:3])
     alone = replace(
         request,
-        tokens=found.packed.tokens,
-        segments=len(found.packed.cu_seqlens) - 1,
-        max_seqlen=found.packed.max_seqlen,
+        tokens=forest.packed.tokens,
+        segments=len(forest.packed.cu_seqlens) - 1,
+        max_seqlen=forest.packed.max_seqlen,
         host_lengths=True,
         parents=False,
     )
-    return run(inputs._replace(q=q, k=k, v=v, packed=found.packed), alone).index_select(0, found.places)
+    return run(inputs._replace(q=q, k=k, v=v, packed=forest.packed), alone).index_select(0, forest.places)

@@ -350,12 +350,12 @@ def _score_errors(dtype: torch.dtype, device: torch.device, heads: int, width: i
     shapes = (_LENGTH, heads, width), (_LENGTH, width), (_LENGTH, heads)
     q, k, weights = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     with current_device(device), torch.no_grad():
-        found = index_scores(q[10:], k, weights[10:], 10)
+        scores = index_scores(q[10:], k, weights[10:], 10)
         products = torch.einsum("ihd,jd->ihj", q[10:].float(), k.float()).relu()
         right = torch.einsum("ihj,ih->ij", products, weights[10:].float()).tril(10)
-        hidden = found == float("-inf")
+        hidden = scores == float("-inf")
         wrong = (hidden != torch.ones_like(hidden).triu(11)).sum()
-        return [float(wrong), float((found.masked_fill(hidden, 0) - right).abs().max() / right.abs().max())]
+        return [float(wrong), float((scores.masked_fill(hidden, 0) - right).abs().max() / right.abs().max())]
 
 
 # The trial
