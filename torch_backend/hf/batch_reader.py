@@ -308,7 +308,7 @@ class BatchReader:
         """Derive what compiled layers read of the segments, and drop what their graphs must not contain."""
         forward.prepared = True
         segments, shared = forward.segments, forward.segments.parents is not None
-        if self.rows.needs_lengths and not self.layers_need_lengths:
+        if self.rows.needs_lengths and not (self.layers_need_lengths or forward.pools_after):
             forward.documents  # noqa: B018  made while the lengths are known
         if not (shared or self.layers_need_lengths):
             segments.hide_values()

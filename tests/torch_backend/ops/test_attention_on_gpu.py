@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from packing_core.errors import UnsupportedError
 from tests.torch_backend.hf.inputs import test_boundaries
+from tests.torch_backend.kernels import with_gradients
 from torch_backend.ops.attention import attention
 from torch_backend.segments import PackedMetadata
 
@@ -109,7 +110,7 @@ def test_every_row_is_written_whatever_the_boundaries_hold(name, boundaries):
     q, k, v, dout = (torch.randn(test_boundaries.TOKENS, heads, 32, device="cuda").bfloat16() for heads in (4, 2, 2, 4))
 
     def run(packed: PackedMetadata, name: str) -> list[torch.Tensor]:
-        return test_boundaries.results(lambda *qkv: attention(*qkv, packed, implementation=name), [q, k, v], dout)
+        return with_gradients(lambda *qkv: attention(*qkv, packed, implementation=name), [q, k, v], dout)
 
     found = run(test_boundaries.on_device(boundaries, "cuda"), name)
     on_host = PackedMetadata.from_lengths(test_boundaries.by_hand(boundaries), device="cuda")

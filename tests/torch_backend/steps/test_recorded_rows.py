@@ -43,6 +43,8 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     output = model(**batch)
     if (pooled := getattr(output, "pooler_output", None)) is not None:
         return pooled.sin().square().mean() + output.last_hidden_state[:, 0].sin().mean()
+    if output.logits.ndim == 2:
+        return output.logits.sin().square().mean()
     return (output.logits.sin() * batch["attention_mask"][..., None]).sum() / batch["attention_mask"].sum()
 
 
@@ -281,7 +283,8 @@ def test_rows_that_keep_the_device_busier_than_the_host_are_not_recorded(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "setting", ["plain", "checkpointing", "adapters", "autocast", "shared prefixes", "experts", "dropout", "pooler"]
+    "setting",
+    ["plain", "checkpointing", "adapters", "autocast", "shared prefixes", "experts", "dropout", "pooler", "class"],
 )
 def test_graphs_on_a_gpu_train_as_plain_layers_do(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
@@ -325,8 +328,9 @@ def _on_gpu(setting: str) -> Iterator[nn.Module]:
     for _ in range(2):
         torch.manual_seed(0)
         model: Any = tiny("qwen3_moe" if setting == "experts" else "qwen2")
-        if setting == "pooler":
-            model = encoder("xlm-roberta", transformers.AutoModel, **NO_DROPOUT)
+        if setting in ("pooler", "class"):
+            auto = transformers.AutoModel if setting == "pooler" else transformers.AutoModelForSequenceClassification
+            model = encoder("xlm-roberta", auto, **NO_DROPOUT)
             for name, p in model.named_parameters():
                 p.requires_grad_(not name.endswith("key.bias"))  # whose gradient is the rounding of 0
         model = model.cuda().train()
