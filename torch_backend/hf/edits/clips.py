@@ -81,7 +81,8 @@ def _embed_clips(
             f"the batch has {int(placeholders.sum()):,} audio tokens and clips of {len(clips):,}: placeholders and "
             "clips must agree"
         )
-    embedded = embedded.masked_scatter(placeholders[..., None], clips)
+    places = torch.nonzero_static(placeholders.flatten(), size=len(clips))[:, 0]  # masked_scatter's backward would wait
+    embedded = embedded.flatten(0, 1).index_copy(0, places, clips).view_as(embedded)
     kept = {name: x for name, x in kwargs.items() if name not in audio.keys}
     return args, {**kept, "input_ids": None, "inputs_embeds": embedded}
 
