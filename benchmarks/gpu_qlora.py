@@ -2,6 +2,8 @@
 
     python -m benchmarks.gpu_qlora                     # the Qwen3-14B shape cut to 8 layers, rows of 8,192
     python -m benchmarks.gpu_qlora --layers 40 --gib 24 --match auto   # what fits a card of 24 GiB
+    python -m benchmarks.gpu_qlora --shape Llama-3-8B --layers 32 --gib 24 --match auto
+    python -m benchmarks.gpu_qlora --shape Qwen3-0.6B --layers 28   # and Llama-3.2-1B --layers 16
     python -m benchmarks.gpu_qlora --shape gpt-oss-20b --layers 24 --match ', checkpointing'   # experts in MXFP4
     python -m benchmarks.gpu_qlora --shape 'gpt-oss-20b, attention' --layers 24 --rows 2048 --gib 16 --match auto
     python -m benchmarks.gpu_qlora --tiny              # every contender on the CPU; its times mean nothing
@@ -33,6 +35,7 @@ from torch_backend.ops.mxfp4 import GROUP, Mxfp4Weight
 ROW, RATE = 256 if TOY else 8_192, "real tokens/s"
 STOCK, PACKED = "SFTTrainer(packing=True), stock SDPA", "SFTTrainer(packing=True), enable_packing"
 TRAINER = "Trainer, enable_packing"
+STACKED = ("gate_up_proj", "down_proj")  # of experts
 AGAIN, AUTO = ", checkpointing", '(memory="auto")'
 CONTENDERS = {
     PACKED + AGAIN: partial(sft, checkpointing=True),
@@ -48,16 +51,19 @@ ON_EXPERTS = {  # TRL would add the router's loss
 }
 
 
-def qwen3_14b(layers: int, few: bool) -> Any:
-    """The shape of Qwen3-14B with as many layers."""
-    from transformers import Qwen3Config
+def dense(family: str, heads: int, vocabulary: int, *, tied: bool = False, **sizes: int) -> Callable[[int, bool], Any]:
+    """A shape without experts: layers, few or all of them -> the config."""
+    from transformers import AutoConfig
 
-    if TOY:
-        return qwen2(few)
-    return Qwen3Config(
-        hidden_size=5_120, intermediate_size=17_408, num_attention_heads=40, num_key_value_heads=8, head_dim=128,
-        num_hidden_layers=layers, vocab_size=151_936, tie_word_embeddings=False, max_position_embeddings=40_960,
-    )  # fmt: skip
+    def config(layers: int, few: bool) -> Any:
+        if TOY:
+            return qwen2(few)
+        return AutoConfig.for_model(
+            family, **sizes, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
+            vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=40_960,
+        )  # fmt: skip
+
+    return config
 
 
 def in_nf4(model: Any) -> None:
@@ -77,18 +83,15 @@ def in_nf4(model: Any) -> None:
 
 def in_mxfp4(model: Any) -> None:
     """Puts random blocks and scales in place of the weights of experts, as a published checkpoint is loaded."""
-    for module in find_experts(model).values():
-        for name in ("gate_up_proj", "down_proj"):
-            values = getattr(module, name)
-            count, width, outer = values.shape
-            options = {"dtype": torch.uint8, "device": values.device}
-            blocks = torch.randint(256, (count, outer, width // 2), **options)
-            scales = torch.randint(118, 123, (count, outer, width // GROUP), **options)
-            setattr(module, name, nn.Parameter(Mxfp4Weight(blocks, scales, values.dtype), requires_grad=False))
-            del values
-    if not TOY:  # a checkpoint is loaded without values
-        free()
-        torch.cuda.reset_peak_memory_stats()
+    options = {"dtype": torch.uint8, "device": model.device}
+    weights = {(m, name): getattr(m, name).shape for m in find_experts(model).values() for name in STACKED}
+    for module, name in weights:
+        setattr(module, name, None)
+    free()  # before blocks are made, which would lie between values
+    for (module, name), (count, width, outer) in weights.items():
+        blocks = torch.randint(256, (count, outer, width // 2), **options)
+        scales = torch.randint(118, 123, (count, outer, width // GROUP), **options)
+        setattr(module, name, nn.Parameter(Mxfp4Weight(blocks, scales, model.dtype), requires_grad=False))
 
 
 @dataclass(frozen=True)
@@ -109,13 +112,17 @@ class Workload:
     attention: str = "sdpa"
 
 
-WORKLOADS = {
-    "Qwen3-14B": Workload(qwen3_14b, "NF4", in_nf4, with_adapters),
-    "gpt-oss-20b": Workload(
-        lambda layers, few: gpt_oss(2 if TOY else layers, 4 if TOY else 32),
-        "MXFP4", in_mxfp4, adapted_model, ON_EXPERTS, "eager",
-    ),
-}  # fmt: skip
+SHAPES = {  # as published: all layers are 40, 32, 16 and 28
+    "Qwen3-14B": dense("qwen3", 40, 151_936, hidden_size=5_120, intermediate_size=17_408, head_dim=128),
+    "Llama-3-8B": dense("llama", 32, 128_256, hidden_size=4_096, intermediate_size=14_336, head_dim=128),
+    "Llama-3.2-1B": dense("llama", 32, 128_256, hidden_size=2_048, intermediate_size=8_192, head_dim=64, tied=True),
+    "Qwen3-0.6B": dense("qwen3", 16, 151_936, hidden_size=1_024, intermediate_size=3_072, head_dim=128, tied=True),
+}
+WORKLOADS = {name: Workload(config, "NF4", in_nf4, with_adapters) for name, config in SHAPES.items()}
+WORKLOADS["gpt-oss-20b"] = Workload(
+    lambda layers, few: gpt_oss(2 if TOY else layers, 4 if TOY else 32),
+    "MXFP4", in_mxfp4, adapted_model, ON_EXPERTS, "eager",
+)  # fmt: skip
 WORKLOADS["gpt-oss-20b, attention"] = replace(WORKLOADS["gpt-oss-20b"], adapters=with_adapters)
 
 
@@ -127,7 +134,8 @@ def in_4_bits(workload: Workload, gib: float | None, model: Any) -> Any:
     """
     workload.quantise(model)
     free()
-    if gib is not None and not TOY:
+    if not TOY:  # a checkpoint is loaded without the values of all weights
+        torch.cuda.reset_peak_memory_stats()
         _allow(gib)
     return workload.adapters(model)
 

@@ -48,14 +48,14 @@ def quantised_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [layer for layer in layers if _is_linear_4bit(type(layer)) or _makes_values(layer)]  # type: ignore[arg-type] # a class is hashable
 
 
-def bytes_beside_4_bits(root: nn.Module, dtype: torch.dtype) -> int:
-    """Returns the bytes that 4-bit weights take beside their parameters: of blocks, and one weight's values."""
+def bytes_beside_4_bits(root: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+    """Returns the bytes that 4-bit weights take beside their parameters: of blocks, and of one weight's values."""
     weights = [_weight_of(layer) for layer in quantised_layers([root]) if _why_not(layer, sharded=True) is None]
     of_4_bits = (weight for weight in weights if isinstance(weight, Weight4bit))  # others are parameters in full
     blocks = sum(x.nbytes for weight in of_4_bits for x in weight[1:5] if x is not None)
     values = [prod(weight.shape) for weight in weights]
     values += [p.numel() for p in root.parameters() if isinstance(p, Mxfp4Weight)]
-    return blocks + max(values, default=0) * dtype.itemsize
+    return blocks, max(values, default=0) * dtype.itemsize
 
 
 @contextmanager

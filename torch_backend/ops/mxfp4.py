@@ -7,7 +7,9 @@ plus 127 -> :func:`dequantize` -> values [..., 32 G], with the bits of transform
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -27,9 +29,51 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return values
 
 
-def _launch(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+class _SharedValues:
+    """Memory for the values of one weight at a time, shared by all weights on a device while one of them lives.
+
+    The allocator would keep such a block for steps as usual and another one for graphs, and put small tensors into it.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []  # graphs write into the smaller ones too
+        self.stream: torch.cuda.Stream | None = None
+
+    def take(self, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = prod(shape) * dtype.itemsize
+        buffer = next((x for x in self.buffers if x.nbytes >= size), None)
+        if buffer is None:
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            self.buffers.append(buffer)
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            before, self.stream = self.stream, torch.cuda.current_stream(device)
+            if before not in (None, self.stream):
+                self.stream.wait_stream(before)
+        return buffer[:size].view(dtype).view(shape)
+
+
+_SHARED: WeakValueDictionary[torch.device, _SharedValues] = WeakValueDictionary()
+
+
+def shared_values(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what :func:`dequantize` does, valid until the next call on the device: inside of operators alone."""
+    shared = _SHARED.get(blocks.device)
+    return _launch(blocks, scales, dtype, None if shared is None else shared.take(blocks.device, _shape(scales), dtype))
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Returns the bytes that :func:`shared_values` holds on a device."""
+    shared = _SHARED.get(device)
+    return 0 if shared is None else sum(x.nbytes for x in shared.buffers)
+
+
+def _shape(scales: Tensor) -> tuple[int, ...]:
+    return *scales.shape[:-1], GROUP * scales.shape[-1]
+
+
+def _launch(blocks: Tensor, scales: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     blocks, scales = blocks.contiguous(), scales.contiguous()
-    out = torch.empty(*scales.shape[:-1], GROUP * scales.shape[-1], dtype=dtype, device=blocks.device)
+    out = torch.empty(_shape(scales), dtype=dtype, device=blocks.device) if out is None else out
     if runs_triton(out):
         from torch_backend.ops import mxfp4_kernels as kernels
 
@@ -59,6 +103,7 @@ class Mxfp4Weight(torch.Tensor):
 
     blocks: Tensor
     scales: Tensor
+    shared: _SharedValues  # which lives as long as a weight
 
     @staticmethod
     def __new__(cls, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Mxfp4Weight:
@@ -68,6 +113,7 @@ class Mxfp4Weight(torch.Tensor):
             cls, (count, GROUP * groups, out), dtype=dtype, device=blocks.device
         )
         weight.blocks, weight.scales = blocks.reshape(count, out, -1), scales
+        weight.shared = _SHARED.setdefault(blocks.device, _SharedValues())
         return weight
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

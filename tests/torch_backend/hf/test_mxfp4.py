@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import pickle
@@ -32,7 +33,7 @@ from torch_backend.hf.mxfp4 import load_mxfp4
 from torch_backend.job.models import build_model
 from torch_backend.job.train import train
 from torch_backend.ops.experts import experts
-from torch_backend.ops.mxfp4 import Mxfp4Weight, dequantize
+from torch_backend.ops.mxfp4 import Mxfp4Weight, dequantize, shared_bytes, shared_values
 from torch_backend.steps.graph_collectives import place_of
 from torch_backend.steps.memory import Level
 from torch_backend.steps.memory_fit import StepMemory
@@ -180,6 +181,24 @@ def test_no_values_are_kept_for_the_backward(tmp_path: Path) -> None:
     weight = next(iter(find_experts(model).values())).gate_up_proj
     assert any(x.dtype == torch.uint8 for x in kept)
     assert not any(x.numel() == weight.numel() and x.is_floating_point() for x in kept)
+
+
+def test_all_weights_share_memory_for_the_values_of_one(tmp_path: Path) -> None:
+    """It goes with the last of them, and results are no views of it."""
+    gc.collect()
+    model, cpu = patch(both(tmp_path, **ON_EXPERTS)[0], verify=False), torch.device("cpu")
+    weights = [getattr(module, name) for module, name in product(find_experts(model).values(), WEIGHTS)]
+    assert shared_bytes(cpu) == 0
+    model(**with_mask(collate(documents((7, 3, 5)), capacity=16))).logits.sum().backward()
+    assert shared_bytes(cpu) == max(x.numel() * x.element_size() for x in weights)
+    values = [x.dequantize() for x in weights[:2]]
+    shared = shared_values(weights[0].blocks, weights[0].scales, torch.float32)
+    assert torch.equal(shared.mT, values[0])
+    shared_values(weights[1].blocks, weights[1].scales, torch.float32)
+    assert not torch.equal(shared.mT, values[0]) and torch.equal(weights[0].dequantize(), values[0])
+    del model, weights
+    gc.collect()
+    assert shared_bytes(cpu) == 0
 
 
 @pytest.mark.parametrize("compiling", DEVICES, indirect=True)

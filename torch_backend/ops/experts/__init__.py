@@ -5,7 +5,7 @@ x [T, D], the router's choices and the experts' weights -> :func:`experts` -> [T
 operators that ``torch.compile`` does not look into. The forward keeps the first product alone: the backward gathers
 nothing that was stored and makes the activation again. With a ``tile`` nothing is kept: of one long document, products
 exist for a tile of tokens at a time, forward and backward. Of weights in MXFP4 an operator makes the values when a
-product needs them, one weight at a time.
+product needs them, one weight at a time, in memory that all of them share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packing_core.reference import ExpertActivation
 from torch_backend.ops.experts.dispatch import IMPLEMENTATIONS, describe, load, rejections, select
 from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, LowRank, Places
 from torch_backend.ops.experts.request import Adapter, ExpertsRequest, request_of
-from torch_backend.ops.mxfp4 import dequantize
+from torch_backend.ops.mxfp4 import shared_values
 from torch_backend.ops.operators import arguments_of, operator
 
 __all__ = [
@@ -132,10 +132,10 @@ class _Operands(NamedTuple):
     indices: Tensor
 
     def values(self, name: str) -> Tensor:
-        """Returns the weights ``"up"`` or ``"down"``, made of 4 bits if these are what there is."""
+        """Returns the weights ``"up"`` or ``"down"``; of 4 bits, values that are valid until others are made."""
         weight: Tensor = getattr(self, name)
         scales: Tensor | None = getattr(self, f"{name}_scales")
-        return weight if scales is None else dequantize(weight, scales, self.x.dtype)
+        return weight if scales is None else shared_values(weight, scales, self.x.dtype)
 
 
 class _Options(NamedTuple):
@@ -211,7 +211,6 @@ def _until_activation(call: _Operands, options: _Options) -> tuple[Tensor, _Save
     t = None if up_a is None else steps.rows(x, ExpertProduct(up_a, scale=options.up_scale), routing)
     by = ExpertProduct(call.values("up"), call.up_bias, _low_rank(t, call.up_b))
     z, h = steps.up(x, by, routing, options.between)
-    del by  # the values of 4 bits
     u = None if down_a is None else steps.rows(h, ExpertProduct(down_a, scale=options.down_scale), routing)
     t, u = (z.new_empty(0) if half is None else half for half in (t, u))
     return h, _Saved(z, t, u, routing.order, routing.places, routing.offsets)
