@@ -15,7 +15,8 @@ from packing_core.reference import ExpertActivation
 from tests.torch_backend.compiling import Device
 from torch_backend.ops import linear_cross_entropy
 from torch_backend.ops.attention import attention
-from torch_backend.ops.attention.selected_triton import document_attention, index_scores
+from torch_backend.ops.attention.selected_triton import document_attention, document_probabilities
+from torch_backend.ops.attention.selection_scores import best_scores, index_scores
 from torch_backend.ops.attention.triton import TRITON
 from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.experts import Adapter, experts
@@ -92,12 +93,17 @@ def of_selected(
     options: Options = {"value_dim": value_dim, "values_at": values_at, "scale": 0.5, "block": block}
     chosen = torch.zeros(TOKENS, groups, 16, dtype=torch.int32)
     backward(document_attention(q, kv, chosen, sinks=new(dtype, heads) if sinks else None, **options))
+    if groups == 1:
+        document_probabilities(q, kv, chosen, sinks=new(dtype, heads) if sinks else None, **options)
 
 
-def of_scores(dtype: torch.dtype, device: Device, *, heads: int = 4, width: int = 128) -> None:
+def of_scores(dtype: torch.dtype, device: Device, *, heads: int = 4, width: int = 128, block: int = 1) -> None:
     with torch.no_grad():
-        shapes = (TOKENS, heads, width), (TOKENS, width), (TOKENS, heads)
-        index_scores(*(new(dtype, *shape) for shape in shapes), 0)
+        shapes = (TOKENS, heads, width), (TOKENS // block, width), (TOKENS, heads)
+        q, k, weights = (new(dtype, *shape) for shape in shapes)
+        index_scores(q, k, weights, 0, block)
+        if block > 1:
+            best_scores(q, new(dtype, TOKENS, width), 0, block)
 
 
 def of_values(dtype: torch.dtype, device: Device) -> None:
@@ -265,7 +271,7 @@ OPTIONS: dict[str, list[Options]] = {
         {"width": 64, "value_dim": 64, "values_at": 64, "heads": 32, "kv_heads": 2, "groups": 2, "block": 16},
         {"width": 64, "value_dim": 64, "values_at": 64, "heads": 16, "kv_heads": 2, "sinks": True},
     ],
-    "of_scores": [{}],
+    "of_scores": [{}, {"block": 16}],
     "of_values": [{}],
     "of_delta_rule": [
         {},

@@ -14,7 +14,17 @@ from tests.torch_backend.kernels import where as where
 from tests.torch_backend.models import error
 from torch_backend.ops.attention import request_of, selected_triton
 from torch_backend.ops.attention import selected as selected_keys
-from torch_backend.ops.attention.selected import Latent, LongDocuments, selected_attention, why_not_triton
+from torch_backend.ops.attention.reference import scores_attention
+from torch_backend.ops.attention.selected import (
+    Latent,
+    LongDocuments,
+    select_blocks,
+    select_pooled,
+    selected_attention,
+    why_not_triton,
+)
+from torch_backend.ops.attention.selected_triton import document_probabilities
+from torch_backend.ops.attention.selection_scores import scores_refused
 from torch_backend.segments import PackedMetadata
 
 LENGTHS = (5, 24, 1, 19, 8, 33)  # of which 24, 19 and 33 are above a budget of 8, or of 2 blocks of 4
@@ -143,12 +153,30 @@ def test_half_precision_selects_what_float64_does(where: Where) -> None:
     sizes = (3, 24), (24,), (3,)
     q, k, weights = (where.draw(packed.tokens, *size, seed=seed) for seed, size in enumerate(sizes))
     q, k = q.abs(), k.abs()  # no score is 0, as several would be
-    assert selected_triton.scores_refused(q) is None
+    assert scores_refused(q) is None
     chosen = selected_keys.select(q, k, weights.float(), long, top_k=BUDGET)
     seen = select(numpy(q), numpy(k), numpy(weights), np.cumsum([0, *LENGTHS, 2]), top_k=BUDGET)
     for token, own in zip(long.places.tolist(), chosen.tolist(), strict=True):
         start = token - int(packed.position_ids[token])
         assert sorted(start + place for place in own if place >= 0) == seen[token].nonzero()[0].tolist()
+
+
+@pytest.mark.parametrize("where", [w for w in EVERYWHERE if "float32" not in str(w.id)], indirect=True)
+@pytest.mark.parametrize("block", [4, 7])
+def test_half_precision_selects_the_blocks_that_float64_does(where: Where, block: int) -> None:
+    """By their best key in each of three groups, and by a key that stands for them; 7 divides no document."""
+    packed, long = row(where, block=block)
+    q, k = (where.draw(packed.tokens, *size, seed=seed) for seed, size in enumerate(((3, 24), (24,))))
+    pooled = [where.draw(length // block, 24, seed=length) for length in long.lengths]
+    assert scores_refused(q, block) is None and scores_refused(q, block, best=True) is None
+    chosen = select_blocks(q, k, long, top_k=2, local=1), select_pooled(q, pooled, long, top_k=2)
+    exact = [x.cpu().double() for x in (q, k, *pooled)]
+    right = (
+        select_blocks(exact[0], exact[1], long.to("cpu"), top_k=2, local=1),
+        select_pooled(exact[0], exact[2:], long.to("cpu"), top_k=2),
+    )
+    for found, want in zip(chosen, right, strict=True):
+        assert torch.equal(found.cpu().sort(-1).values, want.sort(-1).values)
 
 
 def latent_operands(
@@ -214,6 +242,30 @@ def test_a_document_is_the_same_to_the_bit_beside_others_and_again(where: Where)
         x[first.stop :] *= 100
     same = results(q, k, v)
     assert all(torch.equal(x, y) for again in (results(q, k, v), results(*others)) for x, y in zip(same, again))
+
+
+@pytest.mark.parametrize(
+    ("shape", "sinks"),
+    [((16, 1, 24, 16), False), ((4, 2, 40, 8), True), ((80, 1, 16, 16), False)],
+    ids=["a width and a rest", "heads of keys and sinks", "heads of several tiles"],
+)
+def test_probabilities_are_those_of_the_heads_together(
+    where: Where, shape: tuple[int, int, int, int], sinks: bool
+) -> None:
+    packed, long = row(where)
+    selected, _ = by_scores(packed, long)
+    q, k, v, _ = (x[long.places[: long.lengths[0]]] for x in operands(where, packed.tokens, shape))
+    chosen, sink = selected[: long.lengths[0]], where.draw(shape[0], seed=9) if sinks else None
+    options = {"value_dim": shape[3], "values_at": shape[2], "scale": 0.3, "sinks": sink}
+    found = document_probabilities(q, torch.cat([k, v], -1), chosen, **options)
+    one = torch.eye(len(q), device=where.device).unsqueeze(1).expand(-1, shape[1], -1).double()
+    visible = torch.zeros(len(q), len(q) + 1, dtype=torch.bool, device=where.device)
+    visible = visible.scatter_(1, chosen.long() % (len(q) + 1), True)[:, :-1]
+    request = request_of(q.double(), k.double(), one, PackedMetadata.from_lengths([len(q)]), scale=0.3)
+    exact = None if sink is None else sink.double()
+    right = scores_attention(q.double(), k.double(), one, request=request, visible=visible, sinks=exact).sum(1)
+    right = torch.where(chosen < 0, 0, right.gather(1, chosen.long().clamp(min=0)))
+    assert error(found.double(), right) <= (1e-5 if where.dtype == torch.float32 else 2e-3)
 
 
 def test_unseen_keys_may_be_anything(where: Where) -> None:

@@ -117,8 +117,8 @@ def _by_pooled_keys(indexer: Any, long: LongDocuments, hidden: Tensor, rotation:
         whole = slice(0, len(k) // size * size)
         means = k[whole].unflatten(0, (-1, size)).float().mean(1).to(k.dtype)
         at = {"cos": c[whole][::size], "sin": s[whole][::size]}
-        pooled.append(rotate(indexer.k_layernorm(means).unsqueeze(1), **at).squeeze(1).float())
-    return select_pooled(q.flatten(0, 1).float(), pooled, long, top_k=indexer.block_topk)
+        pooled.append(rotate(indexer.k_layernorm(means).unsqueeze(1), **at).squeeze(1))
+    return select_pooled(q.flatten(0, 1), pooled, long, top_k=indexer.block_topk)
 
 
 class _AllSeen(Exception):

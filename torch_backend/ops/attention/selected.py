@@ -27,7 +27,8 @@ from torch_backend.ops.attention.dispatch import choose, run
 from torch_backend.ops.attention.reference import scores_attention
 from torch_backend.ops.attention.request import AttentionRequest, request_of
 from torch_backend.ops.attention.sdpa import fused, has_no_kernel
-from torch_backend.ops.attention.selected_triton import document_attention, index_scores, refuses, scores_refused
+from torch_backend.ops.attention.selected_triton import document_attention, refuses
+from torch_backend.ops.attention.selection_scores import best_scores, index_scores, scores_refused
 from torch_backend.segments import PackedMetadata, host_lengths, to_device
 
 # Device types whose topk chooses among equal scores by how many scores there are, so that it gets as many as it does of
@@ -166,15 +167,21 @@ def select_blocks(q: Tensor, k: Tensor, long: LongDocuments, *, top_k: int, loca
     """
     q, k = (x.index_select(0, long.places) for x in (q, k))
     places = q.new_full((*q.shape[:2], top_k), -1, dtype=torch.int32)
-    for tile, keys, at in _tiles(q, k, long, q.shape[1]):
+    in_triton = scores_refused(q, long.block, best=True) is None
+    q, k = (q, k) if in_triton else (_exact(x) for x in (q, k))
+    for tile, keys, at in _tiles(q, k, long, max(1, q.shape[1] // long.block) if in_triton else q.shape[1]):
         query = torch.arange(at.start, at.stop, device=q.device)
-        later = torch.arange(keys.shape[1], device=q.device) > query[:, None, None]
-        scores = torch.matmul(q[tile], keys).masked_fill(later, float("-inf"))
-        scores = F.pad(scores, (0, -keys.shape[1] % long.block), value=float("-inf")).unflatten(-1, (-1, long.block))
+        if in_triton:
+            best = best_scores(q[tile], keys.transpose(0, 1), at.start, long.block)
+        else:
+            later = torch.arange(keys.shape[1], device=q.device) > query[:, None, None]
+            scores = torch.matmul(q[tile], keys).masked_fill(later, float("-inf"))
+            scores = F.pad(scores, (0, -keys.shape[1] % long.block), value=float("-inf"))
+            best = scores.unflatten(-1, (-1, long.block)).amax(-1)
         own = (query[:, None] // long.block - torch.arange(local, device=q.device)).clamp(min=0)
-        best = scores.amax(-1).scatter_(2, own[:, None].expand(-1, q.shape[1], -1), float("inf"))
-        best = best.topk(min(top_k, best.shape[2]))
-        places[tile, :, : best.indices.shape[2]] = best.indices.masked_fill(best.values == float("-inf"), -1).int()
+        best.scatter_(2, own[:, None].expand(-1, q.shape[1], -1), float("inf"))
+        chosen = best.topk(min(top_k, best.shape[2]))
+        places[tile, :, : best.shape[2]] = chosen.indices.masked_fill(chosen.values == float("-inf"), -1).int()
     return places
 
 
@@ -196,10 +203,15 @@ def select_pooled(q: Tensor, pooled: Sequence[Tensor], long: LongDocuments, *, t
     """
     q = q.index_select(0, long.places)
     places = q.new_full((len(q), 1, top_k + 1), -1, dtype=torch.int32)
+    in_triton = scores_refused(q, long.block) is None
+    q = q if in_triton else _exact(q)
     for end, length, keys in zip(accumulate(long.lengths), long.lengths, pooled, strict=True):
-        for start, stop in _blocks(length, q.shape[1] * length, q.device):
+        for start, stop in _blocks(length, length if in_triton else q.shape[1] * length, q.device):
             tile, query = slice(end - length + start, end - length + stop), torch.arange(start, stop, device=q.device)
-            scores = torch.matmul(q[tile], keys.transpose(0, 1)).relu().sum(1)
+            if in_triton:
+                scores = index_scores(q[tile], keys, q.new_ones(stop - start, q.shape[1]), start, long.block)
+            else:
+                scores = torch.matmul(q[tile], keys.to(q.dtype).transpose(0, 1)).relu().sum(1)
             complete = (query + 1) // long.block
             best = _best_before(scores, complete, top_k)
             places[tile, 0, : best.shape[1]] = best.int()
@@ -218,6 +230,10 @@ def _best_before(scores: Tensor, ends: Tensor, top_k: int) -> Tensor:
     later = torch.arange(scores.shape[1], device=scores.device) >= ends[:, None]
     best = scores.masked_fill(later, float("-inf")).topk(min(top_k, scores.shape[1])).indices
     return best.masked_fill(best >= ends[:, None], -1)
+
+
+def _exact(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _tiles(q: Tensor, k: Tensor, long: LongDocuments, scores: int) -> Iterator[tuple[slice, Tensor, range]]:

@@ -190,20 +190,73 @@ def add_shares(
     tl.store(dkv, tl.load(dkv, c < WIDTH, other=0.0) + acc, c < WIDTH)
 
 
+@triton.jit(do_not_specialize=["first_i"])
+def probabilities(
+    q, kv, selected, ends, sinks, sums, first_i, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, VALUES_AT: tl.constexpr, TOP: tl.constexpr, SIZE: tl.constexpr,
+    SINKS: tl.constexpr, SHARED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The softmax of one query, summed over the heads of a tile: sums [C, K, tiles, S]. Grid: (C * K * tiles,).
+
+    The first pass over the keys finds the denominators. Sums from the end of a selection on are left as they are.
+    """
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    query, group, head = rows_of(KV_HEADS, GROUP, BLOCK_M)
+    i, present = first_i + query, head < GROUP
+    chosen = query * GROUPS + (group if GROUPS > 1 else 0)
+    end = tl.load(ends + chosen) * SIZE
+    selected += chosen * TOP
+    d = tl.arange(0, BLOCK_D)[None, :]
+    row = query * HEADS + group * GROUP + head
+    q_rows = tl.load(q + row[:, None] * HEAD_DIM + d, present[:, None] & (d < HEAD_DIM), other=0.0)
+    if BLOCK_R:
+        r = BLOCK_D + tl.arange(0, BLOCK_R)[None, :]
+        q_rest = tl.load(q + row[:, None] * HEAD_DIM + r, present[:, None] & (r < HEAD_DIM), other=0.0)
+    kv += group * WIDTH
+    sums += tl.program_id(0).to(tl.int64) * (TOP * SIZE)
+    m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        m = tl.load(sinks + group * GROUP + head, present, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0
+    for second in tl.static_range(2):
+        for first in tl.range(0, end, BLOCK_N):
+            s = first + tl.arange(0, BLOCK_N)
+            j, seen = keys_of(selected, s, end, i, SIZE)
+            place = kv + j[:, None] * (KV_HEADS * WIDTH)
+            keys = tl.load(place + d, seen[:, None] & (d < HEAD_DIM), other=0.0)
+            scores = tl.dot(q_rows, tl.trans(keys), input_precision="ieee")
+            if BLOCK_R:
+                rest = tl.load(place + r, seen[:, None] & (r < HEAD_DIM), other=0.0)
+                scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee")
+            scores = tl.where(seen[None, :], scores * (scale * LOG2E), float("-inf"))
+            if second:
+                p = tl.where(present[:, None], tl.exp2(scores - m[:, None]) / total[:, None], 0.0)
+                tl.store(sums + s, tl.sum(p, 0), s < end)
+            else:
+                highest = tl.maximum(m, tl.max(scores, 1))
+                total = total * tl.exp2(m - highest) + tl.sum(tl.exp2(scores - highest[:, None]), 1)
+                m = highest
+
+
 @triton.jit(do_not_specialize=["first_i", "queries"])
 def index_scores(
     q, k, weights, scores, first_i, queries, keys,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A tile of an indexer's scores [L, S] of queries from ``first_i`` on: the sum over its heads of w relu(q k^T).
 
-    q [L, H, D], k [S, D], weights [H, L] in float32; minus infinity where the key is later. Grid: (tiles of L, of S).
+    q [L, H, D], k [S, D], weights [H, L] in float32. A key stands for SIZE tokens; minus infinity where its last token
+    is later. Grid: (tiles of L, of S).
     """
     first_row, first_j = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     row, j = first_row + tl.arange(0, BLOCK_M), first_j + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if first_j < first_i + first_row + BLOCK_M:
+    if (first_j + 1) * SIZE <= first_i + first_row + BLOCK_M:
         key_rows = tl.load(k + j[:, None] * HEAD_DIM + d, (j < keys)[:, None] & (d < HEAD_DIM), other=0.0)
         place = q + row[:, None].to(tl.int64) * (HEADS * HEAD_DIM) + d
         of_head = weights + row
@@ -213,6 +266,36 @@ def index_scores(
             products = tl.dot(q_rows, tl.trans(key_rows), input_precision="ieee")
             total += tl.maximum(products, 0.0) * weight[:, None]
             of_head += queries
-    total = tl.where(j[None, :] <= (first_i + row)[:, None], total, float("-inf"))
+    total = tl.where((j[None, :] + 1) * SIZE <= (first_i + row)[:, None] + 1, total, float("-inf"))
     to = scores + row[:, None].to(tl.int64) * keys + j[None, :]
     tl.store(to, total, (row < queries)[:, None] & (j < keys)[None, :])
+
+
+@triton.jit(do_not_specialize=["first_i", "queries"])
+def best_scores(
+    q, k, scores, first_i, queries, keys,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The largest q k^T of a block of SIZE keys that are not later, for a tile of queries and a head of the indexer.
+
+    q [L, H, D], k [S, D]; scores [L, H, blocks], minus infinity where all of a block is later.
+    Grid: (tiles of L, blocks, H).
+    """
+    first_row, block, head = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
+    row = first_row + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if block * SIZE < first_i + first_row + BLOCK_M:
+        place = q + (row[:, None].to(tl.int64) * HEADS + head) * HEAD_DIM + d
+        q_rows = tl.load(place, (row < queries)[:, None] & (d < HEAD_DIM), other=0.0)
+        for first in tl.range(0, SIZE, BLOCK_N):
+            within = first + tl.arange(0, BLOCK_N)
+            j = block * SIZE + within
+            present = (within < SIZE) & (j < keys)
+            key_rows = tl.load(k + j[:, None] * HEAD_DIM + d, present[:, None] & (d < HEAD_DIM), other=0.0)
+            products = tl.dot(q_rows, tl.trans(key_rows), input_precision="ieee")
+            seen = present[None, :] & (j[None, :] <= (first_i + row)[:, None])
+            best = tl.maximum(best, tl.max(tl.where(seen, products, float("-inf")), 1))
+    to = scores + (row.to(tl.int64) * HEADS + head) * tl.num_programs(1) + block
+    tl.store(to, best, row < queries)

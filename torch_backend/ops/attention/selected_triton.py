@@ -27,7 +27,6 @@ LOG2E = 1.4426950408889634
 _QUERIES = 4_096  # projected and attended with at a time
 _SHARES = 2**30  # numbers that hold the shares of some queries at a time: 2 GiB in bfloat16
 _TOLERANCE = 0.05  # as that of packed attention's trial
-_SCORE_TOLERANCE = 1e-3  # products are summed in float32
 _LENGTH, _TOP = 75, 40  # of the trial's document, longer than a tile
 
 
@@ -78,12 +77,47 @@ def document_attention(
     Returns:
         [L, H, Dv], dtype of q.
     """
+    options = value_dim, values_at, scale, block
+    out: Tensor = _Selected.apply(q, kv.contiguous(), sinks, weight, *_with_ends(selected), options)
+    return out
+
+
+@torch.no_grad()
+def document_probabilities(
+    q: Tensor,
+    kv: Tensor,
+    selected: Tensor,
+    *,
+    value_dim: int,
+    values_at: int,
+    scale: float,
+    block: int = 1,
+    sinks: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """The softmax of each query over what it selected, summed over heads; the arguments of :func:`document_attention`.
+
+    Returns:
+        [L, S * block] in float32, 0 where nothing was selected.
+    """
+    chosen, ends = _with_ends(selected)
+    own = _projected_channels(q, kv, weight, value_dim)
+    return torch.cat(
+        [
+            _probabilities(
+                _projected(q[rows], weight, own).contiguous(), kv.contiguous(), sinks, chosen[rows], ends[rows],
+                rows.start, value_dim, values_at, scale, block,
+            )
+            for rows in _slices(0, len(q), _QUERIES)
+        ]
+    )  # fmt: skip
+
+
+def _with_ends(selected: Tensor) -> tuple[Tensor, Tensor]:
+    """The selection [L, G, S], and one more than the last place of each query that has a block."""
     chosen = selected.view(len(selected), -1, selected.shape[-1]).contiguous()
     numbers = torch.arange(1, chosen.shape[-1] + 1, dtype=torch.int32, device=chosen.device)
-    ends = ((chosen >= 0) * numbers).amax(-1)
-    options = value_dim, values_at, scale, block
-    out: Tensor = _Selected.apply(q, kv.contiguous(), sinks, weight, chosen, ends, options)
-    return out
+    return chosen, ((chosen >= 0) * numbers).amax(-1)
 
 
 class _Selected(torch.autograd.Function):
@@ -98,10 +132,7 @@ class _Selected(torch.autograd.Function):
         ends: Tensor,
         options: tuple[int, int, float, int],
     ) -> Tensor:
-        value_dim = options[0]
-        own = (
-            q.shape[2] + (0 if weight is None else value_dim) - kv.shape[2]
-        )  # channels of a query that the weight projects
+        own = _projected_channels(q, kv, weight, options[0])
         parts: list[Tensor] = []
         outs = []
         for rows in _slices(0, len(q), _QUERIES):
@@ -153,6 +184,10 @@ class _Selected(torch.autograd.Function):
         return dq, dkv.to(kv.dtype), dsinks, dweight, None, None, None
 
 
+def _projected_channels(q: Tensor, kv: Tensor, weight: Tensor | None, value_dim: int) -> int:
+    return 0 if weight is None else q.shape[2] + value_dim - kv.shape[2]
+
+
 def _projected(q: Tensor, weight: Tensor | None, own: int) -> Tensor:
     if weight is None:
         return q
@@ -187,6 +222,29 @@ def _launch_forward(
         q, kv, selected, ends, sinks, out, lse, start, scale, SINKS=sinks is not None, **constants
     )
     return out, lse
+
+
+def _launch_probabilities(
+    q: Tensor,
+    kv: Tensor,
+    sinks: Tensor | None,
+    selected: Tensor,
+    ends: Tensor,
+    start: int,
+    value_dim: int,
+    values_at: int,
+    scale: float,
+    block: int,
+) -> Tensor:
+    from torch_backend.ops.attention import selected_kernels as kernels
+
+    constants = _constants(q.shape[1], q.shape[2], kv, selected, value_dim, values_at, block, backward=False)
+    programs = _programs(kv, len(q), constants)
+    sums = q.new_zeros(programs, selected.shape[2] * block, dtype=torch.float32)
+    kernels.probabilities[programs,](
+        q, kv, selected, ends, sinks, sums, start, scale, SINKS=sinks is not None, **constants
+    )
+    return sums.view(len(q), -1, sums.shape[1]).sum(1)
 
 
 def _launch_backward(
@@ -245,6 +303,13 @@ def _forward_outputs(
     return q.new_empty(*q.shape[:2], value_dim), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
+def _probability_outputs(
+    q: Tensor, kv: Tensor, sinks: Tensor | None, selected: Tensor, ends: Tensor, start: int, value_dim: int,
+    values_at: int, scale: float, block: int,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(len(q), selected.shape[2] * block, dtype=torch.float32)
+
+
 def _backward_outputs(
     factors: Tensor, kv: Tensor, selected: Tensor, ends: Tensor, out: Tensor, lse: Tensor, dkv: Tensor, start: int,
     width: int, *_: Any,
@@ -258,6 +323,12 @@ _forward = operator(
     f"{_OPTIONS}) -> (Tensor, Tensor)",
     _launch_forward,
     _forward_outputs,
+)
+_probabilities = operator(
+    "selected_attention_probabilities(Tensor q, Tensor kv, Tensor? sinks, Tensor selected, Tensor ends, int start, "
+    f"{_OPTIONS}) -> Tensor",
+    _launch_probabilities,
+    _probability_outputs,
 )
 _backward = operator(
     "selected_attention_backward(Tensor factors, Tensor kv, Tensor selected, Tensor ends, Tensor out, Tensor lse, "
@@ -292,70 +363,6 @@ def _constants(
 
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-# Scores
-
-
-def index_scores(q: Tensor, k: Tensor, weights: Tensor, start: int) -> Tensor:
-    """The scores of an indexer for queries q [L, H, D] from ``start`` on and keys k [S, D], weights [L, H]; [L, S].
-
-    In float32, and minus infinity where a key is later.
-    """
-    return _index_scores(q.contiguous(), k.contiguous(), weights.float().t().contiguous(), start)
-
-
-def scores_refused(q: Tensor) -> str | None:
-    """Explains why :func:`index_scores` cannot run for such queries; None if it can.
-
-    Half precision alone: products of its numbers are exact in float32, as they are in plain torch.
-    """
-    if q.dtype == torch.float32 or not runs_triton(q):
-        return "needs Triton and a GPU, and bfloat16 or float16"
-    return _scores_outcome(q.dtype, q.device, q.shape[1], q.shape[2])
-
-
-def _launch_scores(q: Tensor, k: Tensor, weights: Tensor, start: int) -> Tensor:
-    from torch_backend.ops.attention import selected_kernels as kernels
-
-    (queries, heads, width), keys = q.shape, len(k)
-    scores = _score_outputs(q, k)
-    large = shared_memory(q.device) >= 200 * 1024
-    rows = 128 if large else 32
-    kernels.index_scores[-(-queries // rows), -(-keys // rows)](
-        q, k, weights, scores, start, queries, keys,
-        HEADS=heads, HEAD_DIM=width, BLOCK_D=max(16, _power_of_two(width)), BLOCK_M=rows, BLOCK_N=rows,
-        num_warps=8 if large else 4, num_stages=3,
-    )  # fmt: skip
-    return scores
-
-
-def _score_outputs(q: Tensor, k: Tensor, *_: Any) -> Tensor:
-    return q.new_empty(len(q), len(k), dtype=torch.float32)
-
-
-_index_scores = operator(
-    "index_scores(Tensor q, Tensor k, Tensor weights, int start) -> Tensor", _launch_scores, _score_outputs
-)
-
-
-@cache
-def _scores_outcome(*configuration: Any) -> str | None:
-    return refusal(partial(_score_errors, *configuration), _SCORE_TOLERANCE)
-
-
-@in_own_thread
-def _score_errors(dtype: torch.dtype, device: torch.device, heads: int, width: int) -> list[float]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = (_LENGTH, heads, width), (_LENGTH, width), (_LENGTH, heads)
-    q, k, weights = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    with current_device(device), torch.no_grad():
-        scores = index_scores(q[10:], k, weights[10:], 10)
-        products = torch.einsum("ihd,jd->ihj", q[10:].float(), k.float()).relu()
-        right = torch.einsum("ihj,ih->ij", products, weights[10:].float()).tril(10)
-        hidden = scores == float("-inf")
-        wrong = (hidden != torch.ones_like(hidden).triu(11)).sum()
-        return [float(wrong), float((scores.masked_fill(hidden, 0) - right).abs().max() / right.abs().max())]
 
 
 # The trial
