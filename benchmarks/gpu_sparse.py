@@ -1,4 +1,4 @@
-"""DeepSeek's sparse attention on one GPU: the step of short documents, and attention of long ones by operation.
+"""Sparse attention on one GPU: the step of short documents, attention of long ones by operation, and blocks of keys.
 
     python -m benchmarks.gpu_sparse                               # all of it; without a GPU tiny, to see that it runs
     python -m benchmarks.gpu_sparse --only step --budget 240      # one section; ends within 240 seconds
@@ -12,16 +12,21 @@
 - ``attention``: one document that is longer than the budget; scores and choice of its keys, attention over them in
   Triton, from the latent vectors that its keys and values are projections of, and in plain torch, and dense attention
   of our Triton kernel, forward and backward. What is selected is held to float32 on a shorter document.
+- ``blocks``: forward and backward of a model of Qwen 4's kind, three layers that scan and one that chooses blocks of
+  keys, on documents of 4,096 and 16,384 tokens; beside it the stock model, whose indexer loops over queries, on one
+  document. Gradients are held to those of the stock model in float32 on a shorter document.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch as replaced
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,12 +43,13 @@ from benchmarks.gpu_clock import (
     peak_gib,
     relative_error,
     set_limit,
+    synchronize,
     wall_ms,
     wanted,
 )
 from benchmarks.gpu_moe_shapes import deepseek
-from benchmarks.gpu_step import Contender, Loss, ours_alone, ours_compiled, race, stock
-from benchmarks.gpu_workload import DTYPE, Shape
+from benchmarks.gpu_step import NOISE, Contender, Loss, ours_alone, ours_compiled, race, stock
+from benchmarks.gpu_workload import DTYPE, Shape, batches, make_model
 from torch_backend.hf.anatomy.families import DOCUMENTS
 from torch_backend.ops.attention import attention, request_of
 from torch_backend.ops.attention.reference import scores_attention
@@ -58,6 +64,8 @@ CHECKED = 40 if TOY else 3_000
 HEADS, WIDTH, VALUES = (4, 24, 16) if TOY else (128, 192, 128)
 RANK, ROTATED = (32, 8) if TOY else (512, 64)
 INDEX_HEADS, INDEX_WIDTH = (2, 16) if TOY else (64, 128)
+BLOCKS = (24, 48) if TOY else (4_096, 16_384)  # lengths of documents
+CHECKED_BLOCKS, CHECKED_BUDGET = ((40,), 8) if TOY else ((700,), 128)
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
@@ -239,7 +247,95 @@ def _milliseconds(call: Callable[[], object]) -> float:
     return first if TOY else gpu_ms(call, max(1, min(10, int(300 / first))))
 
 
-SECTIONS = {"step": run_step, "attention": run_attention}
+# -- blocks of keys ----------------------------------------------------------------------------------------------------
+
+
+def qwen4(budget: int) -> Any:
+    """The default config of qwen4_exp with 4 layers and 8 experts; it leaves the sizes of its indexer open."""
+    from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
+
+    size: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 151_936}
+    if TOY:
+        size |= {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+        size |= {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "vocab_size": 199}
+        size |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "hc_lowrank": 16}
+    index = {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16 if TOY else 128}
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    block = {"indexer_budget": budget, "indexer_compress_ratio": 4 if TOY else 16}
+    return Qwen4ExpTextConfig(**size, **index, **block, num_hidden_layers=4, layer_types=kinds)
+
+
+class Blocks:
+    """A model and one row of documents of one length.
+
+    Args:
+        ours: patched; else as transformers has it.
+        lengths: of the documents; a stock model takes one.
+        budget: of the indexer.
+    """
+
+    def __init__(self, ours: bool, lengths: Sequence[int], budget: int = BUDGET, dtype: torch.dtype = DTYPE) -> None:
+        self.model = make_model(Shape("", lambda few: qwen4(budget), ()), None, few=True, dtype=dtype)
+        generator = np.random.default_rng(0)
+        ids = [generator.integers(1, 199, length) for length in lengths]
+        self.batch = batches("packed", ids, sum(lengths))[0] if ours else one_document(ids[0])
+        self.loss = ours_alone(self.model) if ours else stock(self.model)
+
+    def __call__(self) -> list[Tensor]:
+        trained = list(self.model.parameters())
+        return list(torch.autograd.grad(self.loss(self.batch), trained, materialize_grads=True))  # indexers have none
+
+
+def one_document(ids: np.ndarray) -> dict[str, Tensor]:
+    tokens = torch.from_numpy(ids)[None].to(DEVICE)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@cache
+def right_blocks() -> tuple[list[Tensor], float]:
+    """The gradients of the stock model in float32, and how far it is off them in bfloat16."""
+    exact = Blocks(False, CHECKED_BLOCKS, CHECKED_BUDGET, torch.float32)()
+    return exact, norm_error(Blocks(False, CHECKED_BLOCKS, CHECKED_BUDGET)(), exact)
+
+
+def norm_error(results: list[Tensor], right: list[Tensor]) -> float:
+    return relative_error(*(torch.cat([x.flatten().float() for x in each]) for each in (results, right)))
+
+
+def once_ms(call: Callable[[], object]) -> float:
+    """Milliseconds of a call that takes seconds."""
+    synchronize()
+    begin = time.perf_counter()
+    call()
+    synchronize()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def run_blocks() -> Iterator[Result]:
+    for length in BLOCKS:
+        for name, ours in (("ours", True), ("stock", False)):
+            if not wanted(name):
+                continue
+            lengths = [length] * (max(BLOCKS) // length if ours else 1)
+
+            def check(ours: bool = ours) -> float:
+                return norm_error(Blocks(ours, CHECKED_BLOCKS, CHECKED_BUDGET)(), right_blocks()[0])
+
+            def measure(ours: bool = ours, lengths: list[int] = lengths) -> dict[str, float]:
+                step = Blocks(ours, lengths)
+                ms = wall_ms(step, 3) if ours else once_ms(step)
+                return {"tokens/s": sum(lengths) / ms * 1e3, "ms": ms}
+
+            figures, note = gated(check, lambda: 1e-5 if TOY else NOISE * right_blocks()[1], measure)
+            free()
+            case = f"documents of {length:,}"
+            if not figures:
+                yield Result("blocks", case, name, None, "tokens/s", note)
+            for unit, value in figures.items():
+                yield Result("blocks", case, name, value, unit, note)
+
+
+SECTIONS = {"step": run_step, "attention": run_attention, "blocks": run_blocks}
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
