@@ -140,7 +140,7 @@ def sft(
             gradient_checkpointing=checkpointing, use_liger_kernel=liger,
         )  # fmt: skip
         trainer = trl.SFTTrainer(
-            model, arguments, train_dataset=documents, processing_class=_tokenizer(), callbacks=[_clock(run)]
+            model, arguments, train_dataset=documents, processing_class=tokenizer(), callbacks=[_clock(run)]
         )
         if packed:
             enable_packing(trainer, verify=False, fast=fast, memory=memory)
@@ -242,7 +242,7 @@ def _train(run: Run, trainer: Any, packed: bool) -> None:
     trainer.accelerator.free_memory()
 
 
-def _tokenizer() -> Any:
+def tokenizer() -> Any:
     """SFTTrainer takes one, also for data that are tokenised."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
