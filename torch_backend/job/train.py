@@ -31,7 +31,6 @@ from torch_backend.job import states
 from torch_backend.job.memory import Memory, memory_line, release
 from torch_backend.job.models import audit_of, build_model, naming, with_adapters, write_model
 from torch_backend.job.ranks import Process, Ranks, context_mesh, shard, whole_weights
-from torch_backend.job.recording import Recording
 from torch_backend.job.trainer import job_trainer
 from torch_backend.patching import patch
 
@@ -105,11 +104,11 @@ def _train(job: TrainJob, run: Run, process: Process) -> _Finished:
         if job.strategy == "fsdp":
             shard(model, process)
         with _keeping(model.config, "use_cache"):
-            trainer = job_trainer(job, run, model, process, first=len(records), folder=folder)
-            recording = Recording(trainer, records, checkpoint)
-            if trainer.first < len(job.schedule) and not job.stops_after(records):
+            trainer = job_trainer(job, run, model, process, records=records, checkpoint=checkpoint, folder=folder)
+            if len(records) < len(job.schedule) and not job.stops_after(records):
                 trainer.train()
-            best = best_checkpoint(job, recording.records) if job.keep_best and run == "packed" else None
+                trainer.sample()
+            best = best_checkpoint(job, records) if job.keep_best and run == "packed" else None
             if best is not None:
                 job.on_phase(f"taking the weights of {best.name}, which had the lowest evaluation loss")
                 states.load_weights(best, model)
@@ -124,7 +123,7 @@ def _train(job: TrainJob, run: Run, process: Process) -> _Finished:
             weights = whole_weights(states.changing(model)) if sharded else None  # which all ranks gather
             if process.ranks.rank == 0:
                 write_model(job, model, weights)
-    return _Finished(recording.records, memory.peak, audit, attention)
+    return _Finished(records, memory.peak, audit, attention)
 
 
 @contextmanager

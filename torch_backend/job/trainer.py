@@ -1,9 +1,9 @@
 """The ``Trainer`` of a job: transformers' loop over the steps of a Schedule, packed by ``enable_packing``.
 
-A patched or unpatched model and a job -> :func:`job_trainer` -> ``trainer.train()``, whose callback
-(:mod:`.recording`) writes records and checkpoints. A batch of the dataloader is one rank's share of a step, a list of
-microbatches (:mod:`.steps`), and the loss is the mean over the trained tokens of all of them on all ranks. So nothing
-depends on how a step's documents were arranged.
+A patched or unpatched model and a job -> :func:`job_trainer` -> ``trainer.train()``, which reports a StepRecord of each
+step, and evaluates and saves checkpoints when they are due. A batch of the dataloader is one rank's share of a step, a
+list of microbatches (:mod:`.steps`), and the loss is the mean over the trained tokens of all of them on all ranks. So
+nothing depends on how a step's documents were arranged.
 
 Two parts are not the Trainer's own. Checkpoints are those of ``packing_core.training.checkpoints``: one format for any
 number of ranks, safetensors alone, written whole or not at all. A Trainer's hold pickles, and those of FSDP2 cannot be
@@ -13,11 +13,12 @@ accelerators alone and cannot follow an optimizer whose parameters are float32 c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,15 @@ from torch.utils.data import DataLoader
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.extras import require
+from packing_core.training.checkpoints import save_checkpoint
 from packing_core.training.job import ZERO, TrainJob
+from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run
 from torch_backend.collate import Batch, PackedCollator
 from torch_backend.hf.anatomy.structure import in_mode
+from torch_backend.job import states
 from torch_backend.job.models import shared_arguments
 from torch_backend.job.ranks import Process
-from torch_backend.job.states import make_optimizer
 from torch_backend.job.steps import RowByRow, StepShares, padded_batches
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 from torch_backend.ops.divisor import Divisor, quotient
@@ -80,7 +83,8 @@ class JobTrainer(Trainer):
         run: which run.
         model: on its device, sharded if it shall be.
         process: where the model is.
-        first: the step to begin with.
+        records: of the steps so far, to which those of this trainer are added.
+        checkpoint: the folder to go on from, whose weights the model has; None begins anew.
         folder: for whatever Trainer writes, which is nothing that is kept.
     """
 
@@ -88,13 +92,25 @@ class JobTrainer(Trainer):
     optimizer: Any
     train_dataset: Any
 
-    def __init__(self, job: TrainJob, run: Run, model: Any, process: Process, *, first: int, folder: str) -> None:
+    def __init__(
+        self,
+        job: TrainJob,
+        run: Run,
+        model: Any,
+        process: Process,
+        *,
+        records: list[StepRecord],
+        checkpoint: Path | None,
+        folder: str,
+    ) -> None:
         self.job = job
         self.run_name: Run = run
         self.process = process
         self.groups = process.ranks.groups(job.context_parallel)  # which train on different rows
-        self.first = first
+        self.records, self.checkpoint = records, checkpoint
+        self.first = first = len(records)
         self.step_loss = torch.zeros(())  # of the last step on this rank, times the number of ranks
+        self.sampled = 0  # steps after which the prompts were continued last
         self._timed = ExitStack()
         args = _arguments(job, steps=len(job.schedule) - first, device=process.device, folder=folder)
         if run == "packed":
@@ -122,8 +138,8 @@ class JobTrainer(Trainer):
         if self.optimizer is None:
             copies = self.job.options.master_weights and self.job.strategy not in ZERO  # which makes them itself
             options, named = self.job.options, partial(self.get_optimizer_cls_and_kwargs, self.args)
-            own = options.optim is None and not options.settings
-            self.optimizer = make_optimizer(self.model, options, master_weights=copies, named=None if own else named)
+            made = None if options.optim is None and not options.settings else named
+            self.optimizer = states.make_optimizer(self.model, options, master_weights=copies, named=made)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
@@ -143,19 +159,47 @@ class JobTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Returns the microbatches of the next step as one batch, and the number of their targets on all ranks."""
+        if not self.state.global_step:
+            self._restore()
         self._timed.enter_context(self.process.clock.timed())
         microbatches = [_on_device(batch, self.args.device) for batch in next(epoch_iterator)]
         return [microbatches], self._get_num_items_in_batch(microbatches, device)
 
-    def end_step(self) -> tuple[float, float]:
-        """Waits for the step to end on the device; returns its loss over all ranks, and the seconds that it took."""
+    def _restore(self) -> None:
+        """Restores the states of the checkpoint, after all that draws random numbers before the first step."""
+        if self.process.ranks.rank:  # dropout of its own
+            torch.manual_seed(hash((self.job.options.seed, self.process.ranks.rank, self.first)))
+        if self.checkpoint is not None:
+            states.load_states(self.checkpoint, self.optimizer, self.process.ranks)
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *_: Any, **__: Any) -> None:
+        """Records a step, saves a checkpoint if one is due, and ends a run that makes no progress.
+
+        Raises:
+            PackingError: a figure of the step is not finite.
+        """
+        job, step = self.job, len(self.records)
+        if step == self.first + self.state.global_step:  # at the end of an epoch, whose last step is recorded
+            return
         loss = float(Divisor().average(self.step_loss))
         self._timed.close()
-        return loss, self.process.clock.seconds
+        norm, seconds = None if grad_norm is None else float(grad_norm), self.process.clock.seconds
+        evaluates = self.run_name == "packed" and job.evaluates_after(step)
+        evaluated = self.evaluation_loss() if evaluates else None
+        self.records.append(job.record(self.run_name, step, loss, seconds, grad_norm=norm, eval_loss=evaluated))
+        if evaluates:
+            self.sample()
+        if job.stops_after(self.records):
+            job.on_phase(f"no lower evaluation loss in {job.early_stopping} evaluations: the run ends here")
+            self.control.should_training_stop = True
+        if job.saves_after(self.records):
+            tensors = states.gathered(self.model, self.optimizer, self.process.ranks)
+            if self.process.ranks.rank == 0:
+                save_checkpoint(job, self.records, lambda folder: states.save(folder, *tensors))
 
     @torch.no_grad()
-    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
-        """Evaluates the job's held-out documents by the mean loss over all of their targets, on all ranks."""
+    def evaluation_loss(self) -> float:
+        """Returns the mean loss over all targets of the job's held-out documents, on all ranks."""
         job, collate = self.job, PackedCollator(self.model)
         assert job.evaluation is not None
         model, groups, one = self.model_wrapped, self.groups, torch.ones((), device=self.args.device)
@@ -169,22 +213,39 @@ class JobTrainer(Trainer):
                         loss: Any = self.compute_loss(model, dict(batch), num_items_in_batch=one)
                     targets = (batch["labels"] != IGNORE_INDEX).sum().double() / job.context_parallel
                     sums += torch.stack([loss.double() / world, targets])
-        metrics = {"eval_loss": float(quotient(*Divisor().total(sums)))}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        return float(quotient(*Divisor().total(sums)))
+
+    def sample(self) -> None:
+        """Lets the model continue the prompts of the job, on the first rank, once after a step."""
+        steps = len(self.records)
+        if self.run_name == "packed" and self.process.ranks.rank == 0 and self.sampled < steps:
+            for number, prompt in enumerate(self.job.prompts):
+                self.job.on_sample(steps, number, self._continuation(prompt))
+        self.sampled = steps
+
+    @torch.no_grad()
+    def _continuation(self, prompt: Sequence[int]) -> list[int]:
+        """Returns the most probable continuation of a prompt, up to the end of text or 64 tokens."""
+        model, ids = self.model, torch.tensor([prompt], device=self.args.device)
+        with in_mode(model, training=False), self.compute_loss_context_manager():
+            generated = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=64,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=self.job.schedule.pad_id,
+            )
+        return generated[0, len(prompt) :].tolist()
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Returns 0: nobody reads the count, for which the ranks would wait for each other."""
+        """Returns 0: nobody reads the count."""
         return 0
 
-    def store_flos(self) -> None:
-        """Does nothing, as there is nothing to store."""
 
-
-def job_trainer(job: TrainJob, run: Run, model: Any, process: Process, *, first: int, folder: str) -> JobTrainer:
+def job_trainer(job: TrainJob, run: Run, model: Any, process: Process, **others: Any) -> JobTrainer:
     """Builds the trainer of a run; the packed one is patched. Arguments are those of :class:`JobTrainer`."""
-    trainer = JobTrainer(job, run, model, process, first=first, folder=folder)
+    trainer = JobTrainer(job, run, model, process, **others)
     if process.device.type == "cuda":
         torch.cuda.set_device(process.device)  # TrainingArguments set the first one
     if run == "packed":

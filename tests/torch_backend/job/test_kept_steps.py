@@ -48,13 +48,7 @@ def rising(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
     from torch_backend.job.trainer import JobTrainer
 
     given = iter(values)
-
-    def evaluate(self, *_, **__):
-        metrics = {"eval_loss": next(given)}
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    monkeypatch.setattr(JobTrainer, "evaluate", evaluate)
+    monkeypatch.setattr(JobTrainer, "evaluation_loss", lambda self: next(given))
 
 
 def test_the_weights_of_the_best_step_are_written_and_the_run_ends_early(job, monkeypatch, tmp_path):
