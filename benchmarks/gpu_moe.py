@@ -53,7 +53,7 @@ from benchmarks.gpu_clock import (
 from benchmarks.gpu_moe_shapes import PEFT, SHAPES, Experts, adapted, available
 from benchmarks.gpu_moe_step import run_adapted_step, run_step, run_trainer, run_whole
 from benchmarks.gpu_workload import DTYPE
-from torch_backend.hf.edits.experts import override_adapter, override_experts, restore_experts
+from torch_backend.hf.edits.experts import kernel_edits
 from torch_backend.hf.edits.override import original_class, restore
 from torch_backend.hf.experts import LAYOUT, run_within
 from torch_backend.hf.forward import PackedForward
@@ -186,16 +186,16 @@ def chosen_for(case: Case, name: str) -> Case:
     """The case on an implementation by its name in transformers; ours as in a packed call of a patched model."""
     if name == OURS:
         for module in case.module.modules():
-            if LAYOUT not in module.__dict__ and hasattr(module, "_apply_gate"):
-                override_experts(module)
-            elif type(module).__name__ == "ParamWrapper":
-                override_adapter(module)
+            is_stock = LAYOUT not in module.__dict__ and hasattr(module, "_apply_gate")
+            if is_stock or type(module).__name__ == "ParamWrapper":
+                for edit in kernel_edits(module):
+                    edit.apply()
         tokens = len(case.x)
         return replace(case, packed=PackedForward(PackedMetadata.from_lengths([tokens], device=DEVICE), (1, tokens)))
     for module in case.module.modules():  # ours was the contender before
         if original_class(module) is not type(module):
             restore(module)
-            restore_experts(module)
+            module.__dict__.pop(LAYOUT, None)
     experts = next(m for m in case.module.modules() if hasattr(m, "_apply_gate"))
     experts.config._experts_implementation = available(name)
     return case

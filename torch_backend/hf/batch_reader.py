@@ -24,7 +24,7 @@ from torch_backend.hf.anatomy.heads import targets_among
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.seen import CHANGED, Seen
-from torch_backend.hf.edits.experts import experts_overrides
+from torch_backend.hf.edits.experts import experts_edits
 from torch_backend.hf.edits.head_rows import HeadRows
 from torch_backend.hf.edits.indexers import block_of
 from torch_backend.hf.edits.late_hooks import accept_hooks, hook_numbers, watch_hooks
@@ -74,7 +74,7 @@ class BatchReader:
         self.implementation = implementation if isinstance(implementation, str) else tuple(implementation)
         candidates(self.device, implementation)  # an unknown name raises here
         self.rows = HeadRows(self.root, self.decoder, anatomy.head, per_document=anatomy.route == "documents")
-        self.experts = [] if anatomy.route == "documents" else list(experts_overrides(self.decoder))
+        self.experts = [] if anatomy.route == "documents" else list(experts_edits(self.decoder))
         self.compiled: set[AttentionRequest] = set()
         self.crosses = False
         self.guard = Guard()

@@ -26,7 +26,7 @@ from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import LENGTHS, NUMBERS
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.hf.anatomy.structure import DATA_PARALLEL
-from torch_backend.hf.edits.override import is_reached, override
+from torch_backend.hf.edits.override import Attribute, LayerOverride, is_reached
 from torch_backend.hf.forward import PackedForward
 
 _ENTRY = "_crosspack_entry"
@@ -106,18 +106,12 @@ def lead_to_entry(wrapper: nn.Module, root: nn.Module) -> None:
             module.__dict__["forward"] = root.forward
 
 
-def override_entries(patched: Entered) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:
-    """The root of a patched model and its decoder, which may be the same module, each with what overrides it."""
-    if patched.root is patched.decoder:
-        yield patched.root, partial(_override, patched, _enter_both)
-    else:
-        yield patched.root, partial(_override, patched, _enter_model)
-        yield patched.decoder, partial(_override, patched, _enter_decoder)
-
-
-def restore_entry(module: nn.Module) -> None:
-    """Take back what the overrides of :func:`override_entries` add to a module."""
-    del module.__dict__[_ENTRY]
+def entry_edits(patched: Entered) -> Iterator[LayerOverride | Attribute]:
+    """The edits of the root of a patched model and of its decoder, which may be the same module."""
+    both = [(patched.root, _enter_model), (patched.decoder, _enter_decoder)]
+    for module, forward in [(patched.root, _enter_both)] if patched.root is patched.decoder else both:
+        yield Attribute(module, _ENTRY, patched)
+        yield LayerOverride(module, forward, takes=_MARKS)
 
 
 def require_entry(root: nn.Module) -> None:
@@ -136,11 +130,6 @@ def refuse_transforms() -> None:
             "packed batches cannot run inside transforms of torch.func (grad, vjp, jvp, vmap): take gradients by "
             "loss.backward() or torch.autograd.grad, also of torch.func.functional_call, or pass documents unpacked"
         )
-
-
-def _override(patched: Entered, forward: Call, module: nn.Module) -> None:
-    override(module, forward, takes=_MARKS)
-    module.__dict__[_ENTRY] = patched
 
 
 def _enter_model(root: Any, call: Call, *args: Any, **kwargs: Any) -> Any:

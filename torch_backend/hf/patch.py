@@ -8,7 +8,7 @@ without boundaries takes the path it took before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -24,37 +24,26 @@ from torch_backend.hf import router
 from torch_backend.hf.anatomy.families import both_ways_of
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.structure import STATE, causal_lm, has_compiled_layers, refuse_sharding_inside
-from torch_backend.hf.attention import PACKED, register, softcap_of
+from torch_backend.hf.attention import KIND, PACKED, kind_of, register, softcap_of
 from torch_backend.hf.batch_reader import BatchReader
 from torch_backend.hf.blank_images import takes_media, tie_blank_image, wants_blank_image
 from torch_backend.hf.edits import own_attention
 from torch_backend.hf.edits.clips import by_loss_function, clip_edits
-from torch_backend.hf.edits.experts import restore_experts
-from torch_backend.hf.edits.indexers import override_indexer
-from torch_backend.hf.edits.kinds import (
-    AttentionKind,
-    AttentionName,
-    ContinuousBatching,
-    Edit,
-    Hook,
-    LayerOverride,
-    Rotation,
-)
+from torch_backend.hf.edits.indexers import select_inside
+from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook
 from torch_backend.hf.edits.late_hooks import accept_hooks
-from torch_backend.hf.edits.latents import LatentKeys, has_latent
-from torch_backend.hf.edits.mixers import overrides, run_per_document
-from torch_backend.hf.edits.override import is_reached
-from torch_backend.hf.edits.rotary import override_frequencies, restore_frequencies
-from torch_backend.hf.edits.towers import tower_edits
-from torch_backend.hf.entry import (
-    Call,
-    override_entries,
-    refuse_transforms,
-    require_entry,
-    restore_entry,
-    run_inside,
-    running,
+from torch_backend.hf.edits.latents import latent_edits
+from torch_backend.hf.edits.mixers import mixer_edits, run_per_document
+from torch_backend.hf.edits.override import Attribute, LayerOverride, is_reached
+from torch_backend.hf.edits.rotary import (
+    CURRENT,
+    frequencies_per_document,
+    rotated_by_triton,
+    rotation_attributes,
+    why_own_rotation,
 )
+from torch_backend.hf.edits.towers import tower_edits
+from torch_backend.hf.entry import Call, entry_edits, refuse_transforms, require_entry, run_inside, running
 from torch_backend.hf.experts import ExpertsChoice
 from torch_backend.hf.float8 import to_bfloat16
 from torch_backend.hf.foreign_kernels import refuse_replaced_layers
@@ -65,6 +54,7 @@ from torch_backend.hf.inputs.context import refuse_context, with_loss_over_ranks
 from torch_backend.ops.attention import AttentionRequest
 
 Model = TypeVar("Model", bound=nn.Module)
+_GENERATE = "init_continuous_batching"  # of a model: generate_batch, which takes few attention implementations by name
 
 
 def install(
@@ -206,28 +196,28 @@ class Patched(BatchReader):
             own = [layer for layer in self.anatomy.attention.values() if own_attention.computes_attention(layer)]
             served = () if own else (self.decoder, *self.anatomy.attention.values())
             yield from map(AttentionName, {id(m.config): m.config for m in served}.values())
-            yield from map(AttentionKind, self.anatomy.attention.values())
+            yield from (Attribute(layer, KIND, kind_of(layer)) for layer in self.anatomy.attention.values())
             yield from own_attention.edits(self.decoder, own)
-            yield ContinuousBatching(self.root, self.suspend)
+            if hasattr(self.root, _GENERATE):
+                yield Attribute(self.root, _GENERATE, partial(_init_continuous_batching, self.root, self.suspend))
         for indexer in self.anatomy.indexers:
-            yield LayerOverride(indexer, override_indexer)
+            yield LayerOverride(indexer, select_inside)
         if self.anatomy.indexers:
-            yield from map(LatentKeys, filter(has_latent, self.anatomy.attention.values()))
+            yield from latent_edits(self.anatomy.attention.values())
         if self.anatomy.route != "documents":
-            around = {id(layer) for layer, _ in self.experts}
-            for layer, start in overrides(self.decoder, self.anatomy.mixers.values()):
-                if id(layer) not in around:
-                    yield LayerOverride(layer, start)
-            for layer, start in self.experts:
-                yield LayerOverride(layer, start, restore_experts)
+            around = {id(edit.layer) for edit in self.experts}
+            yield from mixer_edits(self.decoder, self.anatomy.mixers.values(), around)
+            yield from self.experts
         for rotary in self.anatomy.rotaries.values():
-            start = partial(override_frequencies, current=self.current)
-            yield LayerOverride(rotary, start, restore_frequencies)
+            yield Attribute(rotary, CURRENT, self.current)
+            yield LayerOverride(rotary, frequencies_per_document)
         for name, layer in self.anatomy.attention.items():
             if name not in self.anatomy.mixers and own_attention.keeps_its_forward(layer):
-                yield Rotation(name, layer, self.own_rotation)
-        for module, start in override_entries(self):
-            yield LayerOverride(module, start, restore_entry)
+                if (reason := why_own_rotation(layer)) is None:
+                    yield LayerOverride(layer, rotated_by_triton, rotation_attributes)
+                else:
+                    self.own_rotation[name] = reason
+        yield from entry_edits(self)
         yield from self.rows.edits(self.current)
         if takes_media(self.root.config):
             yield Hook(partial(self.root.get_input_embeddings().register_forward_hook, self._tie_blank_image))
@@ -430,3 +420,9 @@ class Patched(BatchReader):
         self.__dict__.update(state)
         for name in self._attention_names():
             register(name.over)  # in the process that loads a pickled model
+
+
+def _init_continuous_batching(root: Any, suspend: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+    """As the model's own, under the attention implementation that it had before the patch."""
+    suspend()
+    return getattr(type(root), _GENERATE)(root, *args, **kwargs)

@@ -29,8 +29,8 @@ from packing_core.errors import LayoutError
 from torch_backend.hf.anatomy.audio import FEATURES, FRAMES, LONGEST, Audio, audio_of
 from torch_backend.hf.anatomy.families import SPELL_OUT_LOSS
 from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS
-from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook, LayerOverride
-from torch_backend.hf.edits.override import override
+from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook
+from torch_backend.hf.edits.override import LayerOverride
 from torch_backend.hf.edits.towers import AT_ONCE, BOUNDARIES, TowerCall, compiles, layer_attributes, tower_layers
 from torch_backend.hf.forward import PackedForward
 from torch_backend.ops.conv.clips import ClipRows, convolve_clips
@@ -52,10 +52,10 @@ def clip_edits(root: Any, current: Callable[[], PackedForward | None]) -> Iterat
     tower = model.audio_tower
     if audio.encoder == "row":
         yield AttentionName(tower.config)
-        yield LayerOverride(tower, override_row_encoder)
+        yield LayerOverride(tower, _on_row, takes=(PACKED,))
     elif audio.encoder == "windows" and "flash" not in (tower.config._attn_implementation or ""):
         yield AttentionName(tower.config)
-        yield from (LayerOverride(layer, override_window_layer) for layer in tower_layers(tower))
+        yield from (LayerOverride(layer, _all_windows, layer_attributes) for layer in tower_layers(tower))
     hook = partial(_embed_clips, audio, current)
     yield Hook(partial(model.register_forward_pre_hook, hook, with_kwargs=True))
 
@@ -150,12 +150,8 @@ def _loss_by_function(
 # -- Whisper's kind ----------------------------------------------------------------------------------------------------
 
 
-def override_row_encoder(tower: nn.Module) -> None:
-    """Make an encoder run the clips of a packed call as segments of one row."""
-    override(tower, _on_row, takes=(PACKED,))
-
-
 def _on_row(tower: Any, call: Callable[..., Any], features: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The call of an encoder, which runs the clips of a packed call as segments of one row."""
     clips = kwargs.pop(PACKED, None)
     return call(features, *args, **kwargs) if clips is None else encode_row(tower, features, clips)
 
@@ -215,12 +211,8 @@ def _boundaries(spans: Sequence[int], device: torch.device) -> Tensor:
     return ends
 
 
-def override_window_layer(layer: nn.Module) -> None:
-    """Make an attention layer attend to all windows of a packed call at once."""
-    override(layer, _all_windows, layer_attributes)
-
-
 def _all_windows(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call of an attention layer, of all windows of a packed call at once."""
     segments = getattr(kwargs.get(BOUNDARIES), _SEGMENTS, None)
     if segments is None or not compiles(layer):
         return call(*args, **kwargs)

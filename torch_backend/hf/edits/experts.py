@@ -14,18 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_backend.hf.anatomy.experts import (
-    ExpertsLayout,
-    find_experts,
-    holds_4_bits,
-    is_spread,
-    layout_of,
-    makes_weights,
-)
+from torch_backend.hf.anatomy.experts import find_experts, holds_4_bits, is_spread, layout_of, makes_weights
 from torch_backend.hf.anatomy.unchanged import has_foreign_hooks
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.mixers import passes_on, segments_passed_on
-from torch_backend.hf.edits.override import has_own_forward, is_reached, original_class, override
+from torch_backend.hf.edits.override import Attribute, LayerOverride, has_own_forward, is_reached, original_class
 from torch_backend.hf.experts import LAYOUT, packed_around, run_experts, run_within
 from torch_backend.hf.forward import forward_among
 from torch_backend.ops.experts import Adapter
@@ -45,17 +38,24 @@ def reasons_against(decoder: nn.Module) -> dict[str, str]:
     return found
 
 
-def experts_overrides(decoder: nn.Module) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:
-    """The modules whose forwards packed calls replace, each with what replaces it."""
+def experts_edits(decoder: nn.Module) -> Iterator[LayerOverride | Attribute]:
+    """The edits of a decoder whose experts run on our kernels in packed calls."""
     inside = _inside_layers(decoder)
     served = {id(m) for m in find_experts(decoder).values() if _why_not(m, inside) is None}
     for module in decoder.modules():
-        if id(module) in served:
-            yield module, override_experts
-        elif type(module).__name__ == _WRAPPER and id(_innermost(module)) in served:
-            yield module, override_adapter
+        if id(module) in served or (type(module).__name__ == _WRAPPER and id(_innermost(module)) in served):
+            yield from kernel_edits(module)
         elif isinstance(module, DecoderLayer) and any(id(inner) in served for inner in module.modules()):
-            yield module, override_layer
+            yield LayerOverride(module, _passing_layer_forward if passes_on(module) else _layer_forward)
+
+
+def kernel_edits(module: nn.Module) -> Iterator[LayerOverride | Attribute]:
+    """The edits of a module of experts, or of PEFT's adapter of their parameter, which kernels take as it is."""
+    if type(module).__name__ == _WRAPPER:
+        yield LayerOverride(module, _adapter_forward)
+        return
+    yield Attribute(module, LAYOUT, layout_of(module))
+    yield LayerOverride(module, _experts_forward)
 
 
 def why_experts_read(model: nn.Module) -> str | None:
@@ -83,29 +83,6 @@ def why_experts_read(model: nn.Module) -> str | None:
     return None
 
 
-def override_experts(module: nn.Module) -> None:
-    """Run a module of experts on our kernels in packed forwards."""
-    layout = layout_of(module)
-    assert isinstance(layout, ExpertsLayout)
-    module.__dict__[LAYOUT] = layout
-    override(module, _experts_forward)
-
-
-def restore_experts(module: nn.Module) -> None:
-    """Take back what :func:`override_experts` adds to a module."""
-    module.__dict__.pop(LAYOUT, None)
-
-
-def override_adapter(wrapper: nn.Module) -> None:
-    """Hand PEFT's adapter of a parameter of experts to the kernels, in place of adding it to the weights."""
-    override(wrapper, _adapter_forward)
-
-
-def override_layer(layer: nn.Module) -> None:
-    """Let a decoder layer say whose tokens its experts get."""
-    override(layer, _passing_layer_forward if passes_on(layer) else _layer_forward)
-
-
 def _inside_layers(decoder: nn.Module) -> set[int]:
     layers = (module for module in decoder.modules() if isinstance(module, DecoderLayer))
     return {id(inner) for layer in layers for inner in layer.modules()}
@@ -126,6 +103,7 @@ def _why_not(module: nn.Module, inside: set[int]) -> str | None:
 
 
 def _layer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call of a decoder layer, which says whose tokens its experts get."""
     return run_within(forward_among((*args, *kwargs.values())), call, *args, **kwargs)
 
 

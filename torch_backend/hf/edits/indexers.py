@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.anatomy.families import INDEXERS
-from torch_backend.hf.edits.override import override
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.ops.attention.selected import LongDocuments, select, select_blocks, select_pooled
 
@@ -60,12 +59,8 @@ def block_of(indexer: Any) -> int:
     return int(indexer.compress_ratio)
 
 
-def override_indexer(indexer: nn.Module) -> None:
-    """Make an indexer select inside documents in packed forwards."""
-    override(indexer, _forward)
-
-
-def _forward(indexer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def select_inside(indexer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call of an indexer, which selects inside documents in packed calls."""
     forward = forward_among((*args, *kwargs.values()))
     if forward is None:
         return call(*args, **kwargs)

@@ -7,34 +7,24 @@ again. Compiled layers run no selected keys, and carry nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_backend.hf.edits.override import Attribute
 from torch_backend.ops.attention.selected import Latent
 
 _EXPAND, _MADE_OF = "expand_kv", "_crosspack_made_of"
 
 
-@dataclass
-class LatentKeys:
-    """The keys of a layer carry what they were made of."""
-
-    layer: nn.Module
-
-    def apply(self) -> None:
-        self.layer.__dict__[_EXPAND] = partial(_expand, self.layer)
-
-    def undo(self) -> None:
-        self.layer.__dict__.pop(_EXPAND, None)
-
-
-def has_latent(layer: nn.Module) -> bool:
-    """Returns whether a layer expands latent vectors, by a method that nobody has replaced."""
-    return hasattr(type(layer), _EXPAND) and _EXPAND not in layer.__dict__
+def latent_edits(layers: Iterable[nn.Module]) -> Iterator[Attribute]:
+    """The edits of layers that expand latent vectors by a method that nobody has replaced: their keys carry them."""
+    for layer in layers:
+        if hasattr(type(layer), _EXPAND) and _EXPAND not in layer.__dict__:
+            yield Attribute(layer, _EXPAND, partial(_expand, layer))
 
 
 def _expand(layer: Any, compressed: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:

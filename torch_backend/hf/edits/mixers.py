@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -36,7 +36,7 @@ from torch_backend.hf.anatomy.families import (
     WITHIN_TOKENS_METHODS,
 )
 from torch_backend.hf.attention import causal_mask, uses_interface
-from torch_backend.hf.edits.override import has_own_forward, original_class, override
+from torch_backend.hf.edits.override import LayerOverride, has_own_forward, original_class
 from torch_backend.hf.edits.rebinding import called, names, rebound
 from torch_backend.hf.edits.row_layers import FORWARDS, with_fast_norms, without_triton
 from torch_backend.hf.edits.stand_ins import LayerSegments, convolve, no_fused_steps, running, scan, selective_scan
@@ -70,33 +70,28 @@ def find_mixers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
     return found
 
 
-def overrides(
-    decoder: nn.Module, mixers: Iterable[nn.Module]
-) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:
-    """The modules whose forwards packed calls replace, each with what replaces it."""
+def mixer_edits(decoder: nn.Module, mixers: Iterable[nn.Module], others: Container[int]) -> Iterator[LayerOverride]:
+    """The edits of layers that restart at every segment in packed calls, and of those that pass the segments on.
+
+    Args:
+        decoder: whose layers they are.
+        mixers: run on the row where they can, else per document.
+        others: ids of layers that have another edit.
+    """
     for mixer in mixers:
-        yield mixer, override_mixer
+        if id(mixer) not in others:
+            yield LayerOverride(mixer, _mixer_forward, _row_attributes)
+            reason = why_not_on_the_row(mixer)
+            if reason is not None and CONVOLUTION in called(original_class(mixer).forward):
+                _warn_once(type(mixer).__name__, reason)
     for layer in decoder.modules():
-        if passes_on(layer):
-            yield layer, override_argument
+        if passes_on(layer) and id(layer) not in others:
+            yield LayerOverride(layer, segments_passed_on)
 
 
 def passes_on(layer: nn.Module) -> str | None:
     """The argument of a decoder layer that alone brings segments to its mixer or indexer; None if others do."""
     return next((PASS_ON[c.__name__] for c in type(layer).__mro__ if c.__name__ in PASS_ON), None)
-
-
-def override_mixer(layer: nn.Module) -> None:
-    """Make a layer restart at every segment in packed forwards: on the row where it can, else per document."""
-    override(layer, _mixer_forward, _row_attributes)
-    reason = why_not_on_the_row(layer)
-    if reason is not None and CONVOLUTION in called(original_class(layer).forward):
-        _warn_once(type(layer).__name__, reason)
-
-
-def override_argument(layer: nn.Module) -> None:
-    """Make a decoder layer pass the segments on, in place of the argument of :func:`passes_on`."""
-    override(layer, segments_passed_on)
 
 
 def why_not_on_the_row(layer: nn.Module) -> str | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial, wraps
 from types import MethodType
 from typing import Any
@@ -70,6 +71,42 @@ def restore(layer: nn.Module) -> None:
     if _ORIGINAL in type(layer).__dict__:
         layer.__class__ = original
     # Otherwise FSDP has subclassed our class in the meantime; without _ACTIVE its calls pass through.
+
+
+@dataclass
+class LayerOverride:
+    """An edit of a model (:mod:`.kinds`): the forward of a layer is replaced; attributes as of :func:`override`."""
+
+    layer: nn.Module
+    forward: Forward
+    prepare: Prepare = _nothing
+    takes: tuple[str, ...] = ()
+
+    def apply(self) -> None:
+        override(self.layer, self.forward, self.prepare, self.takes)
+
+    def undo(self) -> None:
+        restore(self.layer)
+
+
+@dataclass
+class Attribute:
+    """An edit of a model (:mod:`.kinds`): a module has an attribute of its own, which hides one of its class.
+
+    Attributes:
+        layer: the module.
+        name, value: of the attribute.
+    """
+
+    layer: nn.Module
+    name: str
+    value: Any
+
+    def apply(self) -> None:
+        self.layer.__dict__[self.name] = self.value
+
+    def undo(self) -> None:
+        self.layer.__dict__.pop(self.name, None)
 
 
 def original_class(layer: nn.Module) -> type[nn.Module]:

@@ -8,7 +8,6 @@ place of the mask, and keeps the layer's projections, rotation and output. Witho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_backend.hf.attention import packed_attention
-from torch_backend.hf.edits.kinds import Edit, LayerOverride
-from torch_backend.hf.edits.override import has_own_forward, original_class, override
+from torch_backend.hf.edits.kinds import Edit
+from torch_backend.hf.edits.override import Attribute, LayerOverride, has_own_forward, original_class
 from torch_backend.hf.edits.rebinding import names
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.ops.rope import apply_rope
@@ -95,10 +94,6 @@ _METHODS: dict[str, Options] = {
 
 
 # -- layers without -------------------------------------------------------------------------------------------------
-
-
-def _override(layer: nn.Module) -> None:
-    override(layer, _forward, _forward_of)
 
 
 def _forward_of(original: type[nn.Module]) -> dict[str, Any]:
@@ -188,31 +183,16 @@ _FORWARDS: dict[str, Callable[..., Tensor]] = {
 # -- the edit ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Method:
-    """An edit: a method of one module is another function, which takes the module first."""
-
-    module: nn.Module
-    name: str
-    function: Callable[..., Any]
-
-    def apply(self) -> None:
-        self.module.__dict__[self.name] = partial(self.function, self.module)
-
-    def undo(self) -> None:
-        del self.module.__dict__[self.name]
-
-
 def edits(decoder: nn.Module, layers: Iterable[nn.Module]) -> Iterator[Edit]:
     """The edits of layers that compute attention themselves, and of their decoder."""
     for layer in layers:
         if _has_method(layer):
             options = _METHODS[_definer(type(layer), _METHOD).__name__]
-            yield Method(layer, _METHOD, partial(_attend, options))
+            yield Attribute(layer, _METHOD, partial(_attend, options, layer))
         else:
-            yield LayerOverride(layer, _override)
+            yield LayerOverride(layer, _forward, _forward_of)
     if hasattr(type(decoder), _BIAS):
-        yield Method(decoder, _BIAS, _build_bias)
+        yield Attribute(decoder, _BIAS, partial(_build_bias, decoder))
 
 
 def passes_segments(decoder: nn.Module) -> bool:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_backend.hf.edits.kinds import Edit, LayerOverride
-from torch_backend.hf.edits.override import override
+from torch_backend.hf.edits.kinds import Edit
+from torch_backend.hf.edits.override import Attribute, LayerOverride
 from torch_backend.hf.forward import PackedForward
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.rope import apply_rope
@@ -34,22 +34,14 @@ def product_edits(tower: nn.Module, current: Current) -> Iterator[Edit]:
     """The edits of a tower's convolutions over whole patches; ``current`` returns the packed forward of this thread."""
     for module in tower.modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d) and _covers_its_kernel(module):
-            yield LayerOverride(module, partial(_override_convolution, current=current), _forget)
+            yield Attribute(module, _CURRENT, current)
+            yield LayerOverride(module, _as_product)
 
 
 def _covers_its_kernel(conv: Any) -> bool:
     """Returns whether a convolution is a product where its input is as large as its kernel."""
     plain = set(conv.padding) == {0} and set(conv.dilation) == {1} and conv.groups == 1
     return plain and not conv.transposed
-
-
-def _override_convolution(conv: nn.Module, current: Current) -> None:
-    override(conv, _as_product)
-    conv.__dict__[_CURRENT] = current
-
-
-def _forget(conv: nn.Module) -> None:
-    del conv.__dict__[_CURRENT]
 
 
 def _as_product(conv: Any, call: Callable[..., Any], x: Tensor) -> Any:

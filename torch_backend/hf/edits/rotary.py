@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.families import ROTATION
-from torch_backend.hf.edits.override import has_own_forward, original_class, override
+from torch_backend.hf.edits.override import has_own_forward, original_class
 from torch_backend.hf.edits.rebinding import called, rebound
 from torch_backend.hf.foreign_kernels import plain_rotation
 from torch_backend.hf.forward import PackedForward, forward_among
@@ -33,7 +33,7 @@ from torch_backend.ops.rope.reference import rotate
 from torch_backend.segments import to_device
 
 _ROTATED_FORWARD = "_crosspack_rotated_forward"
-_CURRENT = "_crosspack_current"
+CURRENT = "_crosspack_current"
 _ONE_THREAD = threading.Lock()  # such a module keeps the frequencies of its last call in a buffer
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 
@@ -41,26 +41,20 @@ Rotation = Callable[..., tuple[Tensor, Tensor]]
 # -- the rotation --------------------------------------------------------------------------------------------------
 
 
-def override_rotation(layer: nn.Module) -> str | None:
-    """Give an attention layer a packed forward with the Triton rotation.
-
-    Returns:
-        Why the layer keeps its own rotation and is left alone, None if it was changed.
-    """
+def why_own_rotation(layer: nn.Module) -> str | None:
+    """Explains why an attention layer keeps its own rotation in packed calls; None if Triton's can stand in for it."""
     if has_own_forward(layer):
         return "somebody set a forward on this instance"
     found = _rotated_forward(original_class(layer).forward)
-    if isinstance(found, str):
-        return found
-    override(layer, _attention_forward, _rotation_attributes)
-    return None
+    return found if isinstance(found, str) else None
 
 
-def _rotation_attributes(original: type[nn.Module]) -> dict[str, Any]:
+def rotation_attributes(original: type[nn.Module]) -> dict[str, Any]:
     return {_ROTATED_FORWARD: _rotated_forward(original.forward)}
 
 
-def _attention_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def rotated_by_triton(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call of an attention layer, with the Triton rotation if it is packed."""
     if forward_among((*args, *kwargs.values())) is None:
         return call(*args, **kwargs)
     return layer.__dict__[_ROTATED_FORWARD](layer, *args, **kwargs)
@@ -167,27 +161,17 @@ def find_batch_dependent(decoder: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def override_frequencies(rotary: nn.Module, current: Callable[[], PackedForward | None]) -> None:
-    """Make a rotary module choose frequencies per document during the packed forward that ``current()`` returns.
-
-    The decoder calls these modules itself and passes them no mask, so the segments cannot come as an argument.
-    """
-    override(rotary, _frequencies_forward)
-    rotary.__dict__[_CURRENT] = current
-
-
-def restore_frequencies(rotary: nn.Module) -> None:
-    """Take back what :func:`override_frequencies` adds to the override."""
-    del rotary.__dict__[_CURRENT]
-
-
 def _depends_on_batch(module: nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
-def _frequencies_forward(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def frequencies_per_document(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call of a rotary module, which chooses frequencies per document in packed calls.
+
+    Its decoder calls it by itself and passes it no mask, so it finds the packed forward by its attribute ``CURRENT``.
+    """
     if torch.compiler.is_compiling():
         return _frequencies(rotary, call, *args, **kwargs)
     with _ONE_THREAD:
@@ -195,7 +179,7 @@ def _frequencies_forward(rotary: nn.Module, call: Callable[..., Any], *args: Any
 
 
 def _frequencies(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    forward: PackedForward | None = rotary.__dict__[_CURRENT]()
+    forward: PackedForward | None = rotary.__dict__[CURRENT]()
     if forward is None:
         return call(*args, **kwargs)
     if forward.context is not None:

@@ -34,8 +34,8 @@ from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
 from torch_backend.hf.anatomy.vision import GRIDS
 from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, uses_interface
 from torch_backend.hf.edits.grids import of_grids
-from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook, LayerOverride
-from torch_backend.hf.edits.override import has_own_forward, original_class, override
+from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook
+from torch_backend.hf.edits.override import LayerOverride, has_own_forward, original_class
 from torch_backend.hf.edits.patches import override_rotation_of_patches, product_edits
 from torch_backend.hf.edits.rebinding import called, rebound
 from torch_backend.hf.forward import PackedForward
@@ -60,10 +60,10 @@ def tower_edits(
     names = {"image_sizes"} & set(EXACT_KEYS.get(root.config.model_type, ()))
     if (tower := tower_of(root)) is not None:
         names |= set(GRIDS.values())
-        edits += [LayerOverride(layer, override_tower_layer) for layer in tower_layers(tower)]
-        edits += [LayerOverride(tower, override_tower), *product_edits(tower, current)]
+        edits += [LayerOverride(layer, _attend_at_once, layer_attributes) for layer in tower_layers(tower)]
+        edits += [LayerOverride(tower, _from_host, _tower_attributes), *product_edits(tower, current)]
     elif (tower := pixtral_of(root)) is not None:
-        edits.append(LayerOverride(tower, override_pixtral))
+        edits.append(LayerOverride(tower, _without_mask))
     if names:
         hook = partial(sizes_on_host, frozenset(names), current)
         yield Hook(partial(root.base_model.register_forward_pre_hook, hook, with_kwargs=True))
@@ -88,11 +88,6 @@ def pixtral_of(root: Any) -> nn.Module | None:
     )
     tower: Any = next(towers, None)
     return None if tower is None or "flash" in (tower.config._attn_implementation or "") else tower
-
-
-def override_pixtral(tower: nn.Module) -> None:
-    """Make a Pixtral tower attend to all images of a packed call at once, without a mask."""
-    override(tower, _without_mask)
 
 
 def sizes_on_host(
@@ -122,6 +117,7 @@ _config_of_tower = threading.RLock()  # a call reads the config of the tower tha
 def _without_mask(
     tower: Any, call: Callable[..., Any], pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any
 ) -> Any:
+    """The call of a Pixtral tower, which attends to all images of a packed call at once."""
     forward = kwargs.pop(PACKED, None)
     if torch.compiler.is_compiling():
         return call(pixel_values, image_sizes=image_sizes, **kwargs)
@@ -202,11 +198,6 @@ class TowerCall:
         return known[1].to(device)
 
 
-def override_tower(tower: nn.Module) -> None:
-    """Make a tower compute on the host what follows from grids alone."""
-    override(tower, _from_host, _tower_attributes)
-
-
 def _tower_attributes(original: type[nn.Module]) -> dict[str, Any]:
     return {_FROM_HOST: _forward_from_host(original.forward)}
 
@@ -229,6 +220,7 @@ def _on_host(function: Callable[..., Any], grid: Any, *args: Any, **named: Any) 
 def _from_host(
     tower: nn.Module, call: Callable[..., Any], hidden: Tensor, *args: Any, grid_thw: Any = None, **kwargs: Any
 ) -> Any:
+    """The call of a tower, which computes on the host what follows from grids alone."""
     forward = kwargs.pop(PACKED, None)
     if args:
         grid_thw, args = args[0], args[1:]
@@ -238,11 +230,6 @@ def _from_host(
     run = tower.__dict__[_FROM_HOST]
     call = call if run is None or has_own_forward(tower) else partial(run, tower)
     return call(hidden, made.grid, *args, **kwargs, **{PACKED: made})
-
-
-def override_tower_layer(layer: nn.Module) -> None:
-    """Make an attention layer of a tower run all images of a packed call at once."""
-    override(layer, _attend_at_once, layer_attributes)
 
 
 def layer_attributes(original: type[nn.Module]) -> dict[str, Any]:
@@ -268,6 +255,7 @@ def compiles(layer: nn.Module) -> bool:
 
 
 def _attend_at_once(layer: nn.Module, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The call of an attention layer of a tower, of all images of a packed call at once."""
     if kwargs.get(TOWER_SEGMENTS) is None:  # outside of compiled blocks
         tower, boundaries = kwargs.get(PACKED), kwargs.get(BOUNDARIES)
         if not isinstance(tower, TowerCall) or boundaries is None:
