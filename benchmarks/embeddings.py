@@ -1,14 +1,16 @@
-"""sentence-transformers' trainers, padded and packed by ``crosspack.enable_packing``: same losses, how much faster.
+r"""sentence-transformers' trainers, padded and packed by ``crosspack.enable_packing``: same losses, how much faster.
 
     python -m benchmarks.embeddings           # on the GPU if there is one; --tiny: to see that everything runs
-    python -m benchmarks.embeddings --shape modernbert --means 30 300 --batch 512 --bf16 --contenders flash packed
+    python -m benchmarks.embeddings --shape modernbert --means 30 300 --batch 512 --bf16 --contenders flash \
+        packed packed/selective
     python -m benchmarks.embeddings --shape xlmr-large --task rerank --means 10 150 --batch 8 --bf16
 
 Pairs are questions and answers of GSM8K, or with ``--means`` random words whose numbers are lognormal with these means;
 MultipleNegativesRankingLoss compares them within a batch. Rerankers score made-up lists of 16 documents under
 LambdaLoss, and a batch is as many lists. Weights are random, without dropout, so that losses can be compared. Of the
 rounds of each contender, in turn, the fastest counts; "padded/32" pads mini-batches of 32, "flash" is FlashAttention
-without padding where the library has it. One that runs out of memory is named.
+without padding where the library has it, "packed/selective" names a level of memory. Losses are read after the last
+step, and logged as seldom as the library does. One that runs out of memory is named.
 """
 
 from __future__ import annotations
@@ -100,16 +102,17 @@ def save(folder: str, shape: str, task: str, texts: list[str]) -> None:
 
 def parts(folder: str, chosen: argparse.Namespace, contender: str) -> tuple[Any, Any, Any, Any]:
     """Returns a model, its loss, and the classes of its trainer and of the trainer's arguments."""
-    name, _, mini_batch = contender.partition("/")
+    name, _, more = contender.partition("/")
+    size = int(more) if more.isdigit() else 0  # of mini-batches
     options = {"attn_implementation": _board_flash.NAME if name == "flash" else "sdpa"}
     if chosen.task == "rerank":
         reranker = cross_encoder.CrossEncoder(folder, num_labels=1, model_kwargs=options)
-        loss = cross_encoder.losses.LambdaLoss(reranker, mini_batch_size=int(mini_batch or -1))
+        loss = cross_encoder.losses.LambdaLoss(reranker, mini_batch_size=size or -1)
         return reranker, loss, cross_encoder.CrossEncoderTrainer, cross_encoder.CrossEncoderTrainingArguments
     model, losses = sentence_transformer.SentenceTransformer(folder, model_kwargs=options), sentence_transformer.losses
     loss = losses.MultipleNegativesRankingLoss(model)
-    if mini_batch:
-        loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=int(mini_batch))
+    if size:
+        loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=size)
     kinds = sentence_transformer.SentenceTransformerTrainer, sentence_transformer.SentenceTransformerTrainingArguments
     return model, loss, *kinds
 
@@ -118,18 +121,20 @@ def train(folder: str, pairs: Dataset, chosen: argparse.Namespace, contender: st
     """Returns the losses of the steps, the seconds of one, and the most GiB allocated."""
     model, loss, kind, arguments = parts(folder, chosen, contender)
     clock, on_gpu = Clock(), torch.cuda.is_available()
-    options = {"max_steps": chosen.steps + WARM_UP, "learning_rate": 1e-4, "bf16": chosen.bf16, "logging_steps": 1}
+    options = {"max_steps": chosen.steps + WARM_UP, "learning_rate": 1e-4, "bf16": chosen.bf16}
     options |= {"per_device_train_batch_size": chosen.batch, "save_strategy": "no", "disable_tqdm": True}
     trainer = kind(model, arguments(folder, report_to=[], **options), pairs, loss=loss, callbacks=[clock])
     trainer.remove_callback(transformers.PrinterCallback)
-    if contender.startswith("packed"):
-        crosspack.enable_packing(trainer, verify=False)  # the losses are compared
+    name, _, level = contender.partition("/")
+    if name == "packed":
+        crosspack.enable_packing(trainer, verify=False, memory=level or None)  # the losses are compared
+    losses, step = list[Any](), trainer.training_step
+    trainer.training_step = lambda *given, **options: losses.append(step(*given, **options)) or losses[-1]
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
     print(contender, f"{chosen.batch / clock.seconds:.1f} {chosen.unit}/s", flush=True)
-    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    return losses, clock.seconds, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    return [float(loss) for loss in losses], clock.seconds, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
 
 
 def rounds_of(folder: str, pairs: Dataset, chosen: argparse.Namespace) -> dict[str, tuple[list[float], float, float]]:
@@ -177,10 +182,11 @@ def main() -> None:
         best = rounds_of(folder, Dataset.from_list(records), chosen)
     for name, (_, seconds, memory) in best.items():
         print(f"{name}: {chosen.batch / seconds:.1f} {chosen.unit}/s, {memory:.2f} GiB")
-    losses, packed, _ = best.pop("packed")
-    for name, (others, seconds, _) in best.items():
-        apart = max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
-        print(f"{seconds / packed:.2f} times {name}; the losses of {len(losses)} steps differ by at most {apart:.1e}")
+    for packed in [name for name in best if name.startswith("packed")]:
+        losses, fastest, _ = best.pop(packed)
+        for name, (others, seconds, _) in best.items():
+            apart = max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
+            print(f"{packed}: {seconds / fastest:.2f} times {name}; {len(losses)} losses differ by at most {apart:.1e}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """Compiled layers for models whose packed rows differ in length, as those of preference, reward and policy trainers do.
 
-A packed call -> the first one runs as usual and asks the attention implementations -> the layers are compiled, with the
-number of tokens as a variable -> later packed calls run through them, with gradients or without, and as CUDA graphs
-where these serve them (:mod:`torch_backend.steps.recorded_rows`). Layers recompute inside their own backward. All other
-calls, generation among them, run the layers as they are.
+A packed call -> the first one runs without gradients and asks the attention implementations -> the layers are compiled,
+with the number of tokens as a variable -> it and later packed calls run through them, with gradients or without, and as
+CUDA graphs where these serve them (:mod:`torch_backend.steps.recorded_rows`). Layers recompute inside their own
+backward. All other calls, generation among them, run the layers as they are.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class CompiledCalls:
         run_plain_layers(model)
         reason = refused or why_not_compiled(model) or _why_not_any_length(model)
         self.layers = "decided at the first packed call" if reason is None else f"not compiled: {reason}"
-        self.failed = False
+        self.failed = self.asked = False
         self.level: Level = "none"  # of the packed call that runs
         self.calls: dict[Level, dict[nn.Module, Callable[..., Any]]] = {}
         self.recorded: RecordedRows | None = None
@@ -72,10 +73,13 @@ class CompiledCalls:
     def __call__(self, run: Run, forward: PackedForward, kwargs: dict[str, Any]) -> Any:
         """The output of ``run(forward, kwargs)``, the layers of a packed call."""
         if not self.calls:
-            output = run(forward, kwargs)
+            asks_only, self.asked = torch.is_grad_enabled() and not self.asked, True
+            with torch.no_grad() if asks_only else nullcontext():  # plain layers keep more than compiled ones
+                output = run(forward, dict(kwargs))
             self._compile("none")
-            return output
-        if self.failed or forward.long is not None:
+            if not asks_only:
+                return output
+        if self.failed or not self.calls or forward.long is not None:
             return run(forward, kwargs)
         level = level_inside(self.model) if torch.is_grad_enabled() else "none"
         if level not in self.calls:

@@ -59,9 +59,20 @@ def test_updates_through_compiled_layers_are_those_of_plain_ones(
     assert all(what == COMPILED for what in reference)
     models = 2 if make is dpo else 1
     assert len(layers_of(trainer)) == models
-    # Two micro-batches in each of two steps, the first one of all as usual; two layers and the norm.
-    packed = models * 3 * (2 + 1)
+    # Two micro-batches in each of two steps, the first one of all too; two layers and the norm.
+    packed = models * 4 * (2 + 1)
     assert compiled.calls >= packed  # layers that recompute and recordings call them again
+
+
+def test_plain_layers_keep_nothing_for_a_backward(compiled: SimpleNamespace, possible: None) -> None:
+    """The first call asks the attention without gradients, and its backward reads what compiled layers kept."""
+    model = patch(tiny("qwen2"), verify=False).train()
+    unpad_calls(model, always=True)
+    CompiledCalls(model)
+    mask, kept = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]), []
+    model.model.layers[0].register_forward_hook(lambda *call: kept.append((call[2].requires_grad, compiled.calls)))
+    model(input_ids=torch.full((2, 4), 5), attention_mask=mask).logits.sum().backward()
+    assert kept == [(False, 0), (True, 1)]
 
 
 def test_other_calls_run_the_layers_as_they_are(compiled: SimpleNamespace, possible: None, tmp_path: Any) -> None:
