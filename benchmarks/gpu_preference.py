@@ -21,6 +21,7 @@ TRL is needed (``pip install trl``); where it cannot be installed, unpack its wh
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -156,18 +157,18 @@ def build(
 
 
 def measure(
-    contender: Contender, shape: str, updates: int, profiled: int = 0, *, lora: bool = False
+    contender: Contender, shape: str, updates: int, profiled: int = 0, *, warm_up: int = WARM_UP, lora: bool = False
 ) -> Iterator[Result]:
     """Times a run of one contender, and profiles ``profiled`` updates after those that are timed."""
     from datasets import Dataset
 
-    data = Dataset.from_list(preference_pairs(PAIRS_PER_UPDATE * (WARM_UP + updates + profiled)))
+    data = Dataset.from_list(preference_pairs(PAIRS_PER_UPDATE * (warm_up + updates + profiled)))
 
     def make(folder: str, total: int, clock: Any) -> Any:
         return build(contender, SHAPES[shape], data, folder, total, clock, lora=lora)
 
     case = f"{shape}, LoRA" if lora else shape
-    yield from trainer_run(SECTION, case, contender, make, (PAIRS_PER_UPDATE, "pairs/s"), updates, profiled)
+    yield from trainer_run(SECTION, case, contender, make, (PAIRS_PER_UPDATE, "pairs/s"), updates, profiled, warm_up)
 
 
 def trainer_run(
@@ -270,21 +271,24 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     options.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     options.add_argument("--updates", type=int, default=1 if TOY else 4, help="timed, after the warm-up")
+    options.add_argument("--warm-up", type=int, default=WARM_UP, help="updates that are not timed")
     options.add_argument(
         "--lora", action="store_true", help="train adapters, whose reference is the model without them"
     )
     options.add_argument("--profile", action="store_true", help="two more updates, and what the host did in them")
     chosen = parsed(options, arguments)
-    results = collected(_run(chosen.shape, chosen.updates, 2 * chosen.profile, lora=chosen.lora), chosen.output)
+    results = collected(_run(chosen), chosen.output)
     for case in dict.fromkeys(result.case for result in results):
         print(verdict(case, results), flush=True)
     return results
 
 
-def _run(shapes: Sequence[str], updates: int, profiled: int, *, lora: bool) -> Iterator[Result]:
-    for shape, contender in product(shapes, contenders()):
+def _run(chosen: argparse.Namespace) -> Iterator[Result]:
+    options = {"warm_up": chosen.warm_up, "lora": chosen.lora}
+    for shape, contender in product(chosen.shape, contenders()):
         if wanted(contender.name) and seconds_left() > 0:
-            yield from survived(contender.name, measure(contender, shape, updates, profiled, lora=lora))
+            figures = measure(contender, shape, chosen.updates, 2 * chosen.profile, **options)
+            yield from survived(contender.name, figures)
             free()
 
 
