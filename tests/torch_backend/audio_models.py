@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from tests.torch_backend.vision_models import Document
+from tests.torch_backend.vision_models import IMAGE, VIDEO, Document
 from torch_backend.auditing.tiny import tiny_model
 from torch_backend.hf.anatomy.audio import Audio, audio_of
 
@@ -50,9 +50,12 @@ _WINDOWS = {**_WHISPER, "intermediate_size": 32, "output_dim": 64, "n_window": 8
 _WINDOWS |= {"downsample_hidden_size": 8, "max_source_positions": 200, "conv_chunksize": 2}
 _WINDOWS_50 = {**_WINDOWS, "n_window": 50, "n_window_infer": 200}
 _M_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
-_VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 32, "num_heads": 2}
-_OMNI: dict[str, Any] = {"vision_config": _VISION, "image_token_id": 91, "video_token_id": 92}
-_OMNI |= {"vision_start_token_id": 90, "vision_end_token_id": 94, "audio_start_token_id": 94, "audio_end_token_id": 95}
+_VISION = {"depth": 2, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 32, "num_heads": 2}
+_VISION |= {"in_channels": 3, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_VISION_2_5 = {**_VISION, "window_size": 16, "fullatt_block_indexes": [1]}
+_VISION_3 = {**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_OMNI: dict[str, Any] = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 90}
+_OMNI |= {"vision_end_token_id": 3, "audio_start_token_id": 94, "audio_end_token_id": 95}
 _OMNI |= {"position_id_per_seconds": 25, "seconds_per_chunk": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
@@ -66,8 +69,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2_audio": _config({**_TEXT, "model_type": "qwen2"}, {**_WHISPER, "model_type": "qwen2_audio_encoder"}),
     "audioflamingo3": _config({**_TEXT, "model_type": "qwen2"}, {**_WHISPER, "model_type": "audioflamingo3_encoder"}),
     "voxtral": _config({**_TEXT, "model_type": "llama"}, {**_WHISPER, "model_type": "voxtral_encoder"}),
-    "qwen2_5_omni_thinker": _config({**_TEXT, **_M_ROPE}, _WINDOWS, **_OMNI),
-    "qwen3_omni_moe_thinker": _config({**_TEXT, **_M_ROPE, **_EXPERTS}, _WINDOWS_50, **_OMNI),
+    "qwen2_5_omni_thinker": _config({**_TEXT, **_M_ROPE}, _WINDOWS, vision_config=_VISION_2_5, **_OMNI),
+    "qwen3_omni_moe_thinker": _config({**_TEXT, **_M_ROPE, **_EXPERTS}, _WINDOWS_50, vision_config=_VISION_3, **_OMNI),
     "qwen3_asr": _config({**_TEXT, "model_type": "qwen3"}, _WINDOWS_50),
 }
 KINDS = {
@@ -115,3 +118,36 @@ def audio_documents(case: str, rows: Any = None) -> list[list[Document]]:
         return Document(torch.cat([text(3), *shown, text(2)]), clips_of(audio, frames, random))
 
     return [[document(frames) for frames in row] for row in rows]
+
+
+def omni_documents(case: str) -> list[Document]:
+    """Documents of a thinker: clips, images and videos in one record, and records of one kind alone."""
+    random, audio = torch.Generator().manual_seed(5), audio_of(CONFIG_MAPPING[case](**CASES[case]))
+    assert audio is not None
+
+    def document(*shown: int | tuple[int, ...]) -> Document:
+        """Text around clips of so many frames, and around images (1, H, W) and videos of more grids than one."""
+        ids, grids = [torch.randint(4, 90, (3,), generator=random)], {IMAGE: [], VIDEO: []}
+        for what in shown:
+            grid = torch.tensor(what)
+            token = AUDIO if isinstance(what, int) else IMAGE if what[0] == 1 else VIDEO
+            count = audio.tokens(what) if isinstance(what, int) else int(grid.prod()) // 4
+            around = (94, 95) if isinstance(what, int) else (90, 3)
+            ids += [
+                torch.tensor([around[0], *[token] * count, around[1]]),
+                torch.randint(4, 90, (2,), generator=random),
+            ]
+            if not isinstance(what, int):
+                grids[token].append(grid)
+        tensors = clips_of(audio, tuple(what for what in shown if isinstance(what, int)), random)
+        for token, pixels, sizes in ((IMAGE, "pixel_values", "image"), (VIDEO, "pixel_values_videos", "video")):
+            if grids[token]:
+                tensors[f"{sizes}_grid_thw"] = torch.stack(grids[token])
+                patches = int(tensors[f"{sizes}_grid_thw"].prod(-1).sum())
+                tensors[pixels] = torch.randn(patches, 96, generator=random)
+        if grids[VIDEO]:
+            tensors["video_second_per_grid"] = torch.full((len(grids[VIDEO]),), 2.0)
+        return Document(torch.cat(ids), tensors)
+
+    image, wide, video = (1, 4, 4), (1, 4, 8), (2, 4, 4)
+    return [document(*x) for x in ((13, image, 31), (), (wide, image), (80,), (video, 22, image), (31, video))]

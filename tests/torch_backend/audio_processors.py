@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 from transformers import WhisperFeatureExtractor
 from transformers.models.audioflamingo3.processing_audioflamingo3 import AudioFlamingo3Processor
+from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor
 from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor
 
 from tests.torch_backend.audio_models import BINS
-from tests.torch_backend.processors import TEMPLATE, tiny_tokenizer
+from tests.torch_backend.processors import HALVES, TEMPLATE, tiny_tokenizer, without_videos
 
 RATE = 16_000
 
@@ -53,6 +55,20 @@ def _asr() -> Any:
     tokenizer = _tokenizer("<|audio_start|>", "<|audio_end|>", token)
     extractor = Qwen3ASRFeatureExtractor(feature_size=BINS, sampling_rate=RATE, hop_length=200, n_fft=400, n_window=50)
     return Qwen3ASRProcessor(extractor, tokenizer, chat_template=_template(token))
+
+
+def omni_processor() -> Any:
+    """Qwen2.5-Omni's, of images and clips."""
+    named = {"audio_eos_token": "<|audio_eos|>", "audio_bos_token": "<|audio_bos|>", "audio_token": "<|AUDIO|>"}
+    named |= {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
+    image, video = "<|image_pad|>", "<|video_pad|>"
+    tokenizer = tiny_tokenizer(image, video, **named, image_token=image, video_token=video)
+    audio = "{% elif part['type'] == 'audio' %}<|audio_bos|> <|AUDIO|> <|audio_eos|> {% else %}{{ part['text'] }}"
+    template = TEMPLATE.replace("IMAGE w69 ", f"<|vision_start|> {image} <|vision_end|> ")
+    template = template.replace("{% else %}{{ part['text'] }}{% endif %}", audio + "{% endif %}")
+    pixels = {"min_pixels": 64, "max_pixels": 256, "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
+    images = Qwen2VLImageProcessorPil(**pixels, **HALVES)
+    return without_videos(Qwen2_5OmniProcessor)(images, None, _extractor(), tokenizer, chat_template=template)
 
 
 PROCESSORS = {"qwen2_audio": _qwen2, "audioflamingo3": _flamingo, "qwen3_asr": _asr}

@@ -56,7 +56,7 @@ def tiny_tokenizer(image: str = "<image>", video: str = "<video>", **named: str)
     return fast
 
 
-def _without_videos(kind: type) -> type:
+def without_videos(kind: type) -> type:
     """The processor class with None for a video processor, which would need torchvision."""
     return type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
 
@@ -66,7 +66,7 @@ def _qwen(kind: type, **sizes: Any) -> Any:
         min_pixels=64, max_pixels=256, patch_size=4, temporal_patch_size=2, merge_size=2, **HALVES, **sizes
     )
     tokenizer = tiny_tokenizer("<|image_pad|>", "<|video_pad|>", **_QWEN)
-    return _without_videos(kind)(images, tokenizer, None, chat_template=_template("<|image_pad|>"))
+    return without_videos(kind)(images, tokenizer, None, chat_template=_template("<|image_pad|>"))
 
 
 def _template(image: str) -> str:
@@ -88,7 +88,7 @@ def _internvl() -> Any:
     tokenizer = tiny_tokenizer("<IMG_CONTEXT>", "<video>", **named, video_token="<video>")
     images = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, **HALVES)
     template = _template("<IMG_CONTEXT>")
-    return _without_videos(InternVLProcessor)(images, tokenizer, None, image_seq_length=4, chat_template=template)
+    return without_videos(InternVLProcessor)(images, tokenizer, None, image_seq_length=4, chat_template=template)
 
 
 def _gemma3() -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from packing_core.errors import UnsupportedError
 from torch_backend.collate.image_tensors import Images
 from torch_backend.collate.vision import VisionRows
+from torch_backend.hf.anatomy.audio import FEATURES
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.anatomy.vision import kinds_of_tokens, vision_of
 from torch_backend.hf.blank_images import takes_media
@@ -42,8 +43,11 @@ def alone_with(model: Any, ids: Tensor, images: Images) -> dict[str, Any]:
     if not images:
         return {}
     inputs: dict[str, Any] = {name: x.to(ids.device) for name, x in images.items()}
-    if (indexer := vision_of(model).indexer) is not None:
-        inputs["mm_token_type_ids"] = kinds_of_tokens(indexer.config, ids)
+    vision = vision_of(model)
+    if vision.audio is not None:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    elif vision.indexer is not None:
+        inputs["mm_token_type_ids"] = kinds_of_tokens(vision.indexer.config, ids)
     return inputs
 
 
@@ -65,8 +69,8 @@ def images_of_rows(root: Any, kwargs: Mapping[str, Any]) -> list[Images]:
     """
     ids_BS: Tensor = kwargs["input_ids"]
     given = {name: kwargs[name] for name in image_keys(root) if kwargs.get(name) is not None}
-    if "pixel_values_videos" in given:
-        raise UnsupportedError("the audit cannot tell which videos belong to which answer: audit with images")
+    if "pixel_values_videos" in given or given.keys() >= {"pixel_values", FEATURES}:
+        raise UnsupportedError("the audit cannot tell which videos or clips belong to which answer: audit with images")
     if "pixel_values" not in given:
         return [{} for _ in ids_BS]
     vision = vision_of(root)

@@ -32,8 +32,9 @@ if TYPE_CHECKING:  # a collator is used where transformers is not installed, too
     from torch_backend.hf.anatomy.vision import Vision
 
 Loss = Literal["all", "assistant"]
+Media = Mapping[str, Sequence[Any]]  # the images and clips of an example, by their kind
 Pack = Callable[[Sequence[Mapping[str, Any]]], PackedBatch]
-SECONDS = "second_per_grid_ts"  # of videos, read by get_rope_index and by nothing else
+_SECONDS = ("second_per_grid_ts", "video_second_per_grid")  # of videos, by which their frames are numbered
 # Columns with the three axes of a document's positions, less those of text: 0 at text and in padding.
 AXES = ("_axis_0", "_axis_1", "_axis_2")
 MARKED = "_both_ways"  # a column: 1 at tokens that see each other in both directions, 0 at others and in padding
@@ -101,14 +102,15 @@ class VisionReader:
         self.name = getattr(collate, "name", type(processor or collate).__name__)
 
     @property
-    def kind(self) -> str:
-        """``audio`` or ``image``."""
-        return "image" if self.vision.audio is None else "audio"
+    def kinds(self) -> tuple[str, ...]:
+        """``image``, ``audio`` or both."""
+        shown = () if "pixel_values" not in self.vision.keys else ("image",)
+        return shown if self.vision.audio is None else (*shown, "audio")
 
     @property
     def _rate(self) -> dict[str, Any]:
         """Returns what tells a processor the rate of clips, which :mod:`.sounds` has resampled."""
-        return {"sampling_rate": self.processor.feature_extractor.sampling_rate} if self.kind == "audio" else {}
+        return {"sampling_rate": self.processor.feature_extractor.sampling_rate} if "audio" in self.kinds else {}
 
     def pad_id(self, default: int) -> int:
         """Returns the token that fills padding, which the processor's tokeniser knows better than some configs."""
@@ -182,8 +184,8 @@ class VisionReader:
         numbers = rows.batch.rows.tolist() if count == len(rows.batch) else [0] * rows.batch.n_segments
         images = join_images(rows.images, numbers, count, in_rows=self.vision.in_rows)
         sizes = sizes_of(images)
-        if images and (audio := self.vision.audio) is not None:
-            images, sizes = audio.cropped(images), audio.sizes(rows.images)
+        if (audio := self.vision.audio) is not None and (clips := {x: images[x] for x in images if x in audio.keys}):
+            images, sizes = images | audio.cropped(clips), (*sizes, *audio.sizes(rows.images))
         if images and (labels := batch.get("labels")) is not None:
             batch[BatchKey.TARGETS] = int((labels != IGNORE_INDEX).sum())
         return batch | images | ({BatchKey.IMAGES: sizes} if sizes else {})
@@ -198,29 +200,33 @@ class VisionReader:
             raise UnsupportedError(
                 f"{where} has a video: run the processor on it first, and pass input_ids with pixel_values_videos"
             )
-        pictures = self._media(example, turns, where)
+        media = self._media(example, turns, where)
         if example.get("messages") is not None:
-            return self._messages(_with_pictures(example["messages"], pictures, where, self.kind), where)
+            return self._messages(_with_media(example["messages"], media, where), where)
         if example.get("prompt") is not None and example.get("completion") is not None:
-            return self._completion(example["prompt"], example["completion"], pictures, where)
+            return self._completion(example["prompt"], example["completion"], media, where)
         if example.get("text") is not None:
-            return self._tokens(example["text"], pictures, where)
+            return self._tokens(example["text"], media, where)
         raise LayoutError(
             f"{where} has neither messages, prompt and completion, text nor input_ids, only {', '.join(example)}"
         )
 
-    def _media(self, example: Mapping[str, Any], turns: Sequence[Any], where: str) -> list[Any]:
-        """The decoded images of an example, or its clips."""
-        other = "image" if self.kind == "audio" else "audio"
-        if any(example.get(name) is not None and len(example[name]) for name in (other, f"{other}s")) or any(
-            part.get("type") == other for turn in turns for part in _parts(turn)
-        ):
-            raise UnsupportedError(f"{where} has {other}, which {self.vision.model} does not take packed: leave it out")
-        if self.kind == "image":
-            return pictures_of(example, where)
+    def _media(self, example: Mapping[str, Any], turns: Sequence[Any], where: str) -> dict[str, list[Any]]:
+        """The decoded images of an example and its clips, by their kinds."""
+        for other in {"image", "audio"} - {*self.kinds}:
+            if any(example.get(name) is not None and len(example[name]) for name in (other, f"{other}s")) or any(
+                part.get("type") == other for turn in turns for part in _parts(turn)
+            ):
+                raise UnsupportedError(
+                    f"{where} has {other}, which {self.vision.model} does not take packed: leave it out"
+                )
+        read = {"image": pictures_of, "audio": self._clips}
+        return {kind: read[kind](example, where) for kind in self.kinds}
+
+    def _clips(self, example: Mapping[str, Any], where: str) -> list[Any]:
         extractor = self.processor.feature_extractor
         seconds = getattr(self.processor, "max_audio_len", None)
-        longest = None if self.vision.audio is None or self.vision.audio.width is None else extractor.n_samples
+        longest = extractor.n_samples if self.vision.audio is not None and self.vision.audio.cuts else None
         longest = longest if seconds is None else seconds * extractor.sampling_rate
         return clips_of(example, where, extractor.sampling_rate, longest)
 
@@ -243,21 +249,21 @@ class VisionReader:
             )
         return found
 
-    def _completion(self, prompt: Any, completion: Any, pictures: list[Any], where: str) -> dict[str, Any]:
+    def _completion(self, prompt: Any, completion: Any, media: Media, where: str) -> dict[str, Any]:
         if not isinstance(prompt, str):
-            turns = _with_pictures(prompt, pictures, where, self.kind)
-            pictures = [part[self.kind] for turn in turns for part in turn["content"] if part["type"] == self.kind]
+            turns = _with_media(prompt, media, where)
+            parts = [part for turn in turns for part in turn["content"]]
+            media = {kind: [part[kind] for part in parts if part["type"] == kind] for kind in media}
             write = self.processor.apply_chat_template
-            whole = self._called(
-                where, write, [*turns, *_with_pictures(completion, [], where, self.kind)], tokenize=False
-            )
+            answer = _with_media(completion, dict.fromkeys(media, ()), where)
+            whole = self._called(where, write, [*turns, *answer], tokenize=False)
             prompt = self._called(where, write, turns, tokenize=False, add_generation_prompt=True)
             if not whole.startswith(prompt):
                 raise PackingError(
                     f"{where}: the chat template writes the prompt differently when a completion follows: pass strings"
                 )
             completion = whole[len(prompt) :]
-        found = self._tokens(prompt, pictures, where)
+        found = self._tokens(prompt, media, where)
         ids = self.processor.tokenizer(completion, **_WITHOUT_SPECIAL)["input_ids"]
         before = len(np.asarray(found["input_ids"]).reshape(-1))
         kind = int(self.vision.both_ways is not None and self.vision.both_ways.prefix)  # 1 follows a prefix
@@ -268,15 +274,17 @@ class VisionReader:
             found.pop(name, None)
         return {**found, "completion_mask": np.arange(before + len(ids)) >= before}
 
-    def _tokens(self, text: str, pictures: list[Any], where: str) -> dict[str, Any]:
-        mark = getattr(self.processor, f"{self.kind}_token", None)
-        if mark is not None and text.count(mark) != len(pictures):
-            raise LayoutError(
-                f"{where} has {text.count(mark)} placeholders {mark} and {len(pictures)} {self.kind}s: they must agree"
-            )
-        media = {self.kind: pictures} if self.kind == "audio" else {"images": [pictures]}
-        media = {**media, **self._rate} if pictures else {}
-        return self._called(where, self.processor, text=[text], **media, return_tensors="pt", **_WITHOUT_SPECIAL)
+    def _tokens(self, text: str, media: Media, where: str) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        for kind, items in media.items():
+            mark = getattr(self.processor, f"{kind}_token", None)
+            if mark is not None and text.count(mark) != len(items):
+                raise LayoutError(
+                    f"{where} has {text.count(mark)} placeholders {mark} and {len(items)} {kind}s: they must agree"
+                )
+            if items:
+                given |= {"images": [items]} if kind == "image" else {"audio": items, **self._rate}
+        return self._called(where, self.processor, text=[text], **given, return_tensors="pt", **_WITHOUT_SPECIAL)
 
     def _called(self, where: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """The result of another library's function, whose errors say where."""
@@ -294,7 +302,7 @@ class VisionReader:
         """The document of a processor's result for one example."""
         found = {name: value for name, value in found.items() if value is not None and name not in _OF_CHARACTERS}
         ids = np.asarray(found.pop("input_ids")).reshape(-1).astype(np.int64)
-        seconds = found.pop(SECONDS, None) if self.vision.indexer is not None else None
+        timed = [found.pop(name) for name in _SECONDS if name in found and self.vision.indexer is not None]
         columns: dict[str, Any] = {"input_ids": ids}
         images: dict[str, Tensor] = {}
         for name, value in found.items():
@@ -324,8 +332,8 @@ class VisionReader:
             shown = np.isin(columns["input_ids"], list(self.vision.placeholders)) | prefix
             columns["loss_mask"] = ~shown if trained is None else trained & ~shown
         if self.vision.indexer is not None:
-            timed = images if seconds is None else {**images, SECONDS: torch.as_tensor(seconds)}
-            columns |= self._axes(ids_L, timed, kinds[_TYPES[0]], where)
+            seconds = {"second_per_grid_ts": torch.as_tensor(timed[0])} if timed else {}
+            columns |= self._axes(ids_L, {**images, **seconds}, kinds[_TYPES[0]], where)
         return VisionDocument(columns, images)
 
     def _tensor(self, name: str, value: Any) -> Tensor:
@@ -358,11 +366,17 @@ def _turns(value: Any) -> Sequence[Any]:
     return () if value is None or isinstance(value, str) else value
 
 
-def _with_pictures(messages: Any, pictures: list[Any], where: str, kind: str) -> list[dict[str, Any]]:
-    """Messages whose content is a list of parts, with the images or clips of the example in them.
+def _with_media(messages: Any, media: Media, where: str) -> Any:
+    """Messages whose content is a list of parts, with the images and clips of the example in them.
 
     Those without a place stand before the text of the first user's message, as in TRL.
     """
+    for kind, items in media.items():
+        messages = _with_pictures(messages, items, where, kind)
+    return messages
+
+
+def _with_pictures(messages: Any, pictures: Sequence[Any], where: str, kind: str) -> list[dict[str, Any]]:
     left, turns, placed = list(pictures), [], False
     marked = any(part.get("type") == kind for turn in messages for part in _parts(turn))
     for turn in messages:

@@ -21,45 +21,53 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from torch_backend.hf.anatomy.audio import FEATURES, Audio, audio_of
-from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, ROWS_OF_IMAGES
+from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, PIXELS, ROWS_OF_IMAGES
 from torch_backend.hf.edits.clips import encode_clips
 from torch_backend.hf.forward import PackedForward
 
-_PIXELS = ("pixel_values", "pixel_values_videos")
 _SILENCE = 8  # frames of a blank clip
 _FEATURES = ("pooler_output", "deepstack_features")  # of what a tower returns, those that models put among the tokens
 
 
 def takes_media(config: Any) -> bool:
     """Returns whether a model takes images or audio packed."""
-    return not {"pixel_values", FEATURES}.isdisjoint(EXACT_KEYS.get(config.model_type, ()))
+    return bool(absent_media(config, {}))
 
 
-def wants_blank_image(root: Any, decoder: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a packed call has to run the tower although its batch has no image, and no clip."""
-    if not takes_media(root.config):
-        return False
-    if any(kwargs.get(name) is not None for name in (*_PIXELS, FEATURES)):
-        return False
+def absent_media(config: Any, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns which of ``image`` and ``audio`` a model takes packed and a batch does not have."""
+    keys = EXACT_KEYS.get(config.model_type, frozenset())
+    kinds = {"image": PIXELS, "audio": (FEATURES,)}
+    absent = {kind for kind, names in kinds.items() if all(kwargs.get(name) is None for name in names)}
+    return tuple(kind for kind, names in kinds.items() if names[0] in keys and kind in absent)
+
+
+def blank_media(root: Any, decoder: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the kinds of media of which a packed call has to run the tower although its batch has none."""
+    if not (absent := absent_media(root.config, kwargs)):
+        return ()
     tower = list(_tower(root, decoder))
     trained = torch.is_grad_enabled() and any(p.requires_grad for m in tower for p in m.parameters(recurse=False))
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return trained or any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in tower)
+        sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in tower)
+        return absent if trained or sharded else ()
     text = (decoder, root.get_input_embeddings(), root.get_output_embeddings())
-    return trained and not any(p.requires_grad for module in text if module is not None for p in module.parameters())
+    text_trained = any(p.requires_grad for module in text if module is not None for p in module.parameters())
+    return absent if trained and not text_trained else ()
 
 
 def tie_blank_image(root: Any, forward: PackedForward, embeddings: Tensor) -> Tensor:
     """Runs the tower of a model on a blank image, and returns the embeddings, on which its gradients now wait."""
-    forward.wants_blank_image = False  # some models embed tokens more than once
-    if (audio := audio_of(root.config)) is not None:
+    absent, forward.blank = forward.blank, ()  # some models embed tokens more than once
+    features: list[Tensor] = []
+    if "audio" in absent and (audio := audio_of(root.config)) is not None:
         clip = blank_clip(audio, root.base_model.audio_tower)
-        features = [encode_clips(audio, root.base_model, forward, *clip)]
-    else:
+        features.append(encode_clips(audio, root.base_model, forward, *clip))
+    if "image" in absent:
         model = root if hasattr(root, "get_image_features") else root.base_model
         output = model.get_image_features(**blank_image(root))
         used = {name: output[name] for name in _FEATURES if name in output} if isinstance(output, Mapping) else output
-        features = list(_tensors(used))
+        features += _tensors(used)
     features = [x for x in features if x.requires_grad]
     tied: Tensor = _Tied.apply(embeddings, *features) if features else embeddings
     return tied

@@ -121,7 +121,7 @@ class PackedForward(BlockMask):
         image_sizes: sizes and grids of the images on the host, by the name of the argument, as the batch carries them.
         tower_requests: the attention requests of the vision tower's layers that left a record.
         long: the documents above the budget of the model's indexers; None where all of them see all of their keys.
-        wants_blank_image: whether the vision tower has yet to run, on a blank image (:mod:`.blank_images`).
+        blank: the media whose tower has yet to run, on a blank image or clip (:mod:`.blank_images`).
         router_logits: of the decoder's output, if it has them.
         share: of the step's targets that are in this batch, None where it was not asked for.
     """
@@ -162,7 +162,8 @@ class PackedForward(BlockMask):
         self.sizes = sizes
         self.choices: dict[int, Choice] = {}
         self.reached: set[str] = set()
-        self.handed_over = self.prepared = self.wants_blank_image = self.pools_after = False
+        self.handed_over = self.prepared = self.pools_after = False
+        self.blank: tuple[str, ...] = ()
         self._shape = (shape[0], 1, shape[1], shape[1])
         self._copies: dict[torch.device, PackedForward] = {segments.device: self}
 

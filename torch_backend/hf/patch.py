@@ -26,7 +26,7 @@ from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.structure import STATE, causal_lm, has_compiled_layers, refuse_sharding_inside
 from torch_backend.hf.attention import KIND, PACKED, kind_of, register, softcap_of
 from torch_backend.hf.batch_reader import BatchReader
-from torch_backend.hf.blank_images import takes_media, tie_blank_image, wants_blank_image
+from torch_backend.hf.blank_images import blank_media, takes_media, tie_blank_image
 from torch_backend.hf.edits import own_attention
 from torch_backend.hf.edits.clips import by_loss_function, clip_edits
 from torch_backend.hf.edits.indexers import select_inside
@@ -285,7 +285,7 @@ class Patched(BatchReader):
             return run_inside(self, None, call, *args, **kwargs)
         refuse_transforms()
         kwargs = self.rows.begin(forward, kwargs)
-        forward.wants_blank_image = wants_blank_image(self.root, self.decoder, kwargs)
+        forward.blank = blank_media(self.root, self.decoder, kwargs)
         call = by_loss_function(self.root, call)
         call = router.over_ranks(self.root, call, share, kwargs, whole=whole)
         with nullcontext() if share is None or not self.root.training else draws_of_rank(share):
@@ -383,7 +383,7 @@ class Patched(BatchReader):
 
     def _tie_blank_image(self, embedding: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         forward = self.current()
-        if forward is None or not forward.wants_blank_image:
+        if forward is None or not forward.blank:
             return None
         return tie_blank_image(self.root, forward, output)
 

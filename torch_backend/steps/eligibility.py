@@ -15,7 +15,7 @@ from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.anatomy.experts import find_experts, makes_weights
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.blank_images import wants_blank_image
+from torch_backend.hf.blank_images import blank_media
 from torch_backend.hf.edits.experts import why_experts_read
 from torch_backend.hf.foreign_kernels import unknown_part
 from torch_backend.hf.forward import RowChoice
@@ -70,7 +70,7 @@ def why_not_captured(model: nn.Module, batch: Batch, *, insists: bool = False) -
         return "rows with shared prefixes run at any length: pass capture=True where they have one capacity"
     if holds_images(batch):
         return "its batches hold images, whose number and sizes differ"
-    if state is not None and wants_blank_image(state.root, state.decoder, batch):
+    if state is not None and blank_media(state.root, state.decoder, batch):
         return "ranks whose rows have no image run the vision tower on a blank one, which reads sizes back"
     reason = _why_not_fixed(model, batch)
     if reason is None and has_parents(batch) and state is not None:

@@ -372,7 +372,7 @@ def _fits(forward: PackedForward, arguments: Mapping[str, Any]) -> bool:
     segments = forward.segments
     if segments.lengths is None or segments.spans is not None or segments.keys is not None or forward.over_ranks:
         return False
-    if forward.wants_blank_image or forward.image_sizes or forward.encoded is not None:
+    if forward.blank or forward.image_sizes or forward.encoded is not None:
         return False
     for _, x in tensors_of(arguments):
         per_token = x.shape[:2] == (1, segments.tokens) or (x.ndim == 3 and x.shape[1:] == (1, segments.tokens))

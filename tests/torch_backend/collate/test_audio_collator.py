@@ -14,11 +14,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_backend
-from packing_core.errors import CapacityError, LayoutError
-from tests.torch_backend.audio_models import AUDIO, CASES, audio_documents, audio_model
+from packing_core.errors import CapacityError, LayoutError, PackingError
+from tests.torch_backend.audio_models import AUDIO, CASES, audio_documents, audio_model, omni_documents
 from tests.torch_backend.collate.test_vision_collator import collator_of_processed, update
-from tests.torch_backend.vision_models import Document
+from tests.torch_backend.vision_models import IMAGE, VIDEO, Document
 from torch_backend.hf.anatomy.audio import FEATURES, audio_of
+from torch_backend.hf.anatomy.families import OMNI
+from torch_backend.hf.blank_images import absent_media
 from torch_backend.hf.patch import state_of
 from torch_backend.ops.attention import dispatch
 from torch_backend.steps.eligibility import holds_images
@@ -33,7 +35,7 @@ def alone(document: Document) -> dict[str, Any]:
     return {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        "labels": ids.masked_fill(ids == AUDIO, -100),
+        "labels": ids.masked_fill(torch.isin(ids, torch.tensor([AUDIO, IMAGE, VIDEO])), -100),
         **document.images,
     }
 
@@ -65,9 +67,35 @@ def test_packed_clips_equal_each_document_alone(case: str) -> None:
     assert_same(update(torch_backend.patch(model, verify=False), [batch]), truth)
 
 
+@pytest.mark.parametrize("case", OMNI)
+def test_images_and_videos_beside_clips_equal_each_document_alone(case: str) -> None:
+    model, documents = audio_model(case), omni_documents(case)
+    embeddings = model.get_input_embeddings().weight.data
+    embeddings[VIDEO] = embeddings[IMAGE]  # a place is known by its token, not by the embedding of it
+    truth = update(model, [alone(document) for document in documents])
+    assert all(truth[name].any() for name in truth if "visual" in name)
+    batch = collator_of_processed(model, 96)(features_of(documents))
+    assert batch["position_ids"].ndim == 3 and len(batch["packed_documents"]) == 6 > len(batch["input_ids"]) > 1
+    assert_same(update(torch_backend.patch(model, verify=False), [batch]), truth)
+
+
+def test_sound_between_the_frames_of_a_video_and_frames_between_positions_are_refused() -> None:
+    model, document = audio_model("qwen3_omni_moe_thinker"), omni_documents("qwen3_omni_moe_thinker")[5]
+    collate, example = collator_of_processed(model, 96), features_of([document])[0]
+    with pytest.raises(PackingError, match="frames of a video lie between whole positions"):
+        collate([{**example, "video_second_per_grid": torch.tensor([0.5])}])
+    ids = torch.tensor(example["input_ids"])
+    ids[(ids == 90).nonzero()[0] - 1] = 90
+    ids[(ids == 90).nonzero()[1]] = 94
+    with pytest.raises(PackingError, match="has pieces of its sound between its frames"):
+        collate([{**example, "input_ids": ids.tolist()}])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_rows_without_clips_give_the_encoder_gradients_of_zero(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_backend.hf.patch.wants_blank_image", lambda root, decoder, kwargs: True)
+    monkeypatch.setattr(
+        "torch_backend.hf.patch.blank_media", lambda root, decoder, kwargs: absent_media(root.config, kwargs)
+    )
     model, document = torch_backend.patch(audio_model(case), verify=False), audio_documents(case)[0][0]
     update(model, [collator_of_processed(model, 64)(features_of([document]))])
     tower = [p for name, p in model.named_parameters() if "audio_tower" in name and p.requires_grad]

@@ -15,11 +15,14 @@ import torch_backend
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
 from tests.processes import limited
 from tests.torch_backend.audio_models import AUDIO, audio_model
-from tests.torch_backend.audio_processors import PROCESSORS, RATE, sound, wav
+from tests.torch_backend.audio_processors import PROCESSORS, RATE, omni_processor, sound, wav
 from tests.torch_backend.collate.test_audio_collator import assert_same
 from tests.torch_backend.collate.test_vision_collator import update
+from tests.torch_backend.processors import picture
+from tests.torch_backend.vision_models import IMAGE
 from torch_backend import PackedCollator, PackedMediaDataset
 from torch_backend.collate.sounds import clips_of, resampled
+from torch_backend.hf.anatomy.audio import FEATURES
 
 
 def chat(*clips: Any, ask: str = "w5 w6", answer: str = "w7 w8 w9", **more: Any) -> dict[str, Any]:
@@ -64,6 +67,36 @@ def test_raw_chats_equal_each_document_alone(case: str) -> None:
     batch = PackedCollator(model, 160, processor=processor, strategy="sequential")(CHATS)
     assert len(batch["packed_documents"]) == 4 and (batch["input_ids"].as_subclass(torch.Tensor) == AUDIO).any()
     assert_same(update(torch_backend.patch(model, verify=False), [batch]), truth)
+
+
+def test_images_beside_clips_in_raw_chats_equal_each_document_alone() -> None:
+    model, processor = audio_model("qwen2_5_omni_thinker"), omni_processor()
+    clip, shown = sound(0.3, 1), picture(0)
+    image, audio, text = {"type": "image", "image": shown}, {"type": "audio", "audio": clip}, {"type": "text"}
+
+    def turns(*parts: Any) -> list[dict[str, Any]]:
+        answer = [{**text, "text": "w7 w8"}]
+        return [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": answer}]
+
+    asked = {**text, "text": "w5 w6"}
+    whole = [turns(asked), turns(image, asked, audio), turns(audio, image, asked), turns(image, asked), turns(audio)]
+    options = {"add_special_tokens": False, "sampling_rate": RATE}
+    read = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "processor_kwargs": options}
+    found = [dict(processor.apply_chat_template([each], **read)) for each in whole]
+    media = torch.tensor([AUDIO, IMAGE])
+    for each in found:
+        each["labels"] = each["input_ids"].masked_fill(torch.isin(each["input_ids"], media), -100)
+    truth = update(model, found)
+    kept = {"images": [shown], "audios": [at_rate(clip)]}
+    raw = [{"messages": whole[0]}, {"messages": turns({"type": "image"}, asked, {"type": "audio"}), **kept}]
+    raw += [{"messages": turns(asked), **kept}, {"messages": whole[3]}, {"messages": turns(), "audio": at_rate(clip)}]
+    with pytest.raises(LayoutError, match=r"example 0: clip 0 has 1\.2 seconds and the model 1: cut"):
+        PackedCollator(model, 160, processor=processor)([{**raw[4], "audio": at_rate(sound(1.2))}])
+    batch = PackedCollator(model, 160, processor=processor)(raw)
+    assert_same(update(torch_backend.patch(model, verify=False), [batch]), truth)
+    text_of = {"prompt": "<|vision_start|> <|image_pad|> <|vision_end|> w5 <|audio_bos|> <|AUDIO|> <|audio_eos|>"}
+    batch = PackedCollator(model, processor=processor)([{**text_of, "completion": "w6 w7", **kept}])
+    assert batch["labels"][batch["labels"] != -100].tolist() == [6, 7] and {"pixel_values", FEATURES} <= batch.keys()
 
 
 @limited()

@@ -31,7 +31,7 @@ from tests.torch_backend.vision_models import (
     vision_model,
 )
 from torch_backend.auditing.compare import relative_error
-from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
+from torch_backend.hf.anatomy.families import EXACT_KEYS, NUMBERED_BY_KINDS, OMNI
 from torch_backend.hf.blank_images import tie_blank_image
 from torch_backend.packed_tokens import plain
 
@@ -98,11 +98,12 @@ def test_every_family_and_every_key_of_the_table_is_proved_here() -> None:
         found = [document for row in image_documents(case) for document in row]
         keys = {key for document in found for key in (*document.images, *kinds_of(case, document))}
         proved.setdefault(FAMILY.get(case, case), set()).update(keys)
-    for family in M_ROPE:
+    for family in NUMBERED_BY_KINDS:
         proved[family] |= {"pixel_values_videos", "video_grid_thw", "mm_token_type_ids"}
     for case in audio_models.CASES:  # by tests/torch_backend/collate/test_audio_collator.py
         found = [document for row in audio_models.audio_documents(case) for document in row]
-        proved[case] = {key for document in found for key in document.images}
+        found += audio_models.omni_documents(case) if case in OMNI else []
+        proved[case] = {key for document in found for key in document.images} - {"video_second_per_grid"}
     proved["gemma4"] |= {key for document in gemma4_videos() for key in document.images}  # test_gemma_videos.py
     assert proved == {family: set(keys) for family, keys in EXACT_KEYS.items() if family not in TEXT_ONLY}
 
@@ -111,7 +112,7 @@ def test_every_family_and_every_key_of_the_table_is_proved_here() -> None:
 def test_packed_images_equal_each_document_alone(case: str) -> None:
     model, rows = vision_model(case), image_documents(case)
     docs = [document for row in rows for document in row]
-    m_rope = FAMILY.get(case, case) in M_ROPE
+    m_rope = FAMILY.get(case, case) in NUMBERED_BY_KINDS
     # alone, an M-RoPE model computes the positions by itself
     kinds = [kinds_of(case, doc) for doc in docs]
     truth = each_alone(model, docs, **{name: [each[name] for each in kinds] for name in kinds[0]})
@@ -122,7 +123,7 @@ def test_packed_images_equal_each_document_alone(case: str) -> None:
     assert_same(packed(model, [doc.ids for doc in docs], batch), truth)
 
 
-@pytest.mark.parametrize("family", M_ROPE)
+@pytest.mark.parametrize("family", NUMBERED_BY_KINDS)
 def test_packed_videos_at_given_positions_equal_each_document_alone(family: str) -> None:
     """Two frames of 2 x 2 tokens in each of two documents, at positions that only the caller knows."""
     model, random = vision_model(family), torch.Generator().manual_seed(4)
@@ -154,7 +155,7 @@ def test_positions_with_the_text_s_own_before_the_three_axes_are_exact() -> None
     assert_same(packed(model, [doc.ids for doc in docs], batch), truth)
 
 
-@pytest.mark.parametrize("family", M_ROPE)
+@pytest.mark.parametrize("family", NUMBERED_BY_KINDS)
 def test_images_without_positions_on_three_axes_are_refused_with_the_way_out(family: str) -> None:
     model, rows = torch_backend.patch(vision_model(family), verify=False), image_documents(family)
     batch = {**rows_of(rows), **joined_images(family, rows)}
@@ -290,7 +291,7 @@ def test_where_nothing_but_the_tower_is_trained_a_batch_without_images_has_gradi
     for module in text:
         module.requires_grad_(False)
     batch = {**rows_of(rows), **joined_images(case, rows), **joined_kinds(case, rows)}
-    if FAMILY.get(case, case) in M_ROPE:
+    if FAMILY.get(case, case) in NUMBERED_BY_KINDS:
         batch["position_ids"] = on_axes(batch, [rope_index(model, doc) for row in rows for doc in row])
 
     def gradients(batch: dict[str, Any]) -> dict[str, Tensor]:

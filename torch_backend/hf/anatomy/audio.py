@@ -59,6 +59,7 @@ class Audio:
             clips are all shorter run by themselves, those of one length at a time.
         placeholder: the token that stands for a piece of a clip.
         spans: the segments of a clip of so many frames in the encoder.
+        cuts: whether its processor silently cuts clips that are longer than its feature extractor takes.
     """
 
     mask: str | None
@@ -69,6 +70,7 @@ class Audio:
     width: int | None = None
     multiple: int = 1
     chunk: int = 1
+    cuts: bool = False
 
     @property
     def description(self) -> str:
@@ -176,13 +178,17 @@ def audio_of(config: Any) -> Audio | None:
     if mask is None:  # each 30 seconds are one clip
         tokens = tower.max_source_positions * tower.hidden_size // tower.intermediate_size
         return make(
-            encoder="equal", tokens=partial(_always, tokens), spans=_halved, width=2 * tower.max_source_positions
+            encoder="equal",
+            tokens=partial(_always, tokens),
+            spans=_halved,
+            width=2 * tower.max_source_positions,
+            cuts=True,
         )
     if family in ("qwen2_audio", "audioflamingo3"):
-        return make(encoder="row", tokens=_pooled, spans=_halved, width=2 * tower.max_source_positions)
+        return make(encoder="row", tokens=_pooled, spans=_halved, width=2 * tower.max_source_positions, cuts=True)
     chunk = 2 * tower.n_window
     if family == "qwen2_5_omni_thinker":
-        return make(encoder="windows", tokens=_pooled, spans=partial(_spans_of_chunks, chunk))
+        return make(encoder="windows", tokens=_pooled, spans=partial(_spans_of_chunks, chunk), cuts=True)
     spans = partial(_spans_of_windows, chunk, tower.n_window_infer // chunk)
     filled_up = {"multiple": chunk} if family == "qwen3_asr" else {"chunk": chunk}
     return make(encoder="windows", tokens=partial(_of_chunks, chunk), spans=spans, **filled_up)

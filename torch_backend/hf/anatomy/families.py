@@ -122,13 +122,15 @@ def route_of(config: Any, decoder: Any, *, head: str, uses_interface: bool) -> t
 
 # -- arguments of a batch ----------------------------------------------------------------------------------------------
 
-# Families whose rotary positions have three axes (time, height, width) where there are images or videos.
-M_ROPE = (
+# Families whose rotary positions have three axes (time, height, width) where there are images or videos: by the kinds
+# of tokens, mm_token_type_ids, or by their ids, as thinkers do, which take audio too.
+NUMBERED_BY_KINDS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
 )
-# Thinkers that take audio, images and videos, of which audio alone is exact packed: its tokens count like text.
 OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+M_ROPE = (*NUMBERED_BY_KINDS, *OMNI)
+PIXELS = ("pixel_values", "pixel_values_videos")
 # Families whose forward spells out the mean loss that transformers' loss_function makes.
 SPELL_OUT_LOSS = ("qwen2_audio",)
 # Families whose processors give a row of images to each row of tokens, pixel_values [B, images, ...].
@@ -142,7 +144,7 @@ _CLIPS = frozenset(("input_features",))
 # Tensor arguments with which a family is exact when packed; tests/torch_backend/hf/test_multimodal.py proves every one.
 # Others are refused: nothing else tells whether tokens attend in both directions or positions depend on the row.
 EXACT_KEYS: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(M_ROPE, _GRIDS),
+    **dict.fromkeys(NUMBERED_BY_KINDS, _GRIDS),
     **dict.fromkeys(("aya_vision", "cohere2_vision", "deepseek_vl", "got_ocr2", "internvl", "vipllava"), _PIXELS),
     **dict.fromkeys(("lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3"), _SIZES),
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), _PIXEL_MASK),
@@ -152,7 +154,8 @@ EXACT_KEYS: Mapping[str, frozenset[str]] = {
     "gpt2": frozenset(("token_type_ids",)),
     "voxtral": _CLIPS,
     **dict.fromkeys(("audioflamingo3", "qwen3_asr"), _CLIPS | {"input_features_mask"}),
-    **dict.fromkeys(("qwen2_audio", *OMNI), _CLIPS | {"feature_attention_mask"}),
+    "qwen2_audio": _CLIPS | {"feature_attention_mask"},
+    **dict.fromkeys(OMNI, (_GRIDS - {"mm_token_type_ids"}) | _CLIPS | {"feature_attention_mask"}),
 }
 
 

@@ -14,10 +14,18 @@ from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.audio import REFUSED_AUDIO, Audio, audio_of, require_encoder
-from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, ROWS_OF_IMAGES, BothWays, both_ways_of, refusal
+from torch_backend.hf.anatomy.families import (
+    EXACT_KEYS,
+    M_ROPE,
+    PIXELS,
+    ROWS_OF_IMAGES,
+    BothWays,
+    both_ways_of,
+    refusal,
+)
 from torch_backend.hf.anatomy.structure import causal_lm
 
-PIXELS = ("pixel_values", "pixel_values_videos")
+SECONDS = "second_per_grid_ts"  # of videos, read by get_rope_index and by nothing else
 GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 # Sizes that a processor and a vision tower must agree on: attribute of the image processor, fields of the tower.
@@ -57,18 +65,36 @@ class Vision:
 
         Args:
             ids: int64 [L].
-            images: the tensors of its images and videos.
+            images: the tensors of its images and videos, and ``second_per_grid_ts`` of videos.
             types: int64 [L], 0 for text, 1 for images and 2 for videos; by default as the token ids say.
 
         Raises:
             LayoutError: images stand side by side without a token between them, which the family numbers as one.
+            UnsupportedModelError: frames of a video lie between whole positions, or the pieces of its sound between
+                them.
         """
         if types is None:
             types = kinds_of_tokens(self.indexer.config, ids)
         refuse_joined_images(types[None], len(images.get("image_grid_thw", ())))
-        given = {name: images.get(name) for name in (*GRIDS.values(), "second_per_grid_ts") if name in images}
-        found: Tensor = self.indexer.get_rope_index(ids[None], mm_token_type_ids=types[None], **given)[0]
-        return found[:, 0].long()
+        given: dict[str, Any] = {name: images[name] for name in (*GRIDS.values(), SECONDS) if name in images}
+        if self.audio is None:
+            given["mm_token_type_ids"] = types[None]
+        else:
+            starts = self.indexer.config.vision_start_token_id, self.indexer.config.audio_start_token_id
+            if bool(((ids[:-1] == starts[0]) & (ids[1:] == starts[1])).any()):
+                raise UnsupportedModelError(
+                    "a video has pieces of its sound between its frames, which is not packed: pass both one after the "
+                    "other, use_audio_in_video=False"
+                )
+            given |= {"second_per_grids": given.pop(SECONDS, None), "attention_mask": torch.ones_like(ids)[None]}
+            given["audio_seqlens"] = torch.tensor(self.audio.frames(images))
+        found: Tensor = self.indexer.get_rope_index(ids[None], **given)[0][:, 0]
+        if not bool((found == found.floor()).all()):
+            raise UnsupportedModelError(
+                "frames of a video lie between whole positions, as those of packed rows are: sample frames at a rate "
+                "that the seconds of a grid times position_id_per_seconds make a whole number"
+            )
+        return found.long()
 
     def marks(self, ids: Tensor, types: Tensor | None, where: str) -> Tensor:
         """Marks the tokens of a document that see each other in both directions, bool [L].
@@ -94,10 +120,11 @@ class Vision:
 
     def check(self, ids: Tensor, images: Mapping[str, Tensor], where: str) -> None:
         """Raises LayoutError if a document's placeholders and its images disagree."""
-        marked = int(torch.isin(ids, torch.tensor(sorted(self.placeholders))).sum())
+        audio = set() if self.audio is None else {self.audio.placeholder}
+        marked = int(torch.isin(ids, torch.tensor(sorted(self.placeholders - audio))).sum())
         if self.audio is not None:
-            self.audio.check(marked, images, where)
-            return
+            clips = {name: x for name, x in images.items() if name in self.audio.keys}
+            self.audio.check(int((ids == self.audio.placeholder).sum()), clips, where)
         pixels = [name for name in PIXELS if name in images]
         for name in pixels:
             if not images[name].numel():
@@ -147,7 +174,7 @@ def indexer_of(root: nn.Module) -> Any:
     own: Any = next(module for module in root.modules() if hasattr(type(module), "get_rope_index"))
     indexer: Any = object.__new__(type(own))
     nn.Module.__init__(indexer)
-    indexer.config = own.config
+    indexer.config, indexer.spatial_merge_size = own.config, own.config.vision_config.spatial_merge_size
     return indexer
 
 
@@ -164,9 +191,7 @@ def vision_of(model: nn.Module) -> Vision:
         raise UnsupportedModelError(reason)
     if (audio := audio_of(config)) is not None:
         require_encoder(root)
-        name, marks = type(root).__name__, frozenset((audio.placeholder,))
-        return Vision(name, audio.keys, marks, in_rows=False, merge=None, indexer=None, both_ways=None, audio=audio)
-    if "pixel_values" not in keys:
+    elif "pixel_values" not in keys:
         why = f" ({REFUSED_AUDIO[config.model_type]})" if config.model_type in REFUSED_AUDIO else ""
         raise UnsupportedModelError(
             f"{type(root).__name__} is not known to be exact with images or audio in packed rows{why}: pack text "
@@ -179,12 +204,15 @@ def vision_of(model: nn.Module) -> Vision:
         model=type(root).__name__,
         keys=keys - {"mm_token_type_ids", "token_type_ids"},
         placeholders=frozenset(
-            number for name in _PLACEHOLDERS if isinstance(number := getattr(config, name, None), int)
+            number
+            for name in (*_PLACEHOLDERS, *(("audio_token_id",) if audio is not None else ()))
+            if isinstance(number := getattr(config, name, None), int)
         ),
         in_rows=config.model_type in ROWS_OF_IMAGES,
         merge=None if merge is None else merge**2,
         indexer=indexer,
         both_ways=both_ways,
+        audio=audio,
     )
 
 
@@ -201,7 +229,8 @@ def check_processor(processor: Any, model: nn.Module) -> None:
                 ".from_pretrained(...) of the model"
             )
         audio.check_processor(processor, kind, config.audio_config)
-        return
+        if "pixel_values" not in EXACT_KEYS[config.model_type]:
+            return
     if tokenizer is None or getattr(processor, "image_processor", None) is None:
         raise PackingError(
             f"processor is a {name}, which has no tokenizer and image_processor: pass transformers.AutoProcessor"

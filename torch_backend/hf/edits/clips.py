@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from packing_core.errors import LayoutError
 from torch_backend.hf.anatomy.audio import FEATURES, FRAMES, LONGEST, Audio, audio_of
-from torch_backend.hf.anatomy.families import SPELL_OUT_LOSS
+from torch_backend.hf.anatomy.families import PIXELS, SPELL_OUT_LOSS
 from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS
 from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook
 from torch_backend.hf.edits.override import LayerOverride
@@ -84,7 +84,8 @@ def _embed_clips(
     places = torch.nonzero_static(placeholders.flatten(), size=len(clips))[:, 0]  # masked_scatter's backward would wait
     embedded = embedded.flatten(0, 1).index_copy(0, places, clips).view_as(embedded)
     kept = {name: x for name, x in kwargs.items() if name not in audio.keys}
-    return args, {**kept, "input_ids": None, "inputs_embeds": embedded}
+    shown = any(kwargs.get(name) is not None for name in PIXELS)  # whose places a thinker finds by their tokens
+    return args, {**kept, "input_ids": ids if shown else None, "inputs_embeds": embedded}
 
 
 def encode_clips(audio: Audio, model: Any, forward: PackedForward, features: Tensor, mask: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.audio import FEATURES, require_encoder
-from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, exact_in_encoders
+from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, PIXELS, exact_in_encoders
 from torch_backend.hf.inputs.boundaries import PAGED_CACHE, check_no_restart
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.segments import PackedMetadata, to_device
@@ -110,7 +110,7 @@ def check_arguments(model: nn.Module, kwargs: Mapping[str, Any], guard: Guard, *
         require_encoder(model)
     positions = kwargs.get("position_ids")
     if family in M_ROPE and not (isinstance(positions, Tensor) and positions.ndim == 3):
-        seen = [key for key in given if key in exact and key != "mm_token_type_ids"]
+        seen = [key for key in given if key in PIXELS]
         if seen:
             raise UnsupportedModelError(
                 f"a packed batch came with {seen[0]} and without position_ids [3, B, S]: {name} gives images and "

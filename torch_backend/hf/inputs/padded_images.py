@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
+from torch_backend.hf.anatomy.families import EXACT_KEYS, NUMBERED_BY_KINDS, PIXELS
 from torch_backend.hf.anatomy.vision import (
     GRIDS,
-    PIXELS,
     indexer_of,
     kinds_of_tokens,
     refuse_joined_images,
@@ -44,7 +43,7 @@ class DocumentPositions:
     """
 
     def __init__(self, root: Any) -> None:
-        self.axes = root.config.model_type in M_ROPE
+        self.axes = root.config.model_type in NUMBERED_BY_KINDS
         self.indexer: Any = indexer_of(root) if self.axes else None
         self.family = _numbering_of(self.indexer) if self.axes else ""
 

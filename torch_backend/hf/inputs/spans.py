@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
-from torch_backend.hf.anatomy.families import both_ways_of
-from torch_backend.hf.anatomy.vision import PIXELS
+from torch_backend.hf.anatomy.families import PIXELS, both_ways_of
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.inputs.arguments import UNPACKED
 from torch_backend.hf.inputs.guard import Guard

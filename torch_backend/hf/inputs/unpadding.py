@@ -28,7 +28,7 @@ from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.context_parallel.whole import whole_tokens
 from torch_backend.hf.anatomy.encoders import is_encoder
-from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
+from torch_backend.hf.anatomy.families import M_ROPE, PIXELS
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.arguments import CACHES
 from torch_backend.hf.inputs.boundaries import is_packed
@@ -315,7 +315,7 @@ def _needs_padding(state: Patched, kwargs: Mapping[str, Any]) -> bool:
         return True
     family = state.root.config.model_type
     if family in M_ROPE and (positions is None or positions.ndim == 2):  # the model would number its images by the row
-        return any(kwargs.get(name) is not None for name in EXACT_KEYS[family] - {"mm_token_type_ids"})
+        return any(kwargs.get(name) is not None for name in PIXELS)
     return positions is not None and state.anatomy.numbers_tokens
 
 
