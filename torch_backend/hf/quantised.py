@@ -1,13 +1,16 @@
 """Quantised weights inside compiled layers: those that can make their values run there as operators, others are named.
 
-Compiled layers run the ``Linear4bit`` of bitsandbytes by :mod:`torch_backend.ops.linear_4bit`, with its numbers, and a
-linear layer whose frozen weight is a tensor subclass with ``dequantize()``, as torchao's are, by
-:mod:`torch_backend.ops.linear_stored`. Everything outside of compiled layers keeps its own forward.
+Compiled layers run the ``Linear4bit`` of bitsandbytes by :mod:`torch_backend.ops.linear_4bit`, with its numbers. By
+:mod:`torch_backend.ops.linear_stored` they run its ``Linear8bitLt``, the ``HQQLinear`` of HQQ, and a linear layer whose
+frozen weight is a tensor subclass with ``dequantize()``, as torchao's are. Everything outside of compiled layers keeps
+its own forward; that of ``Linear8bitLt`` on CUDA multiplies with rounded activations, and differentiates the product
+with the values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
@@ -43,19 +46,23 @@ def why_weights_stay(root: Any) -> str | None:
 
 
 def quantised_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Finds the linear layers in some modules whose weights have 4 bits of bitsandbytes, or make values themselves."""
+    """Finds the linear layers in some modules whose weights are of bitsandbytes or HQQ, or make values themselves."""
     layers = (layer for module in modules for layer in module.modules())
-    return [layer for layer in layers if _is_linear_4bit(type(layer)) or _makes_values(layer)]  # type: ignore[arg-type] # a class is hashable
+    return [layer for layer in layers if _kind_of(layer) is not None or _makes_values(layer)]
 
 
-def bytes_beside_4_bits(root: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
-    """Returns the bytes that 4-bit weights take beside their parameters: of blocks, and of one weight's values."""
-    weights = [_weight_of(layer) for layer in quantised_layers([root]) if _why_not(layer, sharded=True) is None]
-    of_4_bits = (weight for weight in weights if isinstance(weight, Weight4bit))  # others are parameters in full
-    blocks = sum(x.nbytes for weight in of_4_bits for x in weight[1:5] if x is not None)
+def bytes_beside_weights(root: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+    """Returns the bytes that quantised weights take beside their parameters: of scales, and of one weight's values."""
+    layers = [layer for layer in quantised_layers([root]) if _why_not(layer, sharded=True) is None]
+    weights = [_weight_of(layer) for layer in layers]
+    scales = 0
+    for layer, weight in zip(layers, weights, strict=True):
+        if _kind_of(layer) is not None:  # others are parameters in full
+            beside = weight[1:5] if isinstance(weight, Weight4bit) else weight.parts[1:]
+            scales += sum(x.nbytes for x in beside if x is not None)
     values = [prod(weight.shape) for weight in weights]
     values += [p.numel() for p in root.parameters() if isinstance(p, Mxfp4Weight)]
-    return blocks, max(values, default=0) * dtype.itemsize
+    return scales, max(values, default=0) * dtype.itemsize
 
 
 @contextmanager
@@ -73,9 +80,14 @@ def traceable_weights(layers: Iterable[nn.Module]) -> Iterator[None]:
             del layer.__dict__[_WEIGHT]
 
 
+def _kind_of(layer: nn.Module) -> str | None:
+    """Returns the name of a layer's class, or of the one that it extends, if that is one of :data:`_READERS`."""
+    return _kind_of_class(type(layer))  # type: ignore[arg-type] # a class is hashable
+
+
 @cache
-def _is_linear_4bit(kind: type[nn.Module]) -> bool:
-    return any(c.__name__ == "Linear4bit" and c.__module__ == "bitsandbytes.nn.modules" for c in kind.__mro__)
+def _kind_of_class(kind: type[nn.Module]) -> str | None:
+    return next((c.__name__ for c in kind.__mro__ if _READERS.get(c.__name__, ("",))[0] == c.__module__), None)
 
 
 @cache
@@ -107,16 +119,57 @@ def _forward(self: Any, x: Tensor) -> Tensor:
 
 
 def _weight_of(layer: Any) -> Weight4bit | StoredWeight:
-    if not _is_linear_4bit(type(layer)):  # type: ignore[arg-type] # a class is hashable
-        return _stored(layer.weight)
+    kind = _kind_of(layer)
+    return _stored(layer.weight) if kind is None else _READERS[kind][1](layer)
+
+
+def _weight_4bit(layer: Any) -> Weight4bit:
     state, packed = _state_of(layer), None
     if getattr(layer.weight, "quant_state", None) is not None:
-        with torch._C.DisableTorchFunctionSubclass():
-            packed = layer.weight.detach().as_subclass(Tensor)
+        packed = _plain(layer.weight)
     options = tuple(state.shape), state.blocksize, state.quant_type, state.dtype
     if not state.nested:
         return Weight4bit(packed, state.absmax, None, None, None, *options)
     return Weight4bit(packed, state.state2.absmax, state.absmax, state.state2.code, state.offset, *options)
+
+
+def _weight_8bit(layer: Any) -> StoredWeight:
+    scales = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
+    return stored_weight([_plain(layer.weight), scales], "Linear8bitLt", tuple(layer.weight.shape), _values_of_8_bits)
+
+
+def _values_of_8_bits(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """As in bitsandbytes' own backward, and in its forward off CUDA."""
+    values, scales = parts
+    return values.to(dtype).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
+
+
+def _weight_hqq(layer: Any) -> StoredWeight:
+    names = [name for name, x in layer.meta.items() if isinstance(x, Tensor)]
+    options = {name: x for name, x in layer.meta.items() if name not in names}
+    quantizer = sys.modules[_READERS["HQQLinear"][0]].Quantizer
+
+    def dequantise(parts: Sequence[Tensor], _: torch.dtype) -> Tensor:
+        values: Tensor = quantizer.dequantize(parts[0], options | dict(zip(names, parts[1:], strict=True)))
+        return values
+
+    for name in names:  # HQQ makes them in inference mode, and such tensors cannot be saved for a backward
+        layer.meta[name] = layer.meta[name].clone() if layer.meta[name].is_inference() else layer.meta[name]
+    parts = [_plain(layer.W_q), *(layer.meta[name] for name in names)]
+    return stored_weight(parts, f"HQQ {names} {options}", tuple(options["shape"]), dequantise)
+
+
+# Layers of libraries: where their class is defined, and what reads their weight.
+_READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "Linear4bit": ("bitsandbytes.nn.modules", _weight_4bit),
+    "Linear8bitLt": ("bitsandbytes.nn.modules", _weight_8bit),
+    "HQQLinear": ("hqq.core.quantize", _weight_hqq),
+}
+
+
+def _plain(parameter: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.detach().as_subclass(Tensor)
 
 
 def _stored(weight: Any) -> StoredWeight:
@@ -124,7 +177,7 @@ def _stored(weight: Any) -> StoredWeight:
     names, context = weight.__tensor_flatten__()
     kind, size, stride = type(weight), weight.size(), weight.stride()
 
-    def dequantise(parts: Sequence[Tensor]) -> Tensor:
+    def dequantise(parts: Sequence[Tensor], _: torch.dtype) -> Tensor:
         inner = dict(zip(names, parts, strict=True))
         values: Tensor = kind.__tensor_unflatten__(inner, context, size, stride).dequantize()
         return values
@@ -134,11 +187,16 @@ def _stored(weight: Any) -> StoredWeight:
 
 
 def _why_not(layer: Any, *, sharded: bool) -> str | None:
-    if not _is_linear_4bit(type(layer)):  # type: ignore[arg-type] # a class is hashable
-        if getattr(layer.weight, "act_quant_kwargs", None) is not None:
-            return f"whose {type(layer.weight).__name__} quantises what it multiplies with"
-        return "whose forward was replaced" if "forward" in layer.__dict__ else None
-    return _why_not_4bit(layer, sharded)
+    kind, weight = _kind_of(layer), layer._parameters.get("weight")
+    if kind == "Linear4bit":
+        return _why_not_4bit(layer, sharded)
+    if kind == "Linear8bitLt" and (isinstance(weight, DTensor) or layer.weight.dtype != torch.int8):
+        return "which holds no whole 8-bit weight"
+    if kind == "HQQLinear" and (not layer.ready or not {"scale", "zero"} <= layer.meta.keys() or layer.offload_meta):
+        return "whose scales are quantised, or on the host"
+    if getattr(weight, "act_quant_kwargs", None) is not None:
+        return f"whose {type(weight).__name__} quantises what it multiplies with"
+    return "whose forward was replaced" if "forward" in layer.__dict__ else None
 
 
 def _state_of(layer: Any) -> Any:

@@ -3,7 +3,8 @@
     x [..., K], what a weight [N, K] is made of -> y [..., N]
 
 A kind of weight is one function, from what is stored to the values. Forward and backward each make the values anew
-inside one operator, so no layer keeps them. The function is found by a name, because operators take no Python objects.
+inside one operator, so no layer keeps them. The function is found by a name, because operators take no Python objects;
+it gets the dtype of x, and may return another.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_backend.ops.operators import operator
 
-Dequantise = Callable[[Sequence[Tensor]], Tensor]
+Dequantise = Callable[[Sequence[Tensor], torch.dtype], Tensor]
 _KINDS: dict[str, Dequantise] = {}
 
 
@@ -35,7 +36,7 @@ class StoredWeight(NamedTuple):
 
 
 def stored_weight(parts: Sequence[Tensor], kind: str, shape: tuple[int, int], dequantise: Dequantise) -> StoredWeight:
-    """Returns a weight whose values ``dequantise(parts)`` makes; ``kind`` names that function, alike in any process."""
+    """Returns a weight whose values ``dequantise`` makes; ``kind`` names that function, alike in any process."""
     _KINDS.setdefault(kind, dequantise)
     return StoredWeight(tuple(parts), kind, shape)
 
@@ -64,11 +65,11 @@ class _LinearStored(torch.autograd.Function):
 
 
 def _forward(x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, kind: str, shape: Sequence[int]) -> Tensor:
-    return torch.nn.functional.linear(x, _KINDS[kind](parts).to(x.dtype), bias)
+    return torch.nn.functional.linear(x, _KINDS[kind](parts, x.dtype).to(x.dtype), bias)
 
 
 def _backward(dy: Tensor, parts: Sequence[Tensor], kind: str, shape: Sequence[int]) -> Tensor:
-    return torch.matmul(dy, _KINDS[kind](parts).to(dy.dtype))
+    return torch.matmul(dy, _KINDS[kind](parts, dy.dtype).to(dy.dtype))
 
 
 _FORWARD = operator(

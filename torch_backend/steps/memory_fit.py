@@ -24,7 +24,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer, uses_interface
 from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.patch import context_of
-from torch_backend.hf.quantised import bytes_beside_4_bits
+from torch_backend.hf.quantised import bytes_beside_weights
 from torch_backend.ops.mxfp4 import Mxfp4Weight, shared_bytes
 from torch_backend.steps.boundaries import why_not_shared
 from torch_backend.steps.eligibility import why_not_compiled
@@ -64,7 +64,7 @@ class StepMemory:
         parameters = list(model.parameters())
         trained = [p for p in parameters if p.requires_grad]
         dtype = self.autocast or root.dtype
-        weights = sum(map(_bytes, (*parameters, *model.buffers()))) + sum(bytes_beside_4_bits(root, dtype))
+        weights = sum(map(_bytes, (*parameters, *model.buffers()))) + sum(bytes_beside_weights(root, dtype))
         dense = (p for p in parameters if p.is_floating_point() and not isinstance(p, Mxfp4Weight))
         cast = [p for p in dense if p.dtype != dtype] if self.autocast else []
         copies = sum(map(_numel, cast)) * dtype.itemsize
@@ -189,7 +189,7 @@ class StepMemory:
         if device.type != "cuda":
             return 0
         ours = sum(_bytes(p) + (0 if p.grad is None else _bytes(p.grad)) for p in self.model.parameters())
-        ours += bytes_beside_4_bits(causal_lm(self.model), torch.uint8)[0] + shared_bytes(device)
+        ours += bytes_beside_weights(causal_lm(self.model), torch.uint8)[0] + shared_bytes(device)
         return max(0, torch.cuda.memory_allocated(device) - ours - _counted(self.optimizer))
 
     def _way_out(self, tokens: int, memory: MemoryModel, there: int) -> str:
