@@ -11,7 +11,8 @@
   length, as these families ran before.
 - ``attention``: one document that is longer than the budget; scores and choice of its keys, attention over them in
   Triton, from the latent vectors that its keys and values are projections of, and in plain torch, and dense attention
-  of our Triton kernel, forward and backward. What is selected is held to float32 on a shorter document.
+  of our Triton kernel, forward and backward; and the loss that trains an indexer. What is selected is held to float32
+  on a shorter document.
 - ``blocks``: forward and backward of a model of Qwen 4's kind, three layers that scan and one that chooses blocks of
   keys, on documents of 4,096 and 16,384 tokens; beside it the stock model, whose indexer loops over queries, on one
   document. Gradients are held to those of the stock model in float32 on a shorter document.
@@ -52,6 +53,7 @@ from benchmarks.gpu_step import NOISE, Contender, Loss, ours_alone, ours_compile
 from benchmarks.gpu_workload import DTYPE, Shape, batches, make_model
 from torch_backend.hf.anatomy.families import DOCUMENTS
 from torch_backend.ops.attention import attention, request_of
+from torch_backend.ops.attention.index_loss import IndexFactors, index_loss
 from torch_backend.ops.attention.reference import scores_attention
 from torch_backend.ops.attention.selected import Latent, LongDocuments, select, selected_attention, why_not_triton
 from torch_backend.segments import PackedMetadata
@@ -167,6 +169,14 @@ class Case:
         options = {"latent": latent, "implementation": implementation}
         return selected_attention(*self.heads, selected, self.long, request, **options)
 
+    def index_loss(self, selected: Tensor) -> list[Tensor]:
+        """The gradients of the loss that trains the indexer."""
+        latent, request = Latent(self.compressed, self.rotated, self.weight), request_of(*self.heads, self.packed)
+        factors = [x.detach().requires_grad_() for x in self.index]
+        options = {"latent": latent, "implementation": "sdpa" if TOY else "triton"}
+        loss = index_loss(IndexFactors(*factors), self.q, self.k, selected, self.long, request, **options)
+        return list(torch.autograd.grad(loss.sum(), factors))
+
     def dense(self) -> Tensor:
         return attention(*self.heads, self.packed, implementation="sdpa" if TOY else "triton")
 
@@ -223,7 +233,11 @@ def timed_sparse(implementation: str, tokens: int) -> dict[str, float]:
     forward = partial(case.sparse, selected, implementation)
     figures = {"ms scores and choice": _milliseconds(case.selected), "GiB at most, of these": _gib(case.selected)}
     in_triton = implementation == "triton" and not TOY
-    return figures | _both(case, forward, case.latent if in_triton else case.heads)
+    figures |= _both(case, forward, case.latent if in_triton else case.heads)
+    if implementation != "triton":
+        return figures
+    loss = partial(case.index_loss, selected)
+    return figures | {"ms loss of the indexer and its gradients": _milliseconds(loss), "GiB at most, of it": _gib(loss)}
 
 
 def timed_dense(tokens: int) -> dict[str, float]:

@@ -1,11 +1,16 @@
-"""Keys that an indexer selects inside documents: the oracle of sparse attention over tokens.
+"""Keys that an indexer selects inside documents: the oracle of sparse attention over tokens, and of the indexer's loss.
 
 For query i and key j of one document, ``j <= i``, the score is (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 1)
 
     s_ij = sum_h w_ih relu(q_ih . k_j)
 
 and query i sees the ``top_k`` keys of the largest scores, all of them where there are no more. Of equal scores the
-earlier key comes first. The choice has no gradient.
+earlier key comes first. The choice has no gradient. The indexer trains by a loss of its own (eq. 4): with the attention
+p_hij of the heads over the selected keys, and t_ij = sum_h p_hij / sum_hj' p_hij',
+
+    l_i = sum_j t_ij (log t_ij - log softmax_j(s_ij))       over selected keys j
+
+which has no gradient by way of t.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packing_core.errors import PackingError
+from packing_core.reference.attention import attention
 from packing_core.reference.layout import Boundaries, check_shape
 from packing_core.reference.paths import documents
 
@@ -35,13 +41,10 @@ def select(
         LayoutError: shapes or boundaries contradict each other.
         PackingError: ``top_k`` is below 1.
     """
-    q, k, weights = (np.asarray(x, np.float64) for x in (q, k, weights))
-    check_shape("q", q, (None, None, None), "[T, H, D]")
-    tokens, heads, width = q.shape
-    check_shape("k", k, (tokens, width), "[T, D]")
-    check_shape("weights", weights, (tokens, heads), "[T, H]")
+    q, k, weights = _checked(q, k, weights)
     if top_k < 1:
         raise PackingError(f"top_k is {top_k}: a query sees at least one key")
+    tokens = len(q)
     seen = np.zeros((tokens, tokens), np.bool_)
     for document in documents(cu_seqlens, tokens, None):
         places = np.arange(tokens)[document.tokens]
@@ -50,3 +53,64 @@ def select(
             scores = weights[query] @ np.maximum(q[query] @ k[keys].T, 0)
             seen[query, keys[np.argsort(-scores, kind="stable")[:top_k]]] = True
     return seen
+
+
+def index_loss(
+    index_q: npt.ArrayLike,
+    index_k: npt.ArrayLike,
+    index_weights: npt.ArrayLike,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    cu_seqlens: Boundaries,
+    *,
+    selected: npt.NDArray[np.bool_],
+    scale: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+) -> tuple[npt.NDArray[np.float64], dict[str, npt.NDArray[np.float64]]]:
+    """The loss of an indexer in each document, the mean of l_i over its tokens, and the gradients of their sum.
+
+    Args:
+        index_q, index_k, index_weights: as ``q``, ``k`` and ``weights`` of `select`.
+        q, k: ``[T, H, D]``, ``[T, K, D]`` of attention.
+        cu_seqlens: ``[S+1]`` boundaries of the documents, starting at 0.
+        selected: ``[T, T]``, as `select` returns it.
+        scale, sinks: of attention.
+
+    Returns:
+        ``[S]`` float64, and the gradients ``{"index_q", "index_k", "index_weights"}``.
+
+    Raises:
+        LayoutError: shapes or boundaries contradict each other.
+    """
+    index_q, index_k, index_weights = _checked(index_q, index_k, index_weights)
+    tokens, kv_heads = len(index_q), np.shape(k)[1]
+    eye = np.eye(tokens)[:, None].repeat(kv_heads, 1)
+    weights = attention(q, k, eye, cu_seqlens, selected=selected, scale=scale, sinks=sinks).sum(1)
+    losses = []
+    gradients = {"index_q": np.zeros_like(index_q), "index_k": np.zeros_like(index_k)}
+    gradients["index_weights"] = np.zeros_like(index_weights)
+    for document in documents(cu_seqlens, tokens, None):
+        places = np.arange(tokens)[document.tokens]
+        losses.append(0.0)
+        for query in places:
+            (keys,) = selected[query].nonzero()
+            products = index_q[query] @ index_k[keys].T
+            scores = index_weights[query] @ np.maximum(products, 0)
+            log_choice = scores - scores.max() - np.log(np.exp(scores - scores.max()).sum())
+            target = weights[query, keys] / weights[query, keys].sum()
+            losses[-1] += float((target * (np.log(np.maximum(target, 1e-300)) - log_choice)).sum()) / len(places)
+            of_scores = (np.exp(log_choice) - target) / len(places)
+            of_products = index_weights[query][:, None] * of_scores * (products > 0)
+            gradients["index_weights"][query] = np.maximum(products, 0) @ of_scores
+            gradients["index_q"][query] = of_products @ index_k[keys]
+            gradients["index_k"][keys] += of_products.T @ index_q[query]
+    return np.array(losses), gradients
+
+
+def _checked(q: npt.ArrayLike, k: npt.ArrayLike, weights: npt.ArrayLike) -> tuple[npt.NDArray[np.float64], ...]:
+    q, k, weights = (np.asarray(x, np.float64) for x in (q, k, weights))
+    check_shape("q", q, (None, None, None), "[T, H, D]")
+    tokens, heads, width = q.shape
+    check_shape("k", k, (tokens, width), "[T, D]")
+    check_shape("weights", weights, (tokens, heads), "[T, H]")
+    return q, k, weights

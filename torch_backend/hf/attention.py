@@ -25,6 +25,7 @@ from torch_backend.hf.edits.latents import latent_of
 from torch_backend.hf.forward import AttentionChoice, PackedForward
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
 from torch_backend.ops.attention import AttentionRequest, choose, request_of, run
+from torch_backend.ops.attention.index_loss import index_loss
 from torch_backend.ops.attention.selected import selected_attention, words_of
 from torch_backend.segments import PackedMetadata, refined
 
@@ -212,6 +213,10 @@ def _packed(
         if indices is not None and long is not None:
             options = {"latent": latent, "implementation": mask.implementation}
             mask.record(module, AttentionChoice(name, request, crossing, words_of(long, request, **options)))
+            scored, mask.scored = mask.scored, None
+            if scored is not None and mask.index_losses is not None:
+                losses = index_loss(scored, q, k, indices, long, request, sinks=sinks, **options)
+                mask.index_losses[id(module)] = losses
             return selected_attention(q, k, v, indices, long, request, sinks=sinks, **options)
         mask.record(module, AttentionChoice(name, request, crossing))
         return run(name, request, q, k, v, packed, sinks=sinks, alibi_slopes=alibi_slopes)

@@ -30,6 +30,7 @@ from torch_backend.hf.edits.indexers import block_of
 from torch_backend.hf.edits.late_hooks import accept_hooks, hook_numbers, watch_hooks
 from torch_backend.hf.entry import running
 from torch_backend.hf.forward import PackedForward
+from torch_backend.hf.index_loss import trains_indexers
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import PAGED_CACHE, is_packed, take_metadata
 from torch_backend.hf.inputs.context import cut_batch
@@ -201,7 +202,7 @@ class BatchReader:
         forward = PackedForward(
             segments, (rows, row_length), self.implementation, sizes=self.anatomy.sizes, numbers=numbers
         )
-        budget = self.anatomy.budget
+        budget, forward.index_losses = self._budget, {} if trains_indexers(self.anatomy) else None
         if budget is not None and (within is None or within > budget):
             forward.long = LongDocuments.of(segments, budget, numbers, block=block_of(self.anatomy.indexers[0]))
         add_spans(self.root, kwargs, forward, self.guard, wait=wait)
@@ -298,10 +299,15 @@ class BatchReader:
             return True  # the short convolution and, on the CPU, attention run on batches of documents
         return all(needs_host_lengths(name) for name in candidates(self.device, self.implementation))
 
+    @property
+    def _budget(self) -> int | None:
+        """The longest document that attends to all of its keys without scores; indexers that train score every one."""
+        return 0 if trains_indexers(self.anatomy) else self.anatomy.budget
+
     def selects(self, batch: Mapping[str, Any]) -> bool:
         """Returns whether a packed batch has documents that are longer than the budget of the model's indexers."""
         lengths: Sequence[int] = batch.get(BatchKey.LENGTHS) or ()
-        documents, budget = batch.get(BatchKey.DOCUMENTS) or ((n,) for n in range(len(lengths))), self.anatomy.budget
+        documents, budget = batch.get(BatchKey.DOCUMENTS) or ((n,) for n in range(len(lengths))), self._budget
         return budget is not None and any(lengths[number] > budget for each in documents for number in each)
 
     def prepare(self, forward: PackedForward) -> None:

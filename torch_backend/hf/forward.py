@@ -25,6 +25,7 @@ from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.document_rows import DocumentRows
 from torch_backend.hf.shared_rows import SharedRow
 from torch_backend.ops.attention import AttentionRequest
+from torch_backend.ops.attention.index_loss import IndexFactors
 from torch_backend.ops.attention.selected import LongDocuments
 from torch_backend.ops.document_batches import FINE, PerBatch, per_document
 from torch_backend.ops.forests import along_documents, documents
@@ -121,6 +122,8 @@ class PackedForward(BlockMask):
         image_sizes: sizes and grids of the images on the host, by the name of the argument, as the batch carries them.
         tower_requests: the attention requests of the vision tower's layers that left a record.
         long: the documents above the budget of the model's indexers; None where all of them see all of their keys.
+        index_losses: the loss of each document by attention layer, by ``id``, shared by the copies; None if no config
+            asks for it. scored: what the scores of the layer's indexer were made of, until its attention runs.
         blank: the media whose tower has yet to run, on a blank image or clip (:mod:`.blank_images`).
         router_logits: of the decoder's output, if it has them.
         share: of the step's targets that are in this batch, None where it was not asked for.
@@ -151,6 +154,8 @@ class PackedForward(BlockMask):
         self.shared_row: SharedRow | None = None
         self.long: LongDocuments | None = None
         self.selected: Tensor | None = None
+        self.index_losses: dict[int, Tensor] | None = None
+        self.scored: IndexFactors | None = None
         self.encoded: Tensor | None = None
         self.pooled: Tensor | None = None
         self.layers_of_spans: str | None = None
@@ -180,6 +185,10 @@ class PackedForward(BlockMask):
     def ndim(self) -> int:
         return 4
 
+    def is_floating_point(self) -> bool:
+        """As a mask of booleans says, for layers that join it to what they selected by ``&``."""
+        return False
+
     def unsqueeze(self, dim: int) -> PackedForward:
         """Itself, as in the arithmetic below: a mask of ones and zeros, of which OpenAI-GPT makes one to add."""
         return self
@@ -207,6 +216,7 @@ class PackedForward(BlockMask):
             copy.choices, copy.reached, copy._copies = self.choices, self.reached, self._copies
             copy.layers_of_spans = self.layers_of_spans
             copy.long = None if self.long is None else self.long.to(device)
+            copy.index_losses = self.index_losses
             copy.experts, copy.real = self.experts, None if self.real is None else self.real.to(device)
             self._copies[device] = copy
         return self._copies[device]

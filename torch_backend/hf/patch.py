@@ -48,6 +48,7 @@ from torch_backend.hf.experts import ExpertsChoice
 from torch_backend.hf.float8 import to_bfloat16
 from torch_backend.hf.foreign_kernels import refuse_replaced_layers
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
+from torch_backend.hf.index_loss import with_index_loss
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed, take_tokens
 from torch_backend.hf.inputs.context import refuse_context, with_loss_over_ranks
@@ -297,6 +298,7 @@ class Patched(BatchReader):
             )
         output = self.rows.end(forward, output)
         output = router.with_document_loss(self.root, forward, kwargs, output, whole=whole)
+        output = with_index_loss(self.root, forward, output)
         if whole and kwargs.get("labels") is not None:
             output = with_loss_over_ranks(output, share)
         return output if expected is None else self.unpadding.put_back(expected, output, share)

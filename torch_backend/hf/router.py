@@ -32,6 +32,7 @@ from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.edits.override import OUTER, has_own_forward, original_class
 from torch_backend.hf.edits.rebinding import called, names, rebound
 from torch_backend.hf.forward import PackedForward
+from torch_backend.hf.index_loss import COEFFICIENT as COEFFICIENT_OF_INDEXERS
 from torch_backend.segments import to_device
 
 SWITCH = "output_router_logits"
@@ -83,15 +84,17 @@ def _router_classes(root: nn.Module) -> tuple[type, ...]:
 
 @contextmanager
 def no_router_loss(model: nn.Module) -> Iterator[None]:
-    """Inside, no config of the model asks for a router's loss."""
-    configs = {id(c): c for module in model.modules() if getattr(c := getattr(module, "config", None), SWITCH, False)}
+    """Inside, no config of the model asks for the loss of a router or of indexers."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    switches = [(config, name) for config in configs.values() for name in (SWITCH, COEFFICIENT_OF_INDEXERS)]
+    before = [(config, name, value) for config, name in switches if (value := getattr(config, name, False))]
     try:
-        for config in configs.values():
-            setattr(config, SWITCH, False)
+        for config, name, _ in before:
+            setattr(config, name, False)
         yield
     finally:
-        for config in configs.values():
-            setattr(config, SWITCH, True)
+        for config, name, value in before:
+            setattr(config, name, value)
 
 
 # -- per document --------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trai
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm, in_mode
 from torch_backend.hf.float8 import Precision, to_float8
+from torch_backend.hf.index_loss import index_coefficient
 from torch_backend.hf.patch import context_of, cut_over_ranks, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.ops.divisor import Divisor, part_of_mean, quotient
@@ -292,17 +293,18 @@ class TrainStep:
     def _choose(self, batch: Batch, forward: bool) -> LossPath:
         with self._precision():
             reason = fast_loss_refused(self.model, batch)
-            if LOSS_WEIGHTS in batch and (reason is not None or self._adds_router_loss()):
+            if LOSS_WEIGHTS in batch and (reason is not None or self._adds_loss()):
                 raise UnsupportedError(
                     'rows with weighting="document" need the loss without logits, which is not to be had here: '
-                    f'{reason or "the router adds a loss that has no weights"}. Pack with weighting="token"'
+                    f'{reason or "a router or indexers add a loss that has no weights"}. Pack with weighting="token"'
                 )
             if reason is not None and forward:
                 run_layers(self.model, batch)
         return LossPath(partial(self._backward, reason), reason)
 
-    def _adds_router_loss(self) -> bool:
-        return bool(getattr(causal_lm(self.model).config, "output_router_logits", False))
+    def _adds_loss(self) -> bool:
+        root = causal_lm(self.model)
+        return bool(getattr(root.config, "output_router_logits", False)) or bool(index_coefficient(root))
 
     def _clip(self) -> Tensor:
         """The norm of the gradients of all ranks, which are clipped to ``max_grad_norm``."""

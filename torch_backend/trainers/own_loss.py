@@ -16,6 +16,7 @@ from packing_core.extras import require
 from torch_backend.auditing.trainer import as_before
 from torch_backend.hf.anatomy.heads import head_of, takes_next_token_loss
 from torch_backend.hf.anatomy.structure import causal_lm, in_mode
+from torch_backend.hf.index_loss import index_coefficient
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.patch import context_of, state_of
 from torch_backend.hf.router import asks_for_router_loss
@@ -74,6 +75,8 @@ class TrainerLoss:
         model = self.trainer.model
         adds_router_loss = sft.router_coefficient(self.trainer) is not None
         adds_router_loss |= asks_for_router_loss(causal_lm(model), {})
+        if index_coefficient(causal_lm(model)):
+            return "the model adds the loss of its indexers to each microbatch in full"
         if adds_router_loss and context_of(model) is None:  # over ranks our loss adds it
             return "the trainer adds the router's auxiliary loss of each microbatch in full"
         return None if self.trainer.label_smoother is None else "label smoothing reads them"

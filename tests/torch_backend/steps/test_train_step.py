@@ -265,7 +265,7 @@ def test_weights_and_a_router_loss_are_refused_before_the_weights_move() -> None
     model.config.output_router_logits = True
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    with pytest.raises(UnsupportedError, match="the router adds a loss that has no weights"):
+    with pytest.raises(UnsupportedError, match="a router or indexers add a loss that has no weights"):
         step(weighted_batches(model, documents())[0])
     assert all(torch.equal(before[name], weight) for name, weight in model.named_parameters())
 

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.anatomy.families import INDEXERS
 from torch_backend.hf.forward import PackedForward, forward_among
+from torch_backend.ops.attention.index_loss import IndexFactors
 from torch_backend.ops.attention.selected import LongDocuments, select, select_blocks, select_pooled
 
 
@@ -70,34 +71,42 @@ def select_inside(indexer: nn.Module, call: Callable[..., Any], *args: Any, **kw
     if forward.long is None:
         hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         return hidden.new_empty((*hidden.shape[:2], 0), dtype=torch.int32)
-    selected = _selected(indexer, call, forward.long, args, kwargs)
+    selected, scored = _selected(indexer, call, forward, args, kwargs)
+    forward.scored = scored
     return forward.selecting(selected) if joined else selected
 
 
 @torch.compiler.disable  # each batch has other documents
 @torch.no_grad()
 def _selected(
-    indexer: Any, call: Callable[..., Any], long: LongDocuments, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+    indexer: Any, call: Callable[..., Any], forward: PackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, IndexFactors | None]:
+    """What an indexer selects; and what it scored by, with the graph of its own weights, where its loss is wanted."""
+    long = forward.long
+    assert long is not None
     if (kind := _selects(indexer)) == "blocks":
         with _Projections(last=1) as seen, suppress(_AllSeen):
             call(*(None if isinstance(x, PackedForward) else x for x in args), **kwargs)
         q, k = seen.q.transpose(1, 2).flatten(0, 1), seen.k.flatten(0, 1)
-        return select_blocks(q, k, long, top_k=indexer.topk_blocks, local=indexer.local_blocks)
+        return select_blocks(q, k, long, top_k=indexer.topk_blocks, local=indexer.local_blocks), None
     if kind == "pooled blocks":
-        return _by_pooled_keys(indexer, long, *args[:2])
+        return _by_pooled_keys(indexer, long, *args[:2]), None
     nothing = torch.zeros(1, 1, 1, device=long.places.device)  # a mask that hides none of the one key that is left
-    args = tuple(nothing if isinstance(x, PackedForward) else x for x in args)
-    kwargs = {name: nothing if isinstance(x, PackedForward) else x for name, x in kwargs.items()}
-    with _Projections() as seen:
-        call(*args, **kwargs)
+
+    def alone(x: Any) -> Any:
+        return nothing if isinstance(x, PackedForward) else x.detach() if isinstance(x, Tensor) else x
+
+    with _Projections(trained=forward.index_losses is not None) as seen:
+        call(*map(alone, args), **{name: alone(x) for name, x in kwargs.items()})
     if seen.calls != 2:
         raise UnsupportedModelError(
             f"{type(indexer).__name__} multiplies {seen.calls} times, and not its queries by its keys and the weights "
             "of its heads by the products: nothing tells what it selects inside a document"
         )
-    q, k, weights = (x.flatten(0, 1) for x in (seen.q, seen.k, seen.weights))
-    return select(q, k, weights, long, top_k=indexer.index_topk)
+    with torch.set_grad_enabled(seen.trained):
+        q, k, weights = (x.flatten(0, 1) for x in (seen.q, seen.k, seen.weights))
+        scored = IndexFactors(q, k, weights * seen.scale.flatten(0, 1)) if seen.trained else None
+    return select(q, k, weights, long, top_k=indexer.index_topk), scored
 
 
 def _by_pooled_keys(indexer: Any, long: LongDocuments, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -125,20 +134,26 @@ class _Projections(TorchFunctionMode):
 
     Args:
         last: the product at which the forward ends.
+        trained: whether the graph of the operands is kept, although modeling files select without gradients.
 
     Attributes:
+        scale: [B, S, H], what the products of queries and keys were multiplied by.
         q, k, weights: [B, S, H, D], or as the forward has it, [B, S, D], [B, S, H]; q and k as they were before
             ``float()``.
         widened: what ``float()`` made of another dtype, by its address, and that dtype.
     """
 
-    def __init__(self, last: int = 0) -> None:
+    def __init__(self, last: int = 0, *, trained: bool = False) -> None:
         super().__init__()
-        self.calls, self.last = 0, last
-        self.q = self.k = self.weights = torch.empty(0)
+        self.calls, self.last, self.trained = 0, last, trained
+        self.q = self.k = self.weights = self.scale = torch.empty(0)
         self.widened: dict[int, tuple[Tensor, torch.dtype]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch.set_grad_enabled(self.trained):
+            return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is not torch.matmul:
             out = func(*args, **(kwargs or {}))
             if func is Tensor.float and args[0].dtype != torch.float32:
@@ -152,5 +167,5 @@ class _Projections(TorchFunctionMode):
             if self.last == 1:
                 raise _AllSeen
         else:
-            self.weights = args[0].squeeze(-2)
-        return args[0].new_zeros(*args[0].shape[:-1], 1)
+            self.weights, self.scale = args[0].squeeze(-2), args[1].squeeze(-1)
+        return args[0].new_ones(*args[0].shape[:-1], 1)

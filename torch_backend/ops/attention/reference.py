@@ -41,6 +41,25 @@ def scores_attention(
     Returns:
         [..., L, H, Dv], dtype of q.
     """
+    options = {"sinks": sinks, "alibi_slopes": alibi_slopes, "first_query": first_query, "ahead": ahead}
+    weights = attention_weights(q, k, request=request, visible=visible, **options)
+    if request.dropout:
+        weights = torch.nn.functional.dropout(weights, request.dropout)
+    return torch.einsum("...kgls,...ske->...lkge", weights.to(v.dtype), v).flatten(-3, -2)
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    request: AttentionRequest,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    first_query: int = 0,
+    ahead: Tensor | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """The softmax [..., K, H // K, L, S] of :func:`scores_attention`, before dropout."""
     heads = request.kv_heads, request.heads // request.kv_heads  # of keys, and of queries for each
     q = q.unflatten(-2, heads)
     working = torch.promote_types(q.dtype, torch.float32)
@@ -62,12 +81,8 @@ def scores_attention(
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         sink = sinks.to(working).view(*heads, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    if request.dropout:
-        weights = torch.nn.functional.dropout(weights, request.dropout)
-    return torch.einsum("...kgls,...ske->...lkge", weights.to(v.dtype), v).flatten(-3, -2)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    return scores.softmax(-1)
 
 
 def segments_of(

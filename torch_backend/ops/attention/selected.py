@@ -206,7 +206,7 @@ def select_pooled(q: Tensor, pooled: Sequence[Tensor], long: LongDocuments, *, t
     in_triton = scores_refused(q, long.block) is None
     q = q if in_triton else _exact(q)
     for end, length, keys in zip(accumulate(long.lengths), long.lengths, pooled, strict=True):
-        for start, stop in _blocks(length, length if in_triton else q.shape[1] * length, q.device):
+        for start, stop in blocks_of_queries(length, length if in_triton else q.shape[1] * length, q.device):
             tile, query = slice(end - length + start, end - length + stop), torch.arange(start, stop, device=q.device)
             if in_triton:
                 scores = index_scores(q[tile], keys, q.new_ones(stop - start, q.shape[1]), start, long.block)
@@ -243,7 +243,7 @@ def _tiles(q: Tensor, k: Tensor, long: LongDocuments, scores: int) -> Iterator[t
     """
     for end, length in zip(accumulate(long.lengths), long.lengths, strict=True):
         first, keys = end - length, k[end - length : end].transpose(0, 1)
-        for start, stop in _blocks(length, scores * length, q.device):
+        for start, stop in blocks_of_queries(length, scores * length, q.device):
             needed = keys if q.device.type in _BY_NUMBER else keys[:, :stop]
             yield slice(first + start, first + stop), needed, range(start, stop)
 
@@ -333,9 +333,7 @@ def _over_latent(
     sinks: Tensor | None,
 ) -> list[Tensor]:
     """Attention of queries and outputs projected in place of keys and values, which are those of one head."""
-    dtype, rank = queries[0].dtype, latent.compressed.shape[1]
-    weight = latent.weight.to(dtype).unflatten(0, (request.heads, -1))
-    keys = torch.cat([latent.compressed.to(dtype), latent.rotated.to(dtype)], -1).index_select(0, long.places)
+    rank, (keys, weight) = latent.compressed.shape[1], latent_operands(latent, long, request, queries[0].dtype)
     return [
         document_attention(
             q,
@@ -348,8 +346,16 @@ def _over_latent(
             sinks=sinks,
             weight=weight,
         )
-        for q, kv, places in zip(queries, keys.unsqueeze(1).split(long.lengths), chosen, strict=True)
+        for q, kv, places in zip(queries, keys.split(long.lengths), chosen, strict=True)
     ]
+
+
+def latent_operands(
+    latent: Latent, long: LongDocuments, request: AttentionRequest, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The keys [N, 1, R + r] of the long documents, whose first R channels are the values, and [H, n + Dv, R]."""
+    keys = torch.cat([latent.compressed.to(dtype), latent.rotated.to(dtype)], -1).index_select(0, long.places)
+    return keys.unsqueeze(1), latent.weight.to(dtype).unflatten(0, (request.heads, -1))
 
 
 def _in_torch(
@@ -370,7 +376,7 @@ def _in_torch(
 
     def block(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sinks: Tensor | None, start: int) -> Tensor:
         k, v = k.to(dtype), v.to(dtype)
-        visible = _visible(selected, start, long.block)
+        visible = visible_keys(selected, start, long.block)
         if grouped:
             visible = visible.repeat_interleave(q.shape[1] // len(visible), 0)
         if scored:
@@ -382,7 +388,7 @@ def _in_torch(
     parts = []
     for own, key, value, selected in zip(queries, keys, values, chosen, strict=True):
         length = len(own)
-        for start, stop in _blocks(length, length * (request.heads if scored or grouped else 1), own.device):
+        for start, stop in blocks_of_queries(length, length * (request.heads if scored or grouped else 1), own.device):
             parts.append(
                 checkpoint(
                     block, own[start:stop], key[:stop], value[:stop], selected[start:stop], of_sinks, start,
@@ -392,7 +398,7 @@ def _in_torch(
     return parts
 
 
-def _visible(selected: Tensor, start: int, size: int) -> Tensor:
+def visible_keys(selected: Tensor, start: int, size: int) -> Tensor:
     """bool [L, S] or [G, L, S]: the keys that L queries from ``start`` on see, the last of which is key S - 1."""
     queries = selected.shape[0]
     stop = start + queries
@@ -406,7 +412,7 @@ def _visible(selected: Tensor, start: int, size: int) -> Tensor:
     return seen
 
 
-def _blocks(length: int, scores_of_a_query: int, device: torch.device) -> list[tuple[int, int]]:
+def blocks_of_queries(length: int, scores_of_a_query: int, device: torch.device) -> list[tuple[int, int]]:
     """The first query of each block of a document and the one after it, for a bounded number of scores at a time."""
     at_once = _SCORES_ON_CPU if device.type == "cpu" else _SCORES
     queries = max(1, at_once // scores_of_a_query)
