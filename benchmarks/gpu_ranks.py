@@ -17,8 +17,10 @@ The first 6 steps warm up, and the next epochs are timed as a whole, on rank 0 a
 second count real tokens of all ranks; the ratio is to one GPU on the rows as they come.
 ``--shape experts`` is that of Qwen3-30B-A3B, trained whole by ``make_train_step`` with all its layers sharded, or with
 ``--layers`` of them. The dense shapes of 7 and 12 billion weights run by ``Trainer`` and, stock, by TRL's SFTTrainer,
-layers sharded and recomputed. ``--every N`` trains a sample, every Nth of the documents in order of length; the
-time of an epoch of all documents is then computed from the tokens per second of the sample.
+layers sharded by FSDP2, or by ZeRO-3, which keeps float32 weights too, and recomputed. ``--shape llama`` and ``bamba``
+with ``--ranks 1`` keep everything; stock Bamba scans in plain torch where mamba-ssm is not installed. ``--every N``
+trains a sample, every Nth of the documents in order of length; the time of an epoch of all documents is computed from
+the tokens per second of the sample.
 """
 
 from __future__ import annotations
@@ -51,14 +53,16 @@ from packing_core.planning.epochs import plan_epoch
 from torch_backend import PackedCollator, enable_packing, explain, make_train_step, patch
 
 
-def dense(config: str, width: int, inner: int, heads: int, kv_heads: int, vocabulary: int) -> Callable[[int], Any]:
+def dense(
+    config: str, width: int, inner: int, heads: int, kv_heads: int, vocabulary: int, **more: Any
+) -> Callable[[int], Any]:
     """Number of layers -> the config of a decoder whose heads have 128 columns, a toy without a GPU."""
     if TOY:
         width, inner, heads, kv_heads, vocabulary = 64, 96, 4, 2, 199
     return lambda layers: getattr(transformers, config)(
         hidden_size=width, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads,
         head_dim=16 if TOY else 128, vocab_size=vocabulary, num_hidden_layers=layers, tie_word_embeddings=False,
-        max_position_embeddings=131_072, sliding_window=None,
+        max_position_embeddings=131_072, sliding_window=None, **more,
     )  # fmt: skip
 
 
@@ -67,6 +71,21 @@ SHAPES: dict[str, tuple[str, int, Callable[[int], Any]]] = {
     "qwen2": ("Qwen2-0.5B", 24, lambda layers: qwen2(False)),
     "experts": ("Qwen3-30B-A3B", 48, lambda layers: qwen3_experts(layers, 8 if TOY else 128)),
     "qwen2.5-7b": ("Qwen2.5-7B", 28, dense("Qwen2Config", 3_584, 18_944, 28, 4, 152_064)),
+    "llama": ("Llama-3-8B, 8 layers", 8, dense("LlamaConfig", 4_096, 14_336, 32, 8, 128_256)),
+    "bamba": (
+        "Bamba-9B, 11 layers",
+        11,
+        dense(
+            "BambaConfig",
+            4_096,
+            14_336,
+            32,
+            8,
+            128_000,
+            attn_layer_indices=[1 if TOY else 9],
+            mamba_n_heads=2 if TOY else 128,
+        ),
+    ),
     "nemo": ("Mistral-Nemo-12B", 40, dense("MistralConfig", 5_120, 14_336, 32, 8, 131_072)),
 }
 # name -> share of the documents, median of their lengths, sigma of the logarithm
@@ -76,6 +95,11 @@ LENGTHS = {
     "chats": [(1.0, 181, 0.75)],  # a mean of 240
 }
 LEARNING_RATE = 1e-5
+ZERO3 = {
+    "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}
+    | {f"train_{name}": "auto" for name in ("batch_size", "micro_batch_size_per_gpu")},
+    "bf16": not TOY,
+}
 # What may cost DDP time: a search through the graph of every step, small messages.
 VARIANTS: list[dict[str, Any]] = [
     {"ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 200},
@@ -104,14 +128,15 @@ class Contender:
 
     @property
     def name(self) -> str:
-        if self.ranks == 1:
+        if self == Contender(1):
             return "one"
+        strategy = "ZeRO-3" if "deepspeed" in self.arguments else "FSDP2" if self.sharded else "DDP"
         more = ["make_train_step"] * self.by_step + ["layers kept gathered"] * self.gathered
-        more += [f"{name}={value}" for name, value in self.arguments.items()]
+        more += [f"{name}={value}" for name, value in self.arguments.items() if strategy != "ZeRO-3"]
         if self.stock is not None:
             more = ["SFTTrainer", f"padded, batches of {self.stock}" if self.stock else "packed by TRL"]
         dealt = [self.dealt] * (self.stock is None)
-        return ", ".join([f"{self.ranks} ranks", "FSDP2" if self.sharded else "DDP", *dealt, *more])
+        return ", ".join([*(["one"] if self.ranks == 1 else [f"{self.ranks} ranks", strategy]), *dealt, *more])
 
 
 @dataclass
@@ -261,9 +286,8 @@ def stock_trainer(
     import trl
 
     documents = datasets.Dataset.from_dict({"input_ids": [ids.tolist() for ids in data.sequences]})
-    arguments = trl.SFTConfig(
-        **options, packing=not contender.stock, max_length=data.plan.capacity, bf16=False, gradient_checkpointing=False
-    )
+    options = {"bf16": False, "gradient_checkpointing": "deepspeed" in options} | options
+    arguments = trl.SFTConfig(**options, packing=not contender.stock, max_length=data.plan.capacity)
     trainer = trl.SFTTrainer(model, arguments, train_dataset=documents, processing_class=tokenizer())
     return trainer, [len(ids) for ids in trainer.train_dataset["input_ids"]]
 
@@ -325,7 +349,10 @@ def contenders(ranks: int, shape: str) -> list[Contender]:
     if shape == "experts":  # which one GPU does not hold
         return [Contender(ranks, True, "balance", gathered, by_step=True) for gathered in (False, True)]
     if shape != "qwen2":
-        return [Contender(ranks, True, "equal cost"), *(Contender(ranks, True, stock=padded) for padded in (0, 1, 2))]
+        strategies: list[dict[str, Any]] = [{"sharded": True}, {"arguments": ZERO3}] if ranks > 1 else [{}]
+        dealt = {"dealt": "equal cost"} if ranks > 1 else {}
+        kinds = [dealt, *({"stock": padded} for padded in (0, 1, 2))]
+        return [Contender(ranks, **strategy, **kind) for strategy in strategies for kind in kinds]
     orders = ("balance", "equal cost", "as they come")
     several = [Contender(ranks, sharded, order) for order in orders for sharded in (False, True)]
     more = [Contender(ranks, sharded, "balance", by_step=True) for sharded in (False, True)]
