@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing_core import pack, pack_tree
+from packing_core import pack_tree
 from packing_core.errors import LayoutError, PackingError
 from packing_core.planning.balance import ShardedPlan, balance
 from packing_core.planning.context import context_plan
@@ -59,21 +59,6 @@ def test_sixty_four_ranks_wait_for_nobody_on_heavy_tailed_documents(rows_per_ste
     assert balance(rows, 64, rows_per_step=rows_per_step).imbalance < 1.01
 
 
-def test_rows_of_a_step_are_dealt_largest_first_to_the_rank_that_carries_least() -> None:
-    # Costs 6 5 4 | 3 2 1 over three ranks: 6 + 1, 5 + 2, 4 + 3.
-    rows = plan([6, 5, 4, 3, 2, 1], 6, max_segments=1, seed=None)
-    sharded = balance(rows, 3, cost=Cost(1, 0), rows_per_step=2, seed=None)
-    assert sharded.loads.tolist() == [[7.0, 7.0, 7.0]]
-
-
-def test_what_a_rank_took_in_every_round_before_counts() -> None:
-    # Costs 9 8 | 7 3 | 2 1 over two ranks: 9 and 8, then 9 + 3 and 8 + 7, then 9 + 3 + 2 and 8 + 7 + 1.
-    # Ranks by falling cost.
-    rows = plan([9, 8, 7, 3, 2, 1], 9, max_segments=1, seed=None)
-    sharded = balance(rows, 2, cost=Cost(1, 0), rows_per_step=3, seed=None)
-    assert sharded.loads.tolist() == [[16.0, 14.0]]
-
-
 def test_no_rank_always_carries_the_most() -> None:
     sharded = balance(heavy_tail(2_000), 4, cost=Cost(1, 1))
     most = np.bincount(sharded.loads.argmax(axis=1), minlength=4)
@@ -85,14 +70,6 @@ def test_what_does_not_divide_is_the_cheapest_step() -> None:
     sharded = balance(rows, 2, cost=Cost(1, 0), seed=None)
     assert sharded.loads.tolist() == [[6.0, 5.0], [4.0, 3.0], [2.0, 0.0]]
     assert [step.tolist() for step in sharded.rank(1)][-1] == []
-
-
-def test_the_order_of_steps_is_the_seeds() -> None:
-    rows = heavy_tail(2_000)
-    one, same, other = (balance(rows, 8, seed=seed) for seed in (1, 1, 2))
-    assert np.array_equal(one.steps, same.steps) and not np.array_equal(one.steps, other.steps)
-    falling = balance(rows, 8, seed=None).loads.mean(axis=1)
-    assert (np.diff(falling) <= 0).all() and (np.diff(one.loads.mean(axis=1)) > 0).any()
 
 
 def test_the_cost_of_a_row_is_its_tokens_and_its_squares() -> None:
@@ -146,14 +123,6 @@ def test_rows_of_shared_beginnings_cost_what_their_queries_meet() -> None:
     assert dealt.loads.tolist() == [[tree, alone]] and dealt.n_rows == 2
     assert [batch[rows].n_tokens for rank in (0, 1) for rows in dealt.rank(rank)] == [15, 9]
     dealt.composition()
-
-
-def test_a_batch_without_parents_is_dealt_as_its_plan() -> None:
-    lengths = [5, 3, 4, 4, 7, 2]
-    batch = pack([[1] * length for length in lengths], 8, seed=None)
-    made = plan(lengths, 8, seed=None)
-    assert Cost().of_rows(batch).tolist() == pytest.approx(Cost().of_rows(made).tolist())
-    assert balance(batch, 2).steps.tolist() == balance(made, 2).steps.tolist()
 
 
 def test_layers_of_sizes_of_their_own_cost_what_they_are() -> None:

@@ -89,40 +89,12 @@ def test_where_ranks_wait_for_each_other_tokens_and_pairs_are_even(ranks: int) -
     assert tokens.max() + pairs.max() <= 1.05 * (tokens.mean() + pairs.mean())
 
 
-def test_documents_that_fit_are_not_cut() -> None:
-    plan = context_plan([5, 5, 5, 5], 2, cost=Cost(1, 0))
-    assert not plan.straddling.any()
-    assert plan.loads.tolist() == [10.0, 10.0]
-
-
 def test_a_long_document_is_cut_from_both_ends_at_equal_cost() -> None:
     # |0 1 2| 3 4 5 |6 7 8|: rank 0 holds the ends, and rank 1 the middle
     plan = context_plan([12], 2, cost=Cost(0, 1))
     assert plan.positions(0).tolist() == [0, 1, 2, 9, 10, 11]
     assert plan.positions(1).tolist() == [3, 4, 5, 6, 7, 8]
     assert plan.loads.tolist() == [72.0, 72.0]  # 3^2 + (12^2 - 9^2) and 9^2 - 3^2
-
-
-def test_contiguous_pieces_follow_the_order_of_ranks() -> None:
-    plan = context_plan([1000, 3, 4], 4, contiguous=True)
-    pieces = plan.pieces(0)
-    assert plan.rank[pieces].tolist() == sorted(set(plan.rank[pieces].tolist()))  # one piece for each rank
-    assert np.all(np.diff(plan.length[pieces][plan.rank[pieces] < 3]) < 0)  # later tokens see more keys
-
-
-def test_a_later_piece_costs_its_pairs_with_all_earlier_keys() -> None:
-    plan = context_plan([10], 2, cost=Cost(1, 0.5), contiguous=True)
-    (first, second), cut = plan.loads, int(plan.length[0])
-    assert first == cut + 0.5 * cut**2
-    assert second == (10 - cut) + 0.5 * (10**2 - cut**2)
-
-
-def test_the_plan_follows_from_the_lengths_alone() -> None:
-    lengths = heavy_tail(65_536, 3)
-    one, other = (context_plan(lengths, 8) for _ in range(2))
-    for name in ("rank_offsets", "document", "start", "length"):
-        assert getattr(one, name).tolist() == getattr(other, name).tolist()
-        assert not getattr(one, name).flags.writeable
 
 
 def test_bad_input_says_what_to_pass() -> None:

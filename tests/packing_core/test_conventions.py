@@ -122,15 +122,6 @@ def test_shifted_targets_are_the_next_token_of_the_same_segment_or_weigh_nothing
     assert all(array.shape == (rows, capacity) for array in maxtext.values())
 
 
-def test_maxtext_has_exactly_the_names_that_its_train_step_reads():
-    given = packed(labels=LABELS).to_dict("maxtext")
-    assert {name: str(array.dtype) for name, array in given.items()} == {
-        f"{side}{what}": "int32" for side in ("inputs", "targets") for what in ("", "_segmentation", "_position")
-    }
-    assert given["targets"].tolist() == [[0, 3, 4, 5, 0, 7, 0, 0], [9, 9, 9, 0, 4, 0, 0, 0]]
-    assert given["targets_segmentation"].tolist() == [[0, 1, 1, 1, 0, 2, 0, 0], [1, 1, 1, 0, 2, 0, 0, 0]]
-
-
 def test_document_weights_reach_grain_and_are_refused_where_there_is_no_place_for_them():
     batch = packed(weighting="document")
     weights = batch.to_dict("grain")["loss_weights"]

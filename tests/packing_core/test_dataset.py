@@ -42,48 +42,6 @@ def test_rows_on_access_are_the_rows_of_the_whole(packing, data):
     assert_same(dataset[:], whole)
 
 
-def test_iterating_gives_every_row_once():
-    dataset = PackedDataset([[1, 2], [3], [4, 5, 6]], 3, seed=None)
-    assert [row.input_ids.tolist() for row in dataset] == [row.input_ids.tolist() for row in dataset[:]]
-    for outside in (len(dataset), -len(dataset) - 1):
-        with pytest.raises(IndexError):
-            dataset[outside]
-        with pytest.raises(IndexError):
-            dataset[[outside]]
-
-
-def test_plan_options_are_those_of_plan():
-    documents = [[1] * 5, [2] * 3, [3] * 9]
-    made = plan([5, 3, 9], 8, overflow="truncate", strategy="first_fit", seed=5)
-    dataset = PackedDataset(documents, 8, overflow="truncate", strategy="first_fit", seed=5)
-    assert_same(dataset[:], pack(documents, made))
-    assert dataset.plan.truncated.tolist() == [2]
-
-
-def test_loss_mask_and_prompt_lengths_both_hold():
-    # row:  1 2 3 4 : the prompt is 1 2, the mask leaves out 3
-    batch = pack([[1, 2, 3, 4]], 4, loss_mask=[[1, 1, 0, 1]], prompt_lengths=[2])
-    assert batch.targets.tolist() == [[-100, -100, -100, 4]]
-    batch = pack([[1, 2, 3, 4]], 4, labels=[[10, 20, 30, 40]], prompt_lengths=np.array([2], np.uint8))
-    assert batch.targets.tolist() == [[-100, -100, 30, 40]]
-    assert batch.labels.tolist() == [[10, 20, 30, 40]]
-
-
-def test_a_prompt_reaches_into_the_second_piece_of_a_split_document():
-    # rows:  1 2 3 | 4 5 6 | 7 : the prompt is 1 2 3 4
-    batch = pack([[1, 2, 3, 4, 5, 6, 7]], 3, overflow="split", prompt_lengths=[4], seed=None)
-    assert batch.loss_mask.tolist() == [[False] * 3, [False, True, True], [True, False, False]]
-
-
-def test_padding_of_every_array():
-    # row:  1 2 . .
-    batch = pack([[1, 2]], 4, labels=[[1, 2]], loss_mask=[[1, 1]], columns={"x": [[0.5, 1]]}, pad_id=9)
-    assert batch.input_ids.tolist() == [[1, 2, 9, 9]]
-    assert batch.labels.tolist() == [[1, 2, -100, -100]]
-    assert batch.loss_mask.tolist() == [[True, True, False, False]]
-    assert batch.columns["x"].tolist() == [[0.5, 1, 0, 0]]
-
-
 def mapped(folder):
     documents = [np.arange(i, i + 50 + i % 7, dtype=np.int32) for i in range(2000)]
     Ragged.of(documents).save(folder / "ids")
@@ -114,24 +72,6 @@ def test_spawned_workers_read_the_same_rows(tmp_path):
     dataset = mapped(tmp_path)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(row_sums, (dataset, [0, 7, -1])) == row_sums(dataset, [0, 7, -1])
-
-
-@pytest.mark.slow
-@limited()
-def test_torch_loaders_take_batches_of_rows_through_workers(tmp_path):
-    from torch.utils.data import DataLoader
-
-    dataset = mapped(tmp_path)
-    loader = DataLoader(
-        dataset, batch_size=8, collate_fn=_as_it_is, num_workers=1, multiprocessing_context="spawn", shuffle=False
-    )
-    for number, batch in enumerate(loader):
-        np.testing.assert_array_equal(batch.input_ids, dataset[8 * number : 8 * number + 8].input_ids)
-    assert 8 * number + len(batch) == len(dataset)
-
-
-def _as_it_is(batch):
-    return batch
 
 
 def test_documents_stay_where_they_are():

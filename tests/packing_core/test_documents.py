@@ -61,27 +61,6 @@ def test_only_tokens_that_count_are_reduced(how: Any) -> None:
     np.testing.assert_allclose(batch.reduce(values, how, where=counted), wanted, rtol=1e-13)
 
 
-def test_results_are_in_source_order_and_name_their_documents() -> None:
-    batch = packed(seed=3)
-    assert batch.sources.tolist() != sorted(batch.sources)
-    assert batch.documents.tolist() == [0, 1, 2, 3]
-    assert (batch.reduce(batch.input_ids, "first") // 100).tolist() == [0, 1, 2, 3]
-    some = batch[[len(batch) - 1]]
-    assert (some.reduce(some.input_ids, "last") // 100).tolist() == some.documents.tolist()
-
-
-def test_spread_puts_a_documents_value_at_each_of_its_tokens() -> None:
-    batch = packed(seed=3)
-    values = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
-    spread = batch.spread(values)
-    np.testing.assert_array_equal(spread[~batch.attention_mask], 0)
-    np.testing.assert_array_equal(batch.reduce(spread, "mean"), values)
-    np.testing.assert_array_equal(
-        batch.spread(np.arange(4))[batch.attention_mask], batch.document_ids[batch.attention_mask]
-    )
-    assert (batch.document_ids[~batch.attention_mask] == -1).all()
-
-
 def test_a_batch_of_padding_has_no_documents() -> None:
     nothing = np.zeros(0, np.int64)
     batch = PackedBatch(np.zeros((2, 4), np.int64), np.zeros(1, np.int64), nothing, nothing, nothing)
@@ -112,10 +91,3 @@ def test_every_token_says_its_document_and_its_place_in_it_also_where_that_is_sp
         # token n of document i is n + 1 + 100 i
         np.testing.assert_array_equal(batch.input_ids[here], positions[here] + 1 + 100 * document)
     assert (ids[~batch.attention_mask] == -1).all() and not positions[~batch.attention_mask].any()
-
-
-def test_rows_that_are_taken_keep_the_values_of_their_own_documents():
-    batch = packed(seed=None, per_document={"label": np.array([10, 11, 12, 13])})
-    for rows in (1, [2, 0], slice(1, None)):
-        taken = batch[rows]
-        assert taken.per_document["label"].tolist() == [10 + source for source in taken.sources]

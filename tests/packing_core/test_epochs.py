@@ -95,22 +95,6 @@ def test_a_document_has_other_neighbours_in_every_epoch_and_the_same_in_every_ca
     assert len(neighbours(0) & neighbours(1)) < 10 and len(neighbours(0) & neighbours(0, seed=1)) < 10
 
 
-def test_in_order_keeps_the_documents_as_they_come() -> None:
-    for epoch in (0, 1):
-        dealt = plan_epoch(LENGTHS, 64, seed=0, epoch=epoch, ranks=2, in_order=True)
-        assert dealt.plan.source.tolist() == list(range(200))
-        assert dealt.steps.reshape(-1).tolist() == list(range(dealt.plan.n_rows))
-
-
-def test_a_row_of_many_documents_is_cut_for_the_ranks() -> None:
-    # One row of 5 documents for 4 ranks: 5 -> 2 3 -> 2 1 2 -> 1 1 1 2
-    dealt = plan_epoch([1, 1, 1, 1, 1], 8, seed=0, ranks=4, in_order=True)
-    assert np.diff(dealt.plan.row_offsets).tolist() == [1, 1, 1, 2]
-    # Three rows of one document each cannot be cut: at the last step one of two ranks has an idle place, 3.
-    dealt = plan_epoch([8, 8, 8], 8, seed=0, ranks=2)
-    assert sorted(dealt.steps.reshape(-1).tolist()) == [0, 1, 2, 3]
-
-
 def test_a_long_document_is_named_by_its_place_in_the_data_set() -> None:
     with pytest.raises(CapacityError, match=r'document 3 has 9 tokens and capacity is 8: pass overflow="split"'):
         plan_epoch([2, 3, 4, 9], 8, seed=0)

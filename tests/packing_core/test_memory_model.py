@@ -116,12 +116,6 @@ def test_experts_in_mxfp4_take_17_bytes_for_32_values() -> None:
     assert dense.fixed - packed.fixed == 24 * 3 * one * 2 - 24 * 3 * one * 17 // 32 - 2 * 2 * one
 
 
-def test_adapters_of_attention_alone_add_no_inner_columns() -> None:
-    everywhere = MemoryModel.from_config(LLAMA, rank=16)
-    attention = MemoryModel.from_config(LLAMA, rank=16, adapts_mlp=False)
-    assert everywhere.work["full"] - attention.work["full"] == 5 * 14_336 * 2
-
-
 def test_a_layer_keeps_what_its_backward_reads() -> None:
     """By hand: D = 8, two heads of 4 for queries, one for keys and values, an MLP of 2 x 24 columns, 2 bytes each."""
     config = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -179,37 +173,6 @@ def test_offloading_ends_where_the_host_holds_no_input_of_a_layer() -> None:
     assert memory.fastest(tokens, 80 * GIB, 4 * tokens * memory.hidden) == "offload", "six layers share"
     assert memory.fastest(tokens, 80 * GIB, tokens * memory.hidden - 1) is None
     assert memory.longest("offload", 80 * GIB, 100 * memory.hidden) == 100
-
-
-def test_an_eight_billion_model_with_adapters_trains_on_a_document_of_1_200_000_tokens_in_140_gb() -> None:
-    """Llama-3.1-8B on an H200 and 128 GB of host: three layers share an input."""
-    memory = MemoryModel.from_config(LLAMA, rank=16)
-    assert memory.group(1_200_000, int(0.95 * 128e9)) == 3
-    assert memory.longest("offload", int(140e9), int(0.95 * 128e9)) > 1_200_000
-
-
-def test_all_weights_of_an_eight_billion_model_train_on_a_document_of_1_150_000_tokens_in_140_gb() -> None:
-    """With an optimizer of one byte for each of two states, which is on the host for 1,200,000."""
-    host = int(0.95 * 128e9)
-    found, before = (MemoryModel.from_config(LLAMA, states=1, tiles=tiles) for tiles in (None, ["mlp"]))
-    assert before.longest("offload", int(140e9), host) < 900_000
-    assert found.longest("offload", int(140e9), host) > 1_150_000
-    assert MemoryModel.from_config(LLAMA, states=0).longest("offload", int(140e9), host) > 1_200_000
-
-
-def test_tiles_of_projections_leave_what_attention_reads_and_returns() -> None:
-    """By hand, in hidden states: q, k, v, o and the gradients of these, 2.5 each."""
-    found = MemoryModel.from_config(LLAMA)
-    assert found.tiled["full"] == 2 * 5 * 4_096 + 4 * 32
-    assert found.work["full"] == MemoryModel.from_config(LLAMA, tiles=[]).work["full"], "short rows have none"
-
-
-def test_experts_by_tiles_make_room_for_a_document_of_500_000_tokens_on_an_h100() -> None:
-    """gpt-oss-20b with adapters, its weights in bfloat16; torch counts 79.18 GiB on an H100 of 80 GB."""
-    memory = MemoryModel.from_config(GPT_OSS, rank=16)
-    host = int(0.95 * 128e9)
-    assert memory.longest("offload", int(79.18 * GIB), host) > 500_000
-    assert replace(memory, tiled={}).longest("offload", int(79.18 * GIB), host) < 200_000
 
 
 def test_experts_keep_their_first_product_at_the_selective_level_and_have_no_tiles_there() -> None:

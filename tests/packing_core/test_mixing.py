@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packing_core import PackingError, mix, stream
-from packing_core.streaming.mixing import BLOCK
+from packing_core import PackingError, mix
 
 
 def named(name: str, count: int) -> list[str]:
@@ -50,14 +49,6 @@ def test_a_source_of_a_ten_thousandth_has_its_share_too() -> None:
     assert 9 <= Counter(islice(mixture, 100_000))["b"] <= 11
 
 
-def test_the_documents_of_a_source_keep_their_order() -> None:
-    mixture = mix([named("a", 3000), named("b", 5000)], [1, 2])
-    documents = list(mixture)
-    for name in "ab":
-        own = [document for document in documents if document[0] == name]
-        assert own == named(name, len(own))
-
-
 def test_the_seed_decides_the_order_and_nothing_else_does() -> None:
     sources = [named("a", 4000), named("b", 4000)]
     runs = [list(mix(sources, [1, 1], seed=seed)) for seed in (0, 0, 1, None)]
@@ -83,33 +74,10 @@ def test_from_any_document_on_comes_what_comes_after_it(stop, form, sizes, weigh
     assert list(islice(again(start), 4000 - start)) == whole[start:]
 
 
-@pytest.mark.parametrize("seed", [None, 0])
-def test_from_the_first_document_of_a_block_on(seed) -> None:
-    a, b = named("a", BLOCK), named("b", BLOCK)
-    mixed = mix([a, b], [1, 1], seed=seed, stop="once")
-    assert list(mixed(BLOCK)) == list(mixed)[BLOCK:]
-
-
-def test_first_ends_when_a_document_is_due_that_is_not_there() -> None:
-    documents = list(mix([named("a", 10), named("b", 1000)], [1, 1], seed=None))
-    assert documents == [x for i in range(10) for x in (f"a{i}", f"b{i}")]
-
-
 def test_all_reads_every_source_to_its_end_and_starts_the_others_again() -> None:
     documents = Counter(mix([named("a", 10), named("b", 500)], [1, 1], seed=3, stop="all"))
     assert all(documents[f"b{i}"] == 1 for i in range(500))
     assert all(documents[f"a{i}"] >= 45 for i in range(10))
-
-
-def test_once_gives_every_document_once() -> None:
-    sources = [named("a", 10), named("b", 3000), named("c", 40)]
-    documents = list(mix(sources, [5, 1, 1], seed=3, stop="once"))
-    assert sorted(documents) == sorted(document for source in sources for document in source)
-
-
-def test_never_goes_on() -> None:
-    documents = Counter(islice(mix([["a"], ["b", "c"]], [1, 2], stop="never"), 9 * 1024))
-    assert all(abs(documents[name] - 3 * 1024) <= 1 for name in "abc")
 
 
 def test_iterators_are_read_once_and_do_not_start_again() -> None:
@@ -119,28 +87,6 @@ def test_iterators_are_read_once_and_do_not_start_again() -> None:
         list(mixture(2))
     with pytest.raises(PackingError, match='and stop=\'all\' reads sources again: pass stop="first" or "once"'):
         mix([iter([]), ["b"]], [1, 1], stop="all")
-
-
-def test_a_document_says_which_source_it_is_of() -> None:
-    mixture = mix([named("a", 100), named("b", 100)], [1, 3])
-    assert all(document[0] == "ab"[number] for number, document in mixture.numbered(17))
-
-
-def test_a_stream_over_a_mixture_resumes_exactly() -> None:
-    sources = [[[1 + i % 7] * (1 + i % 5) for i in range(60)], [[8] * (1 + i % 3) for i in range(200)]]
-    options = {"capacity": 8, "buffer": 16, "seed": 2}
-
-    def packed():
-        return stream(mix(sources, [1, 2], stop="once"), **options)
-
-    whole = [row.input_ids.tolist() for row in packed()]
-    assert sum(token > 0 for row in whole for token in row[0]) == sum(len(d) for s in sources for d in s)
-    for position in range(0, len(whole), 7):
-        stopped, continued = packed(), packed()
-        for _ in range(position):
-            next(stopped)
-        continued.load_state_dict(stopped.state_dict())
-        assert [row.input_ids.tolist() for row in continued] == whole[position:]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 from packing_core import PackingError, RowRule, mix, pack, plan, stream
 from packing_core.planning.epochs import plan_epoch
 from packing_core.planning.order import STAGE_ROWS
+from tests.packing_core.test_stream import documents
 
 RANDOM = np.random.default_rng(0)
 LENGTHS = RANDOM.lognormal(4.5, 0.9, 6000).astype(np.int64).clip(1, 1000)
@@ -57,21 +56,6 @@ def test_every_token_is_in_one_row_under_every_order(lengths, order, seed, max_s
     assert made == plan(lengths, 20, **given_options, **options(order, len(lengths)))
 
 
-@settings(max_examples=25)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=8, max_size=60),
-    order=st.sampled_from(ORDERS),
-    ranks=st.integers(1, 4),
-)
-def test_every_epoch_has_every_token_once_and_as_many_rows(lengths, order, ranks) -> None:
-    given_options = {"seed": 1, "overflow": "split", "ranks": ranks, **options(order, len(lengths))}
-    epochs = [plan_epoch(lengths, 20, epoch=epoch, **given_options) for epoch in range(3)]
-    for dealt in epochs:
-        assert tokens_of(dealt.plan) == [(d, t) for d, length in enumerate(lengths) for t in range(length)]
-        assert sorted(dealt.steps[dealt.steps < dealt.plan.n_rows].tolist()) == list(range(dealt.plan.n_rows))
-    assert len({dealt.plan.n_rows for dealt in epochs}) == 1
-
-
 def late_tokens(made) -> int:
     """Tokens of pieces that come after a row with a piece of a longer octave."""
     octave = np.ceil(np.log2(made.length))
@@ -87,12 +71,6 @@ def test_the_curriculum_trains_short_pieces_first() -> None:
     assert late_tokens(plan(LENGTHS, CAPACITY, seed=0)) > 100 * CAPACITY
     documents = np.diff(made.row_offsets)
     assert documents[:20].mean() > 10 * documents[-20:].mean(), "the same tokens of ever fewer documents"
-
-
-def test_the_curriculum_draws_other_neighbours_in_every_epoch_and_the_stages_stay() -> None:
-    first, second = (plan_epoch(LENGTHS, CAPACITY, seed=0, epoch=e, order="curriculum").plan for e in (0, 1))
-    assert first.source.tolist() != second.source.tolist()
-    assert max(late_tokens(first), late_tokens(second)) < 12 * CAPACITY
 
 
 def test_sorted_rows_follow_the_keys_up_to_a_stage() -> None:
@@ -145,20 +123,7 @@ def test_steps_of_ranks_keep_the_order_and_have_close_costs() -> None:
     assert dealt.imbalance < costs[in_order].max(axis=1).sum() / costs[in_order].mean(axis=1).sum()
 
 
-def documents(lengths) -> list[np.ndarray]:
-    """Document i holds tokens 1000 i, 1000 i + 1, ..., so that every token says where it is from."""
-    return [np.arange(length) + 1000 * i for i, length in enumerate(lengths)]
-
-
 STREAMED = RANDOM.integers(1, 17, 80)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_epochs_of_a_stream_in_an_order_differ_and_hold_the_same_tokens(order) -> None:
-    packed = stream(documents(STREAMED), 20, buffer=12, seed=3, overflow="split", **options(order, len(STREAMED)))
-    first, second = (np.concatenate([row.input_ids[0] for row in packed]) for _ in range(2))
-    assert first.tolist() != second.tolist()
-    assert sorted(first[first > 0]) == sorted(second[second > 0])
 
 
 def test_a_stream_follows_the_order_up_to_a_buffer_and_names_documents_by_their_number() -> None:
@@ -320,10 +285,3 @@ def test_bad_weights_over_documents_say_the_way_out(weights, text) -> None:
     with pytest.raises(PackingError) as caught:
         mix(ENDLESS, weights)
     assert text in str(caught.value)
-
-
-def test_rows_of_one_stage_are_not_mixed_with_those_of_the_next() -> None:
-    # octave 2 holds 3 and 4, octave 3 holds 5 to 8: rows of 8 are [4 4] [4 4] | [8] [8]
-    made = plan([8, 4, 4, 8, 4, 4], 8, order="curriculum", seed=0)
-    lengths = [made.length[a:b].tolist() for a, b in zip(made.row_offsets, made.row_offsets[1:], strict=False)]
-    assert [key for key, _ in groupby(lengths)] == [[4, 4], [8]]

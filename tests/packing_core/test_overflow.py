@@ -108,27 +108,6 @@ def test_streams_hold_the_same_pieces_and_resume_exactly(problem, buffer, seed, 
         assert np.allclose(row.columns["score"], np.where(row.attention_mask, row.input_ids / 7, 0))
 
 
-@pytest.mark.parametrize("overflow", ["overlap", "restart"])
-def test_documents_read_late_are_cut_alike(overflow) -> None:
-    documents = [list(range(1000 * d, 1000 * d + n)) for d, n in enumerate((5, 30, 9, 17))]
-    options = {"overflow": overflow, "context": 3, "buffer": 2}
-    late = stream(documents, 8, lengths=[len(d) for d in documents], **options)
-    assert made_of(late) == made_of(stream(documents, 8, **options))
-
-
-def test_a_state_is_refused_under_another_context() -> None:
-    documents = [list(range(20))]
-    stopped = stream(documents, 8, overflow="overlap", context=2)
-    next(stopped)
-    with pytest.raises(PackingError, match="taken with context=2 and this stream has context=3"):
-        stream(documents, 8, overflow="overlap", context=3).load_state_dict(stopped.state_dict())
-
-
-def test_a_short_last_piece_takes_tokens_from_the_one_before_it() -> None:
-    made = plan([17], 8, overflow="split", min_piece=3, strategy="sequential", seed=None)
-    assert list(zip(made.start.tolist(), made.length.tolist(), strict=True)) == [(0, 8), (8, 6), (14, 3)]
-
-
 def test_context_is_an_eighth_of_the_capacity_by_default() -> None:
     assert plan([100], 64, overflow="restart") == plan([100], 64, overflow="restart", context=8)
     assert plan([100], 64, overflow="overlap").context.tolist().count(8) == 1
@@ -201,14 +180,6 @@ def test_a_schedule_counts_and_pads_what_is_trained(overflow) -> None:
         batches = list(schedule.padded(step, "padded"))
         shown = {tuple(ids[mask]) for b in batches for ids, mask in zip(b.input_ids, b.attention_mask, strict=True)}
         assert shown == {tuple(segment) for segment, _ in made_of(schedule.packed(step))}
-
-
-def test_documents_of_one_token_are_segments_of_their_own() -> None:
-    documents = [[1], [2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [14]]
-    for overflow in CUTS:
-        batch = pack(documents, 8, overflow=overflow, min_piece=3)
-        assert np.bincount(batch.sources).tolist() == [1, 1, 1, 2, 1]
-        assert sorted(batch.unpack()[d].tolist() for d in (0, 2, 4)) == [[1], [4], [14]]
 
 
 @given(st.lists(st.integers(1, 30), min_size=6, max_size=40), st.integers(1, 4), st.sampled_from(CUTS), st.booleans())

@@ -63,13 +63,6 @@ def test_plans_are_equal_when_all_they_say_is():
     assert two_rows() != "a plan"
 
 
-def test_a_plan_survives_a_file_and_a_pickle(tmp_path):
-    made = plan([5, 30, 2, 9], 8, overflow="truncate", max_segments=2)
-    made.save(tmp_path / "plan.npz")
-    assert PackPlan.load(tmp_path / "plan.npz") == made
-    assert pickle.loads(pickle.dumps(made)) == made
-
-
 def test_a_file_that_is_no_plan_is_refused(tmp_path):
     np.savez(tmp_path / "other.npz", lengths=[1, 2])
     with pytest.raises(LayoutError, match=r"other.npz' is not a saved plan, it has no 'row_offsets': pass one of"):

@@ -82,15 +82,6 @@ def test_every_token_stands_in_one_row_or_is_accounted_for(problem, strategy, ov
         assert np.diff(made.row_offsets).max() <= options["max_segments"]
 
 
-def test_a_long_document_is_split_into_full_rows_and_a_rest():
-    made = plan([3, 21], 8, strategy="best_fit", overflow="split", seed=None)
-    # [1 1 1 1 1 1 1 1] [1 1 1 1 1 1 1 1] [1 1 1 1 1 0 0 0]
-    assert made.row_offsets.tolist() == [0, 1, 2, 4]
-    assert made.source.tolist() == [1, 1, 1, 0]
-    assert made.start.tolist() == [0, 8, 16, 0]
-    assert made.length.tolist() == [8, 8, 5, 3]
-
-
 @given(problems(), st.sampled_from(sorted(set(TEXTBOOK) - {"mixed"})), st.integers(0, 2**63))
 def test_a_seed_moves_whole_rows_and_nothing_else(problem, strategy, seed):
     lengths, capacity, options = problem
@@ -152,31 +143,12 @@ def test_rows_come_out_in_an_order_that_says_nothing_about_their_lengths():
     assert order_by_length(strategy="best_fit", seed=None) < -0.5
 
 
-def test_sequential_without_a_seed_keeps_the_order_of_the_documents():
-    made = plan([5, 2, 4, 4, 1, 8], 8, strategy="sequential", seed=None)
-    # [0 0 0 0 0 1 1 .] [2 2 2 2 3 3 3 3] [4 . . . . . . .] [5 5 5 5 5 5 5 5]
-    assert made.to_lists() == [[0, 1], [2, 3], [4], [5]]
-
-
-def test_best_fit_leaves_almost_nothing_on_short_documents():
-    lengths = np.random.default_rng(0).lognormal(5.2, 0.9, 100_000).clip(1, 2048).astype(int)
-    made = plan(lengths, 2048, strategy="best_fit")
-    assert made.efficiency > 0.999
-    assert made.n_rows == made.lower_bound or made.n_rows <= 1.001 * made.lower_bound
-
-
 @given(problems())
 def test_the_lower_bound_is_one(problem):
     lengths, capacity, options = problem
     lengths = lengths[:7]
     made = plan(lengths, capacity, **options)
     assert made.lower_bound <= fewest_rows(lengths, capacity) <= made.n_rows
-
-
-def test_the_lower_bound_sees_documents_that_cannot_share_a_row():
-    assert plan([6, 6, 6], 10).lower_bound == 3  # 18 tokens alone would say 2
-    assert plan([7, 7, 4, 4], 10).lower_bound == 3  # no 4 fits beside a 7; 22 tokens alone would say 3 too
-    assert plan([7, 7, 7, 4, 4], 10).lower_bound == 4
 
 
 def fewest_rows(lengths, capacity):

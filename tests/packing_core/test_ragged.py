@@ -152,16 +152,6 @@ def test_pieces_are_copied_exactly_whatever_their_lengths(data):
         np.testing.assert_array_equal(result, expected)
 
 
-def test_long_pieces_cross_the_block_size():
-    values = np.arange(700_000, dtype=np.int32)
-    ragged = Ragged(values, np.array([0, 200_000, 200_001, 700_000]))
-    out = np.zeros(700_000, np.int32)
-    ragged.copy_to(
-        out, np.array([0, 499_999, 500_000]), np.array([2, 1, 0]), np.zeros(3, int), ragged.lengths[[2, 1, 0]]
-    )
-    np.testing.assert_array_equal(out, np.concatenate([values[200_001:], values[200_000:200_001], values[:200_000]]))
-
-
 def tokens_of(ragged):
     return [list(map(int, document)) for document in ragged]
 

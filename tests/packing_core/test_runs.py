@@ -44,32 +44,6 @@ def test_each_gap_may_have_a_number_of_its_own(layout):
     assert (numbers >= 100).sum() == free.sum()
 
 
-@settings(max_examples=100)
-@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 50))
-def test_blocks_are_consecutive_and_small(lengths, tokens):
-    lengths = np.array(lengths, np.int64)
-    whole = runs.BLOCK_TOKENS
-    try:
-        runs.BLOCK_TOKENS = tokens
-        blocks = list(runs.blocks(lengths))
-    finally:
-        runs.BLOCK_TOKENS = whole
-    assert [run for block in blocks for run in range(block.start, block.stop)] == list(range(len(lengths)))
-    for block in blocks:
-        assert block.stop > block.start
-        assert lengths[block][:-1].sum() < tokens + 40
-
-
-def test_ramps_cross_the_block_size():
-    lengths = np.array([200_000, 1, 300_000])
-    at = np.array([5, 200_005, 200_010])
-    out = runs.ramps(at, lengths, 500_020)
-    for first, count in zip(at, lengths):
-        np.testing.assert_array_equal(out[first : first + count], np.arange(count))
-    assert not out[:5].any()
-    assert not out[500_010:].any()
-
-
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_step_past_every_integer_chooses_the_first(count):
     numbers = runs.chosen(slice(None, None, 2**63), count)

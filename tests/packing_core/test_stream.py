@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from packing_core.errors import CapacityError, LayoutError, PackingError
 from packing_core.planning.plan import plan
@@ -32,28 +30,6 @@ def contents(rows) -> list[list[int]]:
 
 LENGTHS = np.random.default_rng(0).integers(1, 17, 60)
 OPTIONS = {"buffer": 12, "max_age": 24, "seed": 3}
-
-
-@given(
-    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60),
-    buffer=st.integers(1, 16),
-    shards=st.integers(1, 4),
-    seed=st.none() | st.integers(0, 3),
-)
-def test_every_document_is_in_one_row_of_one_shard_and_shards_are_equal(lengths, buffer, shards, seed) -> None:
-    given_documents = documents(lengths)
-    rows = [list(stream(given_documents, 20, buffer=buffer, seed=seed, shard=(i, shards))) for i in range(shards)]
-    assert len({len(of_shard) for of_shard in rows}) == 1
-    found = [segment for of_shard in rows for segment in segments(of_shard)]
-    assert sorted(found) == sorted(tuple(d.tolist()) for d in given_documents)
-    assert sum(row.n_segments == 0 for of_shard in rows for row in of_shard) < shards
-
-
-def test_sources_count_the_documents_of_the_whole_source() -> None:
-    given_documents = documents(LENGTHS)
-    for row in stream(given_documents, 20, **OPTIONS):
-        for document, tokens in row.unpack().items():
-            assert tokens.tolist() == given_documents[document].tolist()
 
 
 def test_a_resume_reads_only_from_the_oldest_pending_document() -> None:
@@ -162,54 +138,11 @@ def test_a_round_lets_half_a_buffer_go_so_that_planning_stays_cheap() -> None:
     assert packed.state_dict()["round"] <= 500 / 10 + 1
 
 
-def test_rows_keep_to_max_segments() -> None:
-    assert max(row.n_segments for row in stream(documents(LENGTHS), 32, max_segments=2, **OPTIONS)) == 2
-
-
 def test_a_state_of_a_version_with_alignment_loads_where_segments_touch() -> None:
     state = stream(documents(LENGTHS), 32, **OPTIONS).state_dict()
     assert state["alignment"] == 1
     with pytest.raises(PackingError, match="taken with alignment=8 and this stream has alignment=1"):
         stream(documents(LENGTHS), 32, **OPTIONS).load_state_dict(state | {"alignment": 8})
-
-
-def test_the_pieces_of_a_split_document_say_where_they_start() -> None:
-    found = {}
-    for row in stream(documents([10, 3]), 4, overflow="split"):
-        found |= {(d, s): n for d, s, n in zip(*(a.tolist() for a in (row.sources, row.starts, row.lengths)))}
-    assert found == {(0, 0): 4, (0, 4): 4, (0, 8): 2, (1, 0): 3}
-
-
-def test_epochs_differ_by_the_seed_and_hold_the_same_documents() -> None:
-    packed = stream(documents(LENGTHS), 20, **OPTIONS)
-    first, second = list(packed), list(packed)
-    assert contents(first) != contents(second)
-    assert sorted(segments(first)) == sorted(segments(second))
-
-
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("buffer", [1, 8])
-def test_a_state_of_an_epochs_end_goes_on_with_the_next_epoch(buffer, index) -> None:
-    # three rows: shard 1 ends with one of padding
-    ended, continued = (stream(documents([20] * 3), 20, buffer=buffer, shard=(index, 2)) for _ in range(2))
-    rows = contents(ended)
-    continued.load_state_dict(ended.state_dict())
-    assert list(continued) == []
-    assert contents(continued) == rows
-
-
-def test_columns_travel_with_the_tokens() -> None:
-    source = [
-        {"input_ids": d, "labels": d + 1, "prompt_length": len(d) // 2, "weight": d / 1000.0}
-        for d in documents(LENGTHS)
-    ]
-    for row in stream(source, 20, **OPTIONS):
-        for number, tokens in row.unpack("labels").items():
-            assert tokens.tolist() == source[number]["labels"].tolist()
-        for number, tokens in row.unpack("weight").items():
-            assert tokens.tolist() == source[number]["weight"].tolist()
-        for trained in row.unpack("loss_mask").values():
-            assert trained.tolist() == [i >= len(trained) // 2 for i in range(len(trained))]
 
 
 def test_an_empty_row_at_the_end_has_the_columns_of_the_others_and_trains_nothing() -> None:
@@ -220,21 +153,6 @@ def test_an_empty_row_at_the_end_has_the_columns_of_the_others_and_trains_nothin
     assert (empty.targets == -100).all() and not empty.attention_mask.any()
     few = list(stream(source[:1], 20, shard=(1, 2)))
     assert len(few) == 1 and few[0].n_segments == 0 and few[0].labels is not None
-
-
-@pytest.mark.parametrize(
-    ("overflow", "wanted"),
-    [
-        ("split", [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9), (1000,)]),
-        ("truncate", [(0, 1, 2, 3), (1000,)]),
-        ("drop", [(1000,)]),
-    ],
-)
-def test_documents_longer_than_a_row(overflow, wanted) -> None:
-    packed = stream(documents([10, 1]), 4, overflow=overflow)
-    assert sorted(segments(list(packed))) == wanted
-    assert packed.truncated == ([0] if overflow == "truncate" else [])
-    assert packed.dropped == ([0] if overflow == "drop" else [])
 
 
 @pytest.mark.parametrize("overflow", ["split", "truncate"])
@@ -308,17 +226,3 @@ def test_a_generator_is_read_once() -> None:
     assert contents(rows) == contents(stream(source, 20, **OPTIONS))
     with pytest.raises(PackingError, match="source is a generator, which can be read once: to go on in it or to read"):
         list(rows)
-
-
-def test_an_iterable_is_read_from_its_start_to_go_on() -> None:
-    class Again:
-        def __iter__(self):
-            return iter(source)
-
-    source = documents(LENGTHS)
-    whole = contents(stream(source, 20, **OPTIONS))
-    stopped, continued = stream(Again(), 20, **OPTIONS), stream(Again(), 20, **OPTIONS)
-    assert contents(next(stopped) for _ in range(9)) == whole[:9]
-    continued.load_state_dict(stopped.state_dict())
-    assert contents(continued) == whole[9:]
-    assert sorted(segments(continued)) == sorted(tuple(d.tolist()) for d in source)

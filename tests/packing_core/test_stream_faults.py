@@ -10,7 +10,7 @@ import pytest
 
 from packing_core.errors import PackingError
 from packing_core.streaming.stream import stream
-from tests.packing_core.test_stream import LENGTHS, OPTIONS, PackStreamSpy, contents, documents, segments
+from tests.packing_core.test_stream import LENGTHS, OPTIONS, PackStreamSpy, contents, documents
 
 STREAM = sys.modules["packing_core.streaming.stream"]  # the package has a function of that name
 
@@ -79,12 +79,6 @@ def test_what_is_pending_and_what_is_made_at_a_time_is_bounded_in_tokens(monkeyp
     assert max(held) <= 100 / 15 + 1
     assert len(whole) == 50
     assert whole == contents(stream(documents([15] * 50), 20, buffer=1000, buffer_tokens=100))
-
-
-def test_few_long_documents_fill_the_buffer() -> None:
-    packed = PackStreamSpy(documents([500] * 100), 20, buffer=1000, buffer_tokens=1000, overflow="split")
-    next(packed.packed)
-    assert packed.read == 2
 
 
 def _state(position=10, **options):
@@ -206,13 +200,6 @@ def test_a_document_that_cannot_be_read_keeps_no_state_from_being_saved() -> Non
     assert packed.state_dict()["rows"] == 1 and "source" not in packed.state_dict()
 
 
-def test_a_state_loads_onto_the_same_documents_in_another_form() -> None:
-    lists = [{"input_ids": document.tolist()} for document in documents(LENGTHS)]
-    again = stream(lists, 20, **OPTIONS)
-    again.load_state_dict(_state())
-    assert contents(again) == contents(stream(documents(LENGTHS), 20, **OPTIONS))[10:]
-
-
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -249,10 +236,3 @@ def test_a_state_loads_onto_the_same_documents_in_another_form() -> None:
 def test_odd_input_is_named_with_the_way_out(call, text) -> None:
     with pytest.raises(PackingError, match=text):
         call()
-
-
-def test_arrow_columns_are_sources() -> None:
-    import pyarrow as pa
-
-    column = pa.chunked_array([[[1, 2], [3]], [[4, 5, 6]]])
-    assert sorted(segments(stream(column, 3))) == [(1, 2), (3,), (4, 5, 6)]

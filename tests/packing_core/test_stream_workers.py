@@ -7,7 +7,7 @@ from itertools import chain, zip_longest
 import numpy as np
 import pytest
 
-from packing_core import LayoutError, PackingError, join_states, pack, stream
+from packing_core import LayoutError, PackingError, join_states, stream
 from tests.packing_core.test_stream import contents, documents
 
 LENGTHS = np.random.default_rng(0).integers(1, 17, 70)
@@ -63,17 +63,6 @@ def test_with_lengths_a_shard_reads_its_own_documents_alone(overflow) -> None:
     assert others <= 4 * 12  # those of one row, from which a shard learns what columns there are
 
 
-def test_a_stream_with_lengths_resumes_exactly() -> None:
-    whole = contents(stream(SOURCE, 20, **OPTIONS))
-    stopped, continued = (stream(SOURCE, 20, lengths=LENGTHS, **OPTIONS) for _ in range(2))
-    assert contents(next(stopped) for _ in range(7)) == whole[:7]
-    continued.load_state_dict(stopped.state_dict())
-    assert contents(continued) == whole[7:]
-    plain = stream(SOURCE, 20, **OPTIONS)
-    plain.load_state_dict(stopped.state_dict())
-    assert contents(plain) == contents(stopped)
-
-
 def test_wrong_lengths_are_found_when_the_document_is_read() -> None:
     wrong = [*LENGTHS[:-1], LENGTHS[-1] + 1]
     with pytest.raises(LayoutError, match=rf"document 69 has {LENGTHS[-1]} tokens and lengths says {LENGTHS[-1] + 1}"):
@@ -82,24 +71,3 @@ def test_wrong_lengths_are_found_when_the_document_is_read() -> None:
         stream(SOURCE, 20, lengths=wrong[:-1])
     with pytest.raises(PackingError, match="source is a list_iterator and lengths are given: pass a sequence"):
         stream(iter(SOURCE), 20, lengths=LENGTHS)
-
-
-def test_rows_one_by_one_are_those_of_the_batch() -> None:
-    batch = pack(
-        SOURCE,
-        20,
-        labels=SOURCE,
-        prompt_lengths=[0] * 70,
-        columns={"w": SOURCE},
-        per_document={"label": np.arange(70)},
-    )
-    for first in (0, 3):
-        for number, row in enumerate(batch.single_rows(first), first):
-            same = batch[number]
-            for name in ("input_ids", "labels", "loss_mask", "cu_seqlens", "rows", "sources", "starts", "targets"):
-                got, wanted = getattr(row, name), getattr(same, name)
-                assert np.array_equal(got, wanted) and got.dtype == wanted.dtype and not got.flags.writeable
-            assert np.array_equal(row.columns["w"], same.columns["w"])
-            assert np.array_equal(row.per_document["label"], same.per_document["label"])
-            assert (row.pad_id, row.weighting) == (0, "token")
-        assert number == len(batch) - 1

@@ -1,7 +1,5 @@
 """Rows in which a common beginning stands once: every document comes back whole, and nothing is there twice."""
 
-import pickle
-
 import numpy as np
 import pytest
 
@@ -11,8 +9,6 @@ from packing_core import (
     PackedBatch,
     PackingError,
     UnsupportedError,
-    concatenate,
-    pack,
     pack_tree,
 )
 
@@ -45,16 +41,6 @@ def test_a_common_beginning_stands_once_on_every_level():
     assert batch.parents.tolist() == [-1, 0, 1, 1, 0, 4, 4, 4]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 4, 5, 2, 3, 4, 4, 4, 5, 6, 0, 0]]
     assert_whole(batch, DOCUMENTS)
-
-
-def test_the_first_token_of_an_answer_is_predicted_by_the_last_one_of_its_prompt():
-    batch = two_levels()
-    targets, predictors = batch.targets.reshape(-1), batch.predictors.reshape(-1)
-    trained = np.flatnonzero(targets != -100)
-
-    assert trained.tolist() == [4, 5, 6, 9, 10, 11, 12, 13]
-    assert predictors[trained].tolist() == [3, 3, 5, 8, 8, 8, 11, 12]
-    assert predictors[0] == predictors[14] == -1
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -95,60 +81,11 @@ def test_trees_of_more_than_a_row_repeat_what_their_documents_need(seed):
     assert (children[inner] > 1).all()
 
 
-def test_documents_of_different_groups_share_nothing():
-    batch = two_levels(groups=[0, 0, 1, 1, 1])
-    roots = np.flatnonzero(batch.parents < 0)
-    assert len(roots) == 2
-    assert_whole(batch, DOCUMENTS)
-
-
 def test_short_beginnings_and_targets_are_not_shared():
     assert (pack_tree(DOCUMENTS, 32, prompt_lengths=PROMPTS, shortest=5).parents == -1).all()
     assert (pack_tree(DOCUMENTS, 32, shortest=2).parents == -1).all()
     columns = {"x": [[i] * len(document) for i, document in enumerate(DOCUMENTS)]}
     assert (pack_tree(DOCUMENTS, 32, prompt_lengths=PROMPTS, shortest=2, columns=columns).parents == -1).all()
-
-
-def test_rows_slices_and_joined_batches_keep_their_trees():
-    batch = pack_tree(DOCUMENTS, 8, prompt_lengths=PROMPTS, shortest=2, overflow="repeat", seed=None)
-    parts = [*(batch[r] for r in range(len(batch))), *batch.single_rows(), batch[1:], batch[[1, 0, 1]]]
-    again = concatenate([batch[r] for r in range(len(batch))])
-
-    assert len(batch) > 1
-    assert again.parents.tolist() == batch.parents.tolist()
-    assert pickle.loads(pickle.dumps(batch)).parents.tolist() == batch.parents.tolist()
-    for part in parts:
-        checked = PackedBatch(**{name: getattr(part, name) for name in part.__dataclass_fields__})
-        assert checked.position_ids.tolist() == part.position_ids.tolist()
-    assert batch[[1, 0, 1]].position_ids[0].tolist() == batch.position_ids[1].tolist()
-    other = pack([[5, 5]], 8, prompt_lengths=[1])
-    assert concatenate([batch[0], other]).parents.tolist() == [*batch[0].parents.tolist(), -1]
-
-
-def test_views_number_parents_among_all_segments_and_count_positions_on():
-    # rows:  1 1 | 9 | 8 8 | .    and    2 2 | 9 | 8 8 | .
-    documents = [[1, 1, 9], [1, 1, 8, 8], [2, 2, 9], [2, 2, 8, 8]]
-    batch = pack_tree(documents, 6, prompt_lengths=[2] * 4, shortest=2, seed=None)
-    view = batch.kernel_view()
-
-    assert view.lengths == (2, 1, 2, 1, 2, 1, 2, 1)
-    assert view.parents == (-1, 0, 0, -1, -1, 4, 4, -1)
-    assert view.position_ids.tolist() == [0, 1, 2, 2, 3, 0] * 2
-    assert batch.padding_free().parents == (-1, 0, 0, -1, 3, 3)
-
-
-def test_values_per_document_count_shared_tokens_for_each():
-    batch = two_levels()
-    assert batch.reduce(batch.input_ids, "sum").tolist() == [float(sum(d)) for d in DOCUMENTS]
-    spread = batch.spread(np.arange(1, 6))
-    assert spread.tolist() == [[0, 0, 0, 0, 1, 2, 2, 0, 0, 3, 4, 5, 5, 5, 0, 0]]
-    assert batch.document_ids.tolist() == [[-1, -1, -1, -1, 0, 1, 1, -1, -1, 2, 3, 4, 4, 4, -1, -1]]
-    assert batch.document_positions.tolist() == batch.position_ids.tolist()
-
-
-def test_weights_per_document_are_those_of_the_documents():
-    weights = two_levels(weighting="document").loss_weights
-    np.testing.assert_allclose(weights[0, [4, 5, 6, 9, 10, 11, 12, 13]], [1, 1 / 2, 1 / 2, 1, 1, 1 / 3, 1 / 3, 1 / 3])
 
 
 @pytest.mark.parametrize("convention", ["hf", "trl", "grain", "maxtext"])

@@ -20,7 +20,6 @@ from packing_core import (
     pack,
     plan,
 )
-from packing_core.errors import RowIndexError
 
 LARGE = 2**31 + 5
 
@@ -198,28 +197,6 @@ def test_padding_may_be_negative_and_ids_may_not() -> None:
         pack([[1, 2], [-1]], 4, pad_id=-1)
 
 
-def test_rows_are_numbered_by_integers_of_any_width() -> None:
-    dataset = PackedDataset([[i + 1] for i in range(300)], 1, seed=None)
-    for dtype in (np.int8, np.uint8, np.int16, np.uint64):
-        assert dataset[np.array([5, 100], dtype)].n_segments == 2
-    assert dataset[np.array([-1], np.int8)].input_ids.tolist() == dataset[299].input_ids.tolist()
-    with pytest.raises(IndexError):  # what iterating by number ends with
-        dataset[300]
-    assert issubclass(RowIndexError, PackingError)
-
-
-def test_batches_that_were_pickled_stay_read_only() -> None:
-    batch = pack(DOCUMENTS, 4, labels=DOCUMENTS, loss_mask=[[1, 1, 1], [0, 1]], columns={"x": DOCUMENTS})
-    batch.lengths  # noqa: B018 what is derived and kept must not travel either
-    again = pickle.loads(pickle.dumps(batch))
-    names = ("input_ids", "labels", "loss_mask", "cu_seqlens", "rows", "sources", "starts", "lengths", "segment_ids")
-    for array in [getattr(again, name) for name in names] + [again.columns["x"]]:
-        with pytest.raises(ValueError, match="read-only"):
-            array[...] = 0
-    assert again.unpack("x")[0].tolist() == [1, 2, 3]
-    assert (again.pad_id, again.weighting) == (0, "token")
-
-
 def test_balanced_steps_are_read_only_and_the_callers_array_is_not() -> None:
     steps = np.zeros((1, 1, 1), np.int64)
     sharded = ShardedPlan(plan([1], 1), steps, Cost())
@@ -227,24 +204,3 @@ def test_balanced_steps_are_read_only_and_the_callers_array_is_not() -> None:
     for one in (sharded, pickle.loads(pickle.dumps(sharded))):
         with pytest.raises(ValueError, match="read-only"):
             one.steps[0] = 0
-
-
-def test_no_row_is_trained_twice_where_rows_do_not_divide() -> None:
-    dataset = PackedDataset([[1] * 4, [2] * 4, [3] * 4], 4)
-    sharded = balance(dataset.plan, 2)
-    trained = [int(dataset[step].input_ids[0, 0]) for rank in (0, 1) for step in sharded.rank(rank) if len(step)]
-    assert sorted(trained) == [1, 2, 3]
-    assert sorted(len(sharded.rank(rank)[-1]) for rank in (0, 1)) == [0, 1]
-    idle = sharded.steps[sharded.steps == dataset.plan.n_rows]
-    with pytest.raises(RowIndexError, match="row 3 of 3: rows are numbered 0 to 2"):
-        dataset[idle]
-
-
-def test_a_rank_samples_batches_of_a_torch_loader() -> None:
-    data = pytest.importorskip("torch.utils.data")
-    dataset = PackedDataset([[i + 1] * 4 for i in range(6)], 4)
-    sharded = balance(dataset.plan, 3, rows_per_step=2)
-    loader = data.DataLoader(dataset, batch_sampler=sharded.rank(1), collate_fn=lambda batch: batch)
-    assert [batch.input_ids.tolist() for batch in loader] == [
-        dataset[rows].input_ids.tolist() for rows in sharded.rank(1)
-    ]

@@ -60,22 +60,6 @@ def test_padding_free_is_the_documents_and_nothing_else(packing, bucket):
     assert (len(view.cu_seqlens) - 1) % bucket == 0
 
 
-def test_everything_for_the_device_is_int32():
-    view = pack([np.array([1, 2], np.int64)], 4).kernel_view()
-    for name in ("input_ids", "targets", "position_ids", "seq_idx", "cu_seqlens"):
-        assert getattr(view, name).dtype == np.int32, name
-    assert view.loss_weights.dtype == np.float32
-
-
-def test_padding_is_cut_where_it_is_longer_than_the_longest_segment():
-    # row:  1 2 3 . . . . . . .  with segments of at most 3:  3 | 3 3 1
-    view = pack([[1, 2, 3]], 10).kernel_view()
-    assert (view.lengths, view.is_padding) == ((3, 3, 3, 1), (False, True, True, True))
-    # rows:  1 2 3 . . and 4 5 . . . : the padding of one row never runs on into the next
-    view = pack([[1, 2, 3], [4, 5, 6]], 5, seed=None).kernel_view(bucket=8)
-    assert view.cu_seqlens.tolist() == [0, 3, 5, 8, 10, 10, 10, 10, 10]
-
-
 @settings(max_examples=80)
 @given(packings(), st.data())
 def test_no_segment_lies_in_two_rows_wherever_rows_of_padding_are(packing, data):
@@ -89,13 +73,6 @@ def test_no_segment_lies_in_two_rows_wherever_rows_of_padding_are(packing, data)
     np.testing.assert_array_equal(np.diff(view.cu_seqlens), view.lengths)
     assert sum(n for n, is_padding in zip(view.lengths, view.is_padding) if not is_padding) == batch.n_tokens
     assert batch.padding_free().lengths == tuple(batch.lengths.tolist()) and len(batch) > real
-
-
-def test_one_step_is_a_slice_of_rows():
-    batch = pack([[i] * 3 for i in range(1, 6)], 4, seed=None)
-    view = batch[1:3].kernel_view()
-    assert view.input_ids.tolist() == [2, 2, 2, 0, 3, 3, 3, 0]
-    assert view.cu_seqlens.tolist() == [0, 3, 4, 7, 8]
 
 
 def test_a_view_that_kernels_cannot_take_is_refused():
