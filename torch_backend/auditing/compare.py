@@ -6,8 +6,8 @@ differences are max |got - want| / max |want|; what they may be is :mod:`packing
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.budget import Difference, worst_gradient
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.random_draws import is_random_setting
+from torch_backend.hf.anatomy.structure import with_values
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 
 FIRST_TOKEN, LAST_TOKEN = 4, 90  # tokens that mean nothing special in a tiny model's vocabulary
@@ -123,23 +124,15 @@ def gradients_error(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tu
     return worst_gradient(differences(got, want))
 
 
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, no dropout of a model is on, neither a module's nor one that its code reads from a number."""
-    dropped = [
-        (module, name, value)
+    return with_values(
+        (module, name, 0.0)
         for module in model.modules()
         for name, value in vars(module).items()
         if isinstance(value, float)
         and (is_random_setting(name) or (name == "p" and "Dropout" in type(module).__name__))
-    ]
-    for module, name, _ in dropped:
-        setattr(module, name, 0.0)
-    try:
-        yield
-    finally:
-        for module, name, value in dropped:
-            setattr(module, name, value)
+    )
 
 
 def against_truth(

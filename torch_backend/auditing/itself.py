@@ -11,7 +11,7 @@ A model that ranks share (FSDP, ZeRO-3) runs forward alone: all ranks have to ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch_backend.auditing.compare import Computation, differences, outputs_err
 from torch_backend.auditing.fingerprint import dtype_of
 from torch_backend.auditing.probe import FEW, Probe, projected
 from torch_backend.hf.anatomy.placement import execution_device
-from torch_backend.hf.anatomy.structure import in_mode, sharding_inside
+from torch_backend.hf.anatomy.structure import in_mode, sharding_inside, with_values
 from torch_backend.hf.float8 import describe_float8
 from torch_backend.hf.router import no_router_loss
 
@@ -118,30 +118,20 @@ def _weights(model: nn.Module, added: Iterable[nn.Module]) -> dict[str, nn.Param
 @contextmanager
 def _as_trained(model: nn.Module) -> Iterator[None]:
     """Inside, a model trains without dropout and recomputes nothing; in one that trains, modules keep their modes."""
-    recomputing = [module for module in model.modules() if module.__dict__.get("gradient_checkpointing")]
-    for module in recomputing:
-        module.gradient_checkpointing = False  # type: ignore[assignment]
-    try:
-        with nullcontext() if model.training else in_mode(model, training=True), without_dropout(model):
-            yield
-    finally:
-        for module in recomputing:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
+    recomputing = [m for m in model.modules() if m.__dict__.get("gradient_checkpointing")]
+    mode = nullcontext() if model.training else in_mode(model, training=True)
+    with with_values((m, "gradient_checkpointing", False) for m in recomputing), mode, without_dropout(model):
+        yield
 
 
-@contextmanager
-def _started(modules: Iterable[nn.Module]) -> Iterator[None]:
+def _started(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Inside, weights of these modules that are all one number are random; shared and quantised ones are left alone."""
     generator = torch.Generator().manual_seed(5)
     plain = {id(p): p for m in modules for p in m.parameters() if type(p) is nn.Parameter and p.is_floating_point()}
-    before = [(p, p.data) for p in plain.values() if p.numel() > 0 and bool((p == p.flatten()[0]).all())]
-    for p, data in before:
-        p.data = data + 0.3 * torch.randn(data.shape, generator=generator).to(data)
-    try:
-        yield
-    finally:
-        for p, data in before:
-            p.data = data
+    constant = [p for p in plain.values() if p.numel() > 0 and bool((p == p.flatten()[0]).all())]
+    return with_values(
+        [(p, "data", p.data + 0.3 * torch.randn(p.shape, generator=generator).to(p.data)) for p in constant]
+    )
 
 
 @contextmanager

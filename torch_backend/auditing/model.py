@@ -11,8 +11,8 @@ A trainer is audited on its own batches, see :mod:`torch_backend.auditing.traine
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, overload
@@ -31,7 +31,7 @@ from torch_backend.hf.anatomy.additions import Part, additions, parts_of
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
-from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.structure import causal_lm, with_values
 from torch_backend.hf.attention import stands_over, unregistered
 from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.float8 import describe_float8
@@ -382,19 +382,10 @@ def verify(model: nn.Module, implementation: str | Sequence[str]) -> AuditReport
     return report
 
 
-@contextmanager
-def full_float32() -> Iterator[None]:
+def full_float32() -> AbstractContextManager[None]:
     """Inside, float32 products on a GPU are not rounded to TensorFloat-32, even if the process allows it."""
     backends: Any = torch.backends
-    products = (backends.cuda.matmul, backends.cudnn.conv)
-    before = [product.fp32_precision for product in products]
-    try:
-        for product in products:
-            product.fp32_precision = "ieee"
-        yield
-    finally:
-        for product, precision in zip(products, before, strict=True):
-            product.fp32_precision = precision
+    return with_values((product, "fp32_precision", "ieee") for product in (backends.cuda.matmul, backends.cudnn.conv))
 
 
 def _clone(root: Any, positions: int, *, patched: bool) -> Any:

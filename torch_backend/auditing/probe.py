@@ -10,8 +10,8 @@ the order of their sums does, whatever the dtype is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from torch_backend.auditing.ranks import averaged, whole_outputs
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.families import both_ways_of
 from torch_backend.hf.anatomy.heads import head_of
+from torch_backend.hf.anatomy.structure import with_values
 from torch_backend.hf.inputs.arguments import forward_names
 from torch_backend.hf.patch import context_of
 from torch_backend.hf.router import asks_for_router_loss, no_router_loss
@@ -123,20 +124,16 @@ def _moved(after: Computation, before: Computation) -> tuple[float, float]:
     return outputs_error(after, before, SECOND), budget.by_largest(moved)
 
 
-@contextmanager
-def _neighbours(model: nn.Module) -> Iterator[None]:
+def _neighbours(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, every weight is the next number of its dtype above or below: what rounding does to float32 at least."""
-    before = [(p, p.data) for p in model.parameters() if p.is_floating_point()]
+    values = []
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(3)  # torch.manual_seed would seed GPUs too
-        for p, data in before:
+        for data, p in [(p.data, p) for p in model.parameters() if p.is_floating_point()]:
             above = torch.rand(data.shape).to(data.device) < 0.5
-            p.data = torch.nextafter(data, torch.where(above, torch.inf, -torch.inf).to(data.dtype))
-    try:
-        yield
-    finally:
-        for p, data in before:
-            p.data = data
+            ends = torch.where(above, torch.inf, -torch.inf).to(data.dtype)
+            values.append((p, "data", torch.nextafter(data, ends)))
+    return with_values(values)
 
 
 class Probe:

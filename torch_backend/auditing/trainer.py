@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,7 @@ from torch_backend.auditing.trainer_batches import ONE_DOCUMENT, first_batch, pi
 from torch_backend.collate import Batch
 from torch_backend.collate.image_tensors import Images
 from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
-from torch_backend.hf.anatomy.structure import causal_lm, in_mode
+from torch_backend.hf.anatomy.structure import causal_lm, in_mode, with_values
 from torch_backend.hf.float8 import describe_float8
 from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.sentence_trainers import COLUMNS, PAIRS, sentence_trainer
@@ -351,18 +351,12 @@ def _half(trainer: Any) -> str:
     return str(min(dtypes, key=str)).removeprefix("torch.") if dtypes else ""
 
 
-@contextmanager
-def _model_of_train(trainer: Any) -> Iterator[None]:
+def _model_of_train(trainer: Any) -> AbstractContextManager[None]:
     """Inside, a trainer has a model as ``train()`` will make it, if it makes one."""
     if getattr(trainer, "model_init", None) is None:
-        yield
-        return
-    before = trainer.model, trainer.model_wrapped
-    trainer.model = trainer.model_wrapped = trainer.call_model_init().to(trainer.args.device)
-    try:
-        yield
-    finally:
-        trainer.model, trainer.model_wrapped = before
+        return nullcontext()
+    model = trainer.call_model_init().to(trainer.args.device)
+    return with_values((trainer, name, model) for name in ("model", "model_wrapped"))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from packing_core.errors import LayoutError, PackingError
 from torch_backend.auditing.images import rows_with_images
 from torch_backend.collate import Batch, call_on_copies
 from torch_backend.collate.vision import VisionRows
+from torch_backend.hf.anatomy.structure import with_values
 from torch_backend.known_rows import refuse_lost_lengths
 
 ONE_DOCUMENT = "the trainer's first batch holds one document: raise its batch size to audit packing"
@@ -33,11 +34,8 @@ def first_batch(trainer: Any) -> tuple[Batch, list[Any]]:
         seen.append(_flat(features) if rows is None else [rows])
         return call_on_copies(collator, features if rows is None else rows)
 
-    trainer.data_collator = recorded
-    try:
+    with with_values([(trainer, "data_collator", recorded)]):
         batch = first_of_dataloader(trainer)
-    finally:
-        trainer.data_collator = collator
     if not seen:
         raise PackingError(
             f"the dataloader of {type(trainer).__name__} does not call its data_collator, so nothing says which "
@@ -54,15 +52,9 @@ def first_of_dataloader(trainer: Any) -> Any:
     Raises:
         PackingError: it gives nothing.
     """
-    args, none = trainer.args, {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
-    before = {name: getattr(args, f"dataloader_{name}") for name in none}
-    try:
-        for name, value in none.items():
-            setattr(args, f"dataloader_{name}", value)
+    none = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+    with with_values((trainer.args, f"dataloader_{name}", value) for name, value in none.items()):
         batch = next(iter(trainer.get_train_dataloader()), None)
-    finally:
-        for name, value in before.items():
-            setattr(args, f"dataloader_{name}", value)
     if batch is None:
         raise PackingError(
             f"the training data fill no batch of {type(trainer).__name__}: pass more of them, or a smaller batch size"

@@ -16,8 +16,8 @@ tokens, or beside none, from the router logits in the output of its decoder.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from packing_core.errors import LayoutError, UnsupportedModelError
 from torch_backend.context_parallel.router_loss import balancing_loss, document_balance
 from torch_backend.context_parallel.share import RankShare
+from torch_backend.hf.anatomy.structure import with_values
 from torch_backend.hf.edits.override import OUTER, has_own_forward, original_class
 from torch_backend.hf.edits.rebinding import called, names, rebound
 from torch_backend.hf.forward import PackedForward
@@ -82,19 +83,11 @@ def _router_classes(root: nn.Module) -> tuple[type, ...]:
     return tuple(classes)
 
 
-@contextmanager
-def no_router_loss(model: nn.Module) -> Iterator[None]:
+def no_router_loss(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, no config of the model asks for the loss of a router or of indexers."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     switches = [(config, name) for config in configs.values() for name in (SWITCH, COEFFICIENT_OF_INDEXERS)]
-    before = [(config, name, value) for config, name in switches if (value := getattr(config, name, False))]
-    try:
-        for config, name, _ in before:
-            setattr(config, name, False)
-        yield
-    finally:
-        for config, name, value in before:
-            setattr(config, name, value)
+    return with_values((config, name, False) for config, name in switches if getattr(config, name, False))
 
 
 # -- per document --------------------------------------------------------------------------------------------------

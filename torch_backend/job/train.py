@@ -9,8 +9,6 @@ compared.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +23,7 @@ from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run
 from packing_core.training.timing import Clock
 from torch_backend.auditing.model import verify, verify_additions
+from torch_backend.hf.anatomy.structure import with_values
 from torch_backend.hf.explaining import explain
 from torch_backend.hf.float8 import to_float8
 from torch_backend.job import states
@@ -103,7 +102,7 @@ def _train(job: TrainJob, run: Run, process: Process) -> _Finished:
             states.load_weights(checkpoint, model)
         if job.strategy == "fsdp":
             shard(model, process)
-        with _keeping(model.config, "use_cache"):
+        with with_values([(model.config, "use_cache", False)]):  # as Trainer sets it, and not to be written
             trainer = job_trainer(job, run, model, process, records=records, checkpoint=checkpoint, folder=folder)
             if len(records) < len(job.schedule) and not job.stops_after(records):
                 trainer.train()
@@ -124,17 +123,6 @@ def _train(job: TrainJob, run: Run, process: Process) -> _Finished:
             if process.ranks.rank == 0:
                 write_model(job, model, weights)
     return _Finished(records, memory.peak, audit, attention)
-
-
-@contextmanager
-def _keeping(config: Any, name: str) -> Iterator[None]:
-    """Puts back a value of the config, which Trainer sets and which would be written with the model."""
-    had_it, before = hasattr(config, name), getattr(config, name, None)
-    yield
-    if had_it:
-        setattr(config, name, before)
-    elif hasattr(config, name):
-        delattr(config, name)
 
 
 def _prepared(job: TrainJob, run: Run, process: Process) -> tuple[Any, Audit | None]:

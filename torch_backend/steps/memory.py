@@ -11,7 +11,7 @@ which no CUDA graph may, and it hides the single operations, among which ``"sele
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from operator import getitem
 from typing import Any, Literal, get_args
@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 
 from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.hf.anatomy.random_draws import find_draw
-from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.structure import causal_lm, with_values
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.patch import context_of
 from torch_backend.ops.recomputing import KeptResults, keeping, recomputing
@@ -191,16 +191,9 @@ def draws_random_numbers(model: nn.Module) -> bool:
     return find_draw(causal_lm(model), ever=True) is not None
 
 
-@contextmanager
-def recomputing_inside(layers: Sequence[nn.Module]) -> Iterator[None]:
+def recomputing_inside(layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Inside, the compiled calls of layers recompute, and transformers' checkpointing of them is off."""
-    for layer in layers:
-        layer.gradient_checkpointing = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True  # type: ignore[assignment]
+    return with_values((layer, "gradient_checkpointing", False) for layer in layers)
 
 
 def recomputed_as_whole(call: Callable[..., Any], level: Level = "full") -> Callable[..., Any]:

@@ -16,8 +16,8 @@ between them and attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from packing_core.training.decoder_sizes import Part
 from packing_core.training.memory_model import TILE, TILED_FROM
 from torch_backend.hf.anatomy.data_flow import last_part, only_readers, reads_by
 from torch_backend.hf.anatomy.experts import is_spread
-from torch_backend.hf.anatomy.structure import causal_lm, decoder_of
+from torch_backend.hf.anatomy.structure import causal_lm, decoder_of, with_values
 from torch_backend.hf.anatomy.unchanged import why_changed, why_other_code
 from torch_backend.hf.attention import DecoderLayer, uses_interface
 from torch_backend.hf.edits.override import original_class
@@ -168,36 +168,26 @@ def why_no_norm(norm: nn.Module, part: nn.Module) -> str | None:
     return _why_otherwise(part, norm)
 
 
-@contextmanager
-def tiled(parts: Parts) -> Iterator[None]:
+def tiled(parts: Parts) -> AbstractContextManager[None]:
     """Inside, these MLPs, attention layers and experts run by tiles, with their norms."""
-    experts = [module for module in parts if LAYOUT in module.__dict__]
-    swaps: list[tuple[nn.Module, type[nn.Module]]] = []
+    values: list[tuple[nn.Module, str, Any]] = []
+
+    def swap(module: nn.Module, forward: Any, form: tuple[float, float] | None = None) -> None:
+        values.append((module, "__class__", _subclass(type(module), forward, form)))  # type: ignore[arg-type] # hashable
+
     for module, (norm, last) in parts.items():
         if LAYOUT in module.__dict__:
+            values.append((module, TILE_OF_EXPERTS, TILE))
             continue
         if norm is not None:
-            form = _form_of_norm(norm)
-            swaps.append((norm, _subclass(type(norm), _hand_on_input, form)))  # type: ignore[arg-type] # a class is hashable
+            swap(norm, _hand_on_input, _form_of_norm(norm))
         if not hasattr(module, _OF_ATTENTION[0]):
-            forward = _last_mlp if last and not module._forward_hooks else _mlp
-            swaps.append((module, _subclass(type(module), forward)))  # type: ignore[arg-type]
+            swap(module, _last_mlp if last and not module._forward_hooks else _mlp)
             continue
-        swaps.append((module, _subclass(type(module), _attention)))  # type: ignore[arg-type]
-        projections = [getattr(module, name) for name in _OF_ATTENTION]
-        swaps += [(p, _subclass(type(p), f)) for p, f in zip(projections, _HAND_ON, strict=True)]  # type: ignore[arg-type]
-    before = [(module, type(module)) for module, _ in swaps]
-    for module, kind in swaps:
-        module.__class__ = kind
-    for module in experts:
-        module.__dict__[TILE_OF_EXPERTS] = TILE
-    try:
-        yield
-    finally:
-        for module, kind in before:
-            module.__class__ = kind
-        for module in experts:
-            del module.__dict__[TILE_OF_EXPERTS]
+        swap(module, _attention)
+        for name, forward in zip(_OF_ATTENTION, _HAND_ON, strict=True):
+            swap(getattr(module, name), forward)
+    return with_values(values)
 
 
 @cache

@@ -24,7 +24,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
-from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.structure import causal_lm, with_values
 from torch_backend.hf.inputs.trl_trainers import why_per_example
 from torch_backend.steps.memory import AUTO_OVER_RANKS
 from torch_backend.trainers import sft
@@ -95,11 +95,8 @@ def _count_targets(count: Callable[..., Any], trainer: Any, batches: list[Any], 
 
 
 def _dataloader_by(make: Any, trainer: Any, collator: Any, *args: Any, **options: Any) -> Any:
-    packing, trainer.data_collator = trainer.data_collator, collator
-    try:
+    with with_values([(trainer, "data_collator", collator)]):
         return make(*args, **options)
-    finally:
-        trainer.data_collator = packing
 
 
 def _predict(

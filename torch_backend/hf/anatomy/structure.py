@@ -5,7 +5,7 @@ Also finds what shards or compiles them. Nothing here knows of packing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.attention import PreTrainedModel
 
 STATE = "_crosspack"  # the attribute under which a patched model keeps its state
+_ABSENT = object()
 DATA_PARALLEL = "DataParallel splits a batch in the middle of its documents: use DistributedDataParallel (torchrun)"
 
 
@@ -55,6 +56,23 @@ def _outermost(module: nn.Module, name: str, visited: set[int]) -> Iterator[tupl
         return
     for child, inner in module.named_children():
         yield from _outermost(inner, f"{name}.{child}" if name else child, visited)
+
+
+@contextmanager
+def with_values(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside, attributes have other values (the object, the name, the value); afterwards those of before, or none."""
+    values = list(values)
+    before = [(owner, name, getattr(owner, name, _ABSENT)) for owner, name, _ in values]
+    try:
+        for owner, name, value in values:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 @contextmanager

@@ -23,7 +23,6 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
+from torch_backend.hf.anatomy.structure import with_values
 from torch_backend.hf.anatomy.vision import GRIDS
 from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, uses_interface
 from torch_backend.hf.edits.grids import of_grids
@@ -127,20 +127,10 @@ def _without_mask(
         sizes = [pixel_values.shape[-2:]] * len(pixel_values) if image_sizes is None else image_sizes.tolist()
         lengths = [(height // tower.patch_size) * (width // tower.patch_size) for height, width in sizes]
         kwargs[TOWER_SEGMENTS] = PackedMetadata.from_lengths(lengths, device=pixel_values.device)
-        with _as_for_flash_attention(tower):
+        config = copy.copy(tower.config)  # the layers keep theirs, which names no flash-attention
+        config._attn_implementation = "flash_attention_2"
+        with with_values([(tower, "config", config)]):
             return call(pixel_values, image_sizes=sizes, **kwargs)
-
-
-@contextmanager
-def _as_for_flash_attention(tower: Any) -> Iterator[None]:
-    """Inside, the tower's own config names flash-attention, and that of its layers does not."""
-    own = tower.config
-    tower.config = copy.copy(own)
-    tower.config._attn_implementation = "flash_attention_2"
-    try:
-        yield
-    finally:
-        tower.config = own
 
 
 def tower_layers(tower: nn.Module) -> Iterator[nn.Module]:
