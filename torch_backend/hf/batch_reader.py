@@ -157,7 +157,7 @@ class BatchReader:
             module: the model or its decoder, whichever was called; names: of its forward's parameters.
             kwargs: all its arguments.
         """
-        wait, shared = module.training, kwargs.pop(SHARED_ROW, None)
+        self.guard.waits, shared = module.training, kwargs.pop(SHARED_ROW, None)
         refuse_other_marks(kwargs, names)
         if self.context is not None and shared is not None:
             refuse_over_ranks(self.root)
@@ -167,17 +167,17 @@ class BatchReader:
         if not is_packed(kwargs):
             if PAGED_CACHE not in kwargs:  # transformers' continuous batching, whose attention reads the rest
                 refuse_unread(kwargs, self.reads, type(module).__name__)
-            check_unmarked(kwargs, self.guard, wait=wait)
+            check_unmarked(kwargs, self.guard)
             return None, kwargs
         self.require_fit()
         tokens, numbers = inputs.tokens_of(kwargs), kwargs.get(BatchKey.DOCUMENTS)
         within = kwargs.pop(BatchKey.WITHIN, None)
         sizes = kwargs.get(BatchKey.IMAGES) or ()
-        inputs.check_arguments(module, kwargs, self.guard, wait=wait)
-        segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard, wait=wait)
+        inputs.check_arguments(module, kwargs, self.guard)
+        segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard)
         if segments.parents is not None:
             refused = self.why_no_compiled_forest(self.compiled) if self.compiled else None
-            check_forest(self.anatomy, kwargs, segments, self.guard, compiled=refused, wait=wait)
+            check_forest(self.anatomy, kwargs, segments, self.guard, compiled=refused)
         inputs.check_packed(
             kwargs,
             segments,
@@ -185,9 +185,8 @@ class BatchReader:
             labels="document" if self.rows.head == "document" else "next" if self.shifted else "token",
             renumbered=self.anatomy.numbers_tokens,
             axes=self.anatomy.takes_axes,
-            wait=wait,
         )
-        refuse_joined(kwargs.get("input_ids"), segments, self.guard, wait=wait)
+        refuse_joined(kwargs.get("input_ids"), segments, self.guard)
         rows, row_length = tokens.shape[:2]
         if self.anatomy.numbering is not None:
             kwargs["position_ids"] = self.anatomy.numbering(kwargs.get("input_ids"), segments).view(rows, row_length)
@@ -197,7 +196,7 @@ class BatchReader:
         if "use_cache" in names:  # a model above the decoder may make a cache for it
             kwargs["use_cache"] = False
         if shared is not None:
-            check_shared_row(self.anatomy, kwargs, segments, self.guard, wait=wait)
+            check_shared_row(self.anatomy, kwargs, segments, self.guard)
             segments, row_length = shared.segments, shared.segments.tokens
         forward = PackedForward(
             segments, (rows, row_length), self.implementation, sizes=self.anatomy.sizes, numbers=numbers
@@ -205,7 +204,7 @@ class BatchReader:
         budget, forward.index_losses = self._budget, {} if trains_indexers(self.anatomy) else None
         if budget is not None and (within is None or within > budget):
             forward.long = LongDocuments.of(segments, budget, numbers, block=block_of(self.anatomy.indexers[0]))
-        add_spans(self.root, kwargs, forward, self.guard, wait=wait)
+        add_spans(self.root, kwargs, forward, self.guard)
         if self.experts and shared is None and (mask := kwargs.get("attention_mask")) is not None:
             forward.real = mask.reshape(-1) != 0
         forward.shared_row = shared
@@ -231,14 +230,14 @@ class BatchReader:
                 "leave output_router_logits out"
             )
         weights = kwargs.pop("loss_weights", None) if weighted else None
-        tokens, wait = inputs.tokens_of(kwargs), self.root.training
-        inputs.check_arguments(self.root, kwargs, self.guard, wait=wait)
+        tokens, self.guard.waits = inputs.tokens_of(kwargs), self.root.training
+        inputs.check_arguments(self.root, kwargs, self.guard)
         metadata = dict(kwargs)
-        segments = take_metadata(metadata, tokens=tokens, host_lengths=True, guard=self.guard, wait=wait)
-        inputs.check_vocabulary(self.root, kwargs.get("input_ids"), self.guard, wait=wait)
+        segments = take_metadata(metadata, tokens=tokens, host_lengths=True, guard=self.guard)
+        inputs.check_vocabulary(self.root, kwargs.get("input_ids"), self.guard)
         # frequencies that follow from the largest position of a document are those of its length
         dynamic = bool(self.anatomy.rotaries)
-        inputs.check_packed(kwargs, segments, self.guard, labels="next", renumbered=dynamic, axes=False, wait=wait)
+        inputs.check_packed(kwargs, segments, self.guard, labels="next", renumbered=dynamic, axes=False)
         positions = kwargs.get("position_ids")
         positions = segments.position_ids if positions is None else positions
         check_lengths(segments, positions, self.anatomy.positions, type(self.root).__name__)

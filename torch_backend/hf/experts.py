@@ -69,10 +69,8 @@ def run_within(forward: PackedForward | None, call: Callable[..., Any], *args: A
 
 def register() -> None:
     """Register :func:`experts_forward` with transformers as ``experts_implementation="crosspack"``."""
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError:  # transformers before 5.0 has experts one by one
-        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 

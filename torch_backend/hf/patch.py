@@ -274,6 +274,7 @@ class Patched(BatchReader):
         """A call of the model; ``call`` is its own forward."""
         args, kwargs = inputs.as_keywords(self.root_names, args, kwargs)
         self.guard.poll()
+        self.guard.waits = self.root.training
         kwargs, expected = take_tokens(kwargs), None
         if self.unpadding is not None:
             expected, kwargs = self.unpadding.take_out(kwargs)

@@ -18,6 +18,7 @@ from packing_core.extras import require
 from packing_core.training.tasks import TASKS
 from torch_backend.auditing.model import AuditReport, verify
 from torch_backend.collate.vision import place_of
+from torch_backend.hf.anatomy.structure import with_values
 from torch_backend.job.kinds import Records, TaskKind, task_arguments
 from torch_backend.job.models import naming, with_adapters
 from torch_backend.trainers.enable_packing import disable_packing, enable_packing
@@ -200,16 +201,13 @@ class Retrieval(TaskKind):
         for number, record in enumerate(records):
             for name, text in self.texts(record):
                 inputs[name].append((number, text))
-        longest, model.max_seq_length = model.max_seq_length, _WHOLE
-        try:
+        with with_values([(model, "max_seq_length", _WHOLE)]):
             for name, numbered in inputs.items():
                 for start in range(0, len(numbered), 256):
                     part = numbered[start : start + 256]
                     mask = model.preprocess([text for _, text in part], prompt=self.prompt(name))["attention_mask"]
                     for (number, _), count in zip(part, mask.sum(1).tolist(), strict=True):
                         lengths[number].append(count)
-        finally:
-            model.max_seq_length = longest
         return lengths
 
 

@@ -23,7 +23,7 @@ from packing_core import PackedDataset
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.collate import PackedCollator
-from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.structure import causal_lm, with_values
 from torch_backend.hf.patch import context_of, install, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.ops.divisor import quotient
@@ -180,11 +180,8 @@ class PackedStep:
         ignore_keys: list[str] | None = None,
     ) -> Any:
         """As ``Trainer.prediction_step``, which asks for outputs even if it uses the loss alone."""
-        self.loss_only = prediction_loss_only
-        try:
+        with with_values([(self, "loss_only", prediction_loss_only)]):
             return stock_prediction(model, inputs, prediction_loss_only, ignore_keys)
-        finally:
-            self.loss_only = False
 
     def _gradients(self, model: nn.Module) -> Gradients:
         trainer = self.trainer
@@ -213,14 +210,10 @@ class PackedStep:
         if not self.trainer.args.torch_compile:
             return prepare(model, *args, **options)
         trainer, plugin = self.trainer, self.trainer.accelerator.state.dynamo_plugin
-        backend, reason = plugin.backend, _why_not_layers(trainer) or why_not_compiled(trainer.model)
-        self.in_place_of_compile = reason is None
-        if self.in_place_of_compile:
-            plugin.backend = type(backend).NO
-        try:
+        self.in_place_of_compile = (_why_not_layers(trainer) or why_not_compiled(trainer.model)) is None
+        backend = type(plugin.backend).NO if self.in_place_of_compile else plugin.backend
+        with with_values([(plugin, "backend", backend)]):
             return prepare(model, *args, **options)
-        finally:
-            plugin.backend = backend
 
     def _choose(self, model: nn.Module, batch: Batch, forward: bool) -> LossPath:
         inputs = self.trainer._prepare_inputs(dict(batch))

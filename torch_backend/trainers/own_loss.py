@@ -123,7 +123,7 @@ def _check_last_tokens(name: str, lengths: tuple[int, ...], guard: Guard, gradie
     def find() -> Tensor:
         return (gradient.flatten(0, 1).index_select(0, ends) != 0).any(1)
 
-    guard.check("last tokens", find, error, wait=False, warns=True)
+    guard.check("last tokens", find, error, warns=True)
 
 
 def warn_of_rows(changes: Changes, loss: TrainerLoss) -> None:

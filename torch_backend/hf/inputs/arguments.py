@@ -76,13 +76,13 @@ def tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
     raise LayoutError("the batch has neither input_ids nor inputs_embeds: pass one of them")
 
 
-def check_arguments(model: nn.Module, kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True) -> None:
+def check_arguments(model: nn.Module, kwargs: Mapping[str, Any], guard: Guard) -> None:
     """Refuse what would be ignored, or not be exact, in a packed batch: caches, modalities, unknown tensors.
 
     Args:
         model: the model that is called; ``config.model_type`` is its family.
         kwargs: all its arguments.
-        guard, wait: see :meth:`Guard.check`.
+        guard: see :meth:`Guard.check`.
 
     Raises:
         UnsupportedModelError: names the argument, the model and the way out.
@@ -147,14 +147,13 @@ def check_packed(
     labels: Labels,
     renumbered: bool,
     axes: bool,
-    wait: bool = True,
 ) -> None:
     """Check mask, positions and labels of a batch against its segments.
 
     Args:
         kwargs: all arguments of the model.
         packed: the segments.
-        guard, wait: see :meth:`Guard.check`.
+        guard: see :meth:`Guard.check`.
         labels: what they belong to: the next token, as language-model heads take them, the token, or the document.
         renumbered: whether every document will run at positions 0, 1, 2, ... whatever ``position_ids`` says.
         axes: whether positions may have several axes, [3, B, S].
@@ -165,9 +164,9 @@ def check_packed(
     """
     rows, row_length = tokens_of(kwargs).shape[:2]
     shape = (rows, row_length)
-    check_mask(kwargs.get("attention_mask"), packed, guard, shape=shape, wait=wait)
+    check_mask(kwargs.get("attention_mask"), packed, guard, shape=shape)
     positions = kwargs.get("position_ids")
-    check_positions(positions, packed, guard, shape=shape, renumbered=renumbered, axes=axes, wait=wait)
+    check_positions(positions, packed, guard, shape=shape, renumbered=renumbered, axes=axes)
     for name, ahead in (("labels", 0), ("shift_labels", 1)) if labels != "document" else ():
         check_labels(
             kwargs.get(name),
@@ -176,11 +175,10 @@ def check_packed(
             name=name,
             shape=shape,
             ahead=ahead if labels == "next" else None,
-            wait=wait,
         )
 
 
-def check_mask(mask: Any, packed: PackedMetadata, guard: Guard, *, shape: tuple[int, int], wait: bool = True) -> None:
+def check_mask(mask: Any, packed: PackedMetadata, guard: Guard, *, shape: tuple[int, int]) -> None:
     """Accept no mask, or one [B, S] of ones and zeros that is 0 on whole segments alone (padding).
 
     Raises:
@@ -206,7 +204,7 @@ def check_mask(mask: Any, packed: PackedMetadata, guard: Guard, *, shape: tuple[
             "ones, and zeros on whole segments of padding; packed attention would ignore anything else"
         )
 
-    guard.check("attention_mask beside boundaries", find, error, wait=wait)
+    guard.check("attention_mask beside boundaries", find, error)
 
 
 def check_positions(
@@ -217,7 +215,6 @@ def check_positions(
     shape: tuple[int, int],
     renumbered: bool,
     axes: bool,
-    wait: bool = True,
 ) -> None:
     """Accept no positions, [B, S], or [3, B, S] and [4, B, S] where the model takes them; see :func:`check_packed`.
 
@@ -237,7 +234,7 @@ def check_positions(
         )
     if not renumbered:
         if positions.ndim == 2:
-            check_no_restart(positions, packed, guard, wait=wait)
+            check_no_restart(positions, packed, guard)
         return
 
     def error(i: int) -> PackingError:
@@ -249,7 +246,7 @@ def check_positions(
     def find() -> Tensor:
         return to_device(positions, packed.device).flatten() != packed.position_ids
 
-    guard.check("position_ids beside boundaries", find, error, wait=wait)
+    guard.check("position_ids beside boundaries", find, error)
 
 
 def check_labels(
@@ -260,12 +257,11 @@ def check_labels(
     name: str,
     shape: tuple[int, int],
     ahead: int | None,
-    wait: bool = True,
 ) -> None:
     """Accept no labels, or one per token of which none is predicted from the document before.
 
     Args:
-        labels: [B, S]; packed, guard, wait: as in :func:`check_packed`.
+        labels: [B, S]; packed, guard: as in :func:`check_packed`.
         name: of the argument.
         shape: of the batch.
         ahead: by how many tokens the labels are already moved towards the token that predicts them; None if they are
@@ -302,7 +298,7 @@ def check_labels(
             f"it to {IGNORE_INDEX}, or wrap the collator, crosspack.with_boundaries(collator), which does"
         )
 
-    guard.check(name, find, error, wait=wait)
+    guard.check(name, find, error)
 
 
 def refuse_without_carrier(module: Any, kwargs: Mapping[str, Any]) -> None:
@@ -328,13 +324,13 @@ def is_flag(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def check_vocabulary(model: Any, ids: Any, guard: Guard, *, wait: bool = True) -> None:
+def check_vocabulary(model: Any, ids: Any, guard: Guard) -> None:
     """Check tokens that are cut over ranks: the rank that holds one without an embedding would fail, and others wait.
 
     Args:
         model: the model that is called.
         ids: [B, S] of the whole batch.
-        guard, wait: see :meth:`Guard.check`.
+        guard: see :meth:`Guard.check`.
 
     Raises:
         LayoutError: a token has no row in the model's embedding.
@@ -349,7 +345,7 @@ def check_vocabulary(model: Any, ids: Any, guard: Guard, *, wait: bool = True) -
             f"embeddings for 0 to {rows - 1}: take the tokenizer of the model, and its pad_token_id for padding"
         )
 
-    guard.check("tokens of the vocabulary", lambda: ((ids < 0) | (ids >= rows)).flatten(), error, wait=wait)
+    guard.check("tokens of the vocabulary", lambda: ((ids < 0) | (ids >= rows)).flatten(), error)
 
 
 def place_of(i: int, width: int, ahead: int = 0) -> str:

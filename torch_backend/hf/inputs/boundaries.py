@@ -62,7 +62,7 @@ def take_tokens(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def take_metadata(
-    batch: MutableMapping[str, Any], *, tokens: Tensor, host_lengths: bool, guard: Guard, wait: bool = True
+    batch: MutableMapping[str, Any], *, tokens: Tensor, host_lengths: bool, guard: Guard
 ) -> PackedMetadata:
     """Remove the metadata keys from ``batch``, which :func:`is_packed`, and return what they say.
 
@@ -73,7 +73,7 @@ def take_metadata(
         tokens: ``input_ids`` [B, S] or ``inputs_embeds`` [B, S, D].
         host_lengths: whether the implementation needs lengths on the host. If ``packed_lengths`` is not in the batch
             they are read from ``cu_seq_lens_q``, which waits for the device if it lies there.
-        guard, wait: see :meth:`Guard.check`.
+        guard: see :meth:`Guard.check`.
 
     Raises:
         LayoutError: the keys contradict each other or the shape.
@@ -87,7 +87,7 @@ def take_metadata(
     parents = _parents(found, row_length)
     longest: Any = found.get(BatchKey.LONGEST)
     if boundaries is not None and lengths is None and not embedded and batch.get("labels") is None:
-        _check_tail(tokens, boundaries, guard, wait=wait)
+        _check_tail(tokens, boundaries, guard)
     if boundaries is not None and torch.compiler.is_compiling() and not host_lengths:
         lengths = None  # values on the host would be compiled in, one graph per batch
     elif (
@@ -100,7 +100,7 @@ def take_metadata(
         claimed = PackedMetadata(to_device(boundaries.int(), device), int(longest), rows * row_length)
         if torch.compiler.is_compiling():
             return claimed
-        _check_on_device(claimed, guard, rows=rows, wait=wait)
+        _check_on_device(claimed, guard, rows=rows)
         # also while a CUDA graph is recorded, or compiled layers would meet new shapes in it and be compiled again
         return PackedMetadata.from_boundaries(
             claimed.cu_seqlens,
@@ -123,7 +123,7 @@ def take_metadata(
     packed = PackedMetadata.from_lengths(lengths, device=device, entries=entries, max_seqlen=longest, parents=parents)
     packed = _continued(packed, found)
     if not guard.immediate(boundaries):
-        _check_contradiction(packed, boundaries, guard, wait=wait)
+        _check_contradiction(packed, boundaries, guard)
     return packed
 
 
@@ -323,7 +323,7 @@ def _difference(one: Sequence[int], other: Sequence[int]) -> str:
     return f"at boundary {i} ({' and '.join(values)})"
 
 
-def _check_on_device(packed: PackedMetadata, guard: Guard, *, rows: int, wait: bool) -> None:
+def _check_on_device(packed: PackedMetadata, guard: Guard, *, rows: int) -> None:
     """From 0 up to the last token at most, across no row, no segment too long; the rest is padding."""
     row_length = packed.tokens // rows
     marks, longest = packed.cu_seqlens, packed.max_seqlen
@@ -342,10 +342,10 @@ def _check_on_device(packed: PackedMetadata, guard: Guard, *, rows: int, wait: b
             f"{longest:,} (max_length_q)"
         )
 
-    guard.check(BatchKey.BOUNDARIES, find, error, wait=wait)
+    guard.check(BatchKey.BOUNDARIES, find, error)
 
 
-def _check_tail(ids: Tensor, boundaries: Tensor, guard: Guard, *, wait: bool) -> None:
+def _check_tail(ids: Tensor, boundaries: Tensor, guard: Guard) -> None:
     """Raise where tokens [B, S] after the last boundary are no padding, which repeats one token.
 
     On a device the first batches of a model are looked at.
@@ -365,10 +365,10 @@ def _check_tail(ids: Tensor, boundaries: Tensor, guard: Guard, *, wait: bool) ->
             f"those of documents do and padding does not: {WAY_OUT}"
         )
 
-    guard.check("tokens after the last boundary", find, error, wait=wait)
+    guard.check("tokens after the last boundary", find, error)
 
 
-def check_no_restart(positions: Tensor, packed: PackedMetadata, guard: Guard, *, wait: bool = True) -> None:
+def check_no_restart(positions: Tensor, packed: PackedMetadata, guard: Guard) -> None:
     """Raise for positions [B, S] that fall back inside a segment to its first one or to 0: another document begins.
 
     Raises:
@@ -392,13 +392,13 @@ def check_no_restart(positions: Tensor, packed: PackedMetadata, guard: Guard, *,
             "leave out one that the positions show. Mark it, or number the document through"
         )
 
-    guard.check("position_ids inside segments", find, error, wait=wait)
+    guard.check("position_ids inside segments", find, error)
 
 
-def _check_contradiction(packed: PackedMetadata, boundaries: Tensor, guard: Guard, *, wait: bool) -> None:
+def _check_contradiction(packed: PackedMetadata, boundaries: Tensor, guard: Guard) -> None:
     """The boundaries of the batch, which lie on the device, against those that its lengths gave."""
 
     def error(i: int) -> PackingError:
         return LayoutError(f"packed_lengths and cu_seq_lens_q disagree at boundary {i}: {WAY_OUT}")
 
-    guard.check(BatchKey.LENGTHS, lambda: to_device(boundaries, packed.device) != packed.cu_seqlens, error, wait=wait)
+    guard.check(BatchKey.LENGTHS, lambda: to_device(boundaries, packed.device) != packed.cu_seqlens, error)

@@ -58,7 +58,6 @@ def check_forest(
     guard: Guard,
     *,
     compiled: str | None,
-    wait: bool,
 ) -> None:
     """Refuse a batch with parents that would not be exact.
 
@@ -66,7 +65,7 @@ def check_forest(
         anatomy: of the model that is called.
         kwargs: all its arguments.
         packed: the segments, with parents.
-        guard, wait: see :meth:`Guard.check`.
+        guard: see :meth:`Guard.check`.
         compiled: why its layers, which are compiled, cannot run shared prefixes; None if they can or are not.
 
     Raises:
@@ -85,12 +84,10 @@ def check_forest(
             "its own loss predicts every token from the one before it in the row: compute the loss by "
             "crosspack.make_train_step, causal_lm_loss or token_logprobs, or call the model without labels",
         )
-    _check_positions(kwargs.get("position_ids"), packed, guard, wait=wait)
+    _check_positions(kwargs.get("position_ids"), packed, guard)
 
 
-def check_shared_row(
-    anatomy: Anatomy, kwargs: Mapping[str, Any], packed: PackedMetadata, guard: Guard, *, wait: bool
-) -> None:
+def check_shared_row(anatomy: Anatomy, kwargs: Mapping[str, Any], packed: PackedMetadata, guard: Guard) -> None:
     """Refuse a row of whole documents, of which the decoder computes each beginning once, if that would not be exact.
 
     The model itself was asked when the row was made, by :func:`why_not_this_call`.
@@ -98,7 +95,7 @@ def check_shared_row(
     Args, Raises: as :func:`check_forest`; ``packed`` are the whole documents.
     """
     _refuse(anatomy.root, _why_not_these(anatomy.root, kwargs))
-    _check_positions(kwargs.get("position_ids"), packed, guard, wait=wait)
+    _check_positions(kwargs.get("position_ids"), packed, guard)
 
 
 def why_not_this_call(anatomy: Anatomy, kwargs: Mapping[str, Any]) -> str | None:
@@ -141,7 +138,7 @@ def _why_not_these(root: Any, kwargs: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _check_positions(positions: Any, packed: PackedMetadata, guard: Guard, *, wait: bool) -> None:
+def _check_positions(positions: Any, packed: PackedMetadata, guard: Guard) -> None:
     if positions is None:
         return
 
@@ -154,7 +151,7 @@ def _check_positions(positions: Any, packed: PackedMetadata, guard: Guard, *, wa
     def find() -> Tensor:
         return to_device(positions, packed.device).flatten() != packed.position_ids
 
-    guard.check("position_ids of shared prefixes", find, error, wait=wait)
+    guard.check("position_ids of shared prefixes", find, error)
 
 
 def why_not_in_training(root: nn.Module) -> str | None:

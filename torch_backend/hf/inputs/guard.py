@@ -88,6 +88,9 @@ class Guard:
     Args:
         immediate: whether the values of a tensor are read at once.
         read_back: starts copying a bool tensor of one element to the host.
+
+    Attributes:
+        waits: whether first checks wait for the device, as they do in training.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Guard:
     ) -> None:
         self.immediate = immediate
         self.read_back = read_back
+        self.waits = True
         self.seen: set[str] = set()
         self.begun: Counter[str] = Counter()
         self.warned: set[str] = set()
@@ -117,16 +121,14 @@ class Guard:
         find: Callable[[], Tensor],
         error: Callable[[int], PackingError],
         *,
-        wait: bool = True,
         warns: bool = False,
     ) -> None:
         """Raise ``error(i)``, now or in a later :meth:`poll`, if any element of ``find()`` is true.
 
         Args:
-            kind: names the check; the first one of each kind waits for the device.
+            kind: names the check; the first one of each kind that raises waits for the device, if the guard ``waits``.
             find: computes a bool tensor that marks violations; not called while a CUDA graph is captured.
             error: makes the exception from the flat index of the first violation.
-            wait: False keeps the first check of a kind asynchronous, too.
             warns: log the error once in place of raising it; compiled graphs do not look.
         """
         if warns and (torch.compiler.is_compiling() or kind in self.warned):
@@ -141,7 +143,7 @@ class Guard:
         if wrong.numel() == 0 or not has_values(wrong):
             return
         immediate = self.immediate(wrong)
-        if immediate or (wait and kind not in self.seen):
+        if immediate or (self.waits and not warns and kind not in self.seen):
             if not immediate:
                 self.seen.add(kind)
             if bool(wrong.any()):

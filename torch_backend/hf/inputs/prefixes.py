@@ -91,10 +91,7 @@ class Prefixes:
         """Raise, perhaps in a later call, if the ids of a call are not those that its collator saw."""
         if len(ids) != len(given.ids):
             raise changed(0)
-        root = self.state.root
-        self.state.guard.check(
-            "input_ids of shared prefixes", lambda: ids != copied(given.ids, ids.device), changed, wait=root.training
-        )
+        self.state.guard.check("input_ids of shared prefixes", lambda: ids != copied(given.ids, ids.device), changed)
 
     def _why_not(self, kwargs: Mapping[str, Any]) -> str | None:
         state = self.state

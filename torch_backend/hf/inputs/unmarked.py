@@ -63,7 +63,7 @@ def refuse_unread(kwargs: Mapping[str, Any], reads: Collection[str], model: str)
             )
 
 
-def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True) -> None:
+def check_unmarked(kwargs: Mapping[str, Any], guard: Guard) -> None:
     """Raise for a batch that looks packed and does not carry its segments.
 
     It does if it has a part of the metadata, a mask of segment numbers, positions that restart inside a row, or the
@@ -91,7 +91,7 @@ def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True
         def numbers() -> Tensor:  # floating-point masks may hold weights up to 1, or what is added to scores
             return mask > 1 if mask.is_floating_point() else (mask != 0) & (mask != 1)
 
-        guard.check("attention_mask", numbers, numbered, wait=wait)
+        guard.check("attention_mask", numbers, numbered)
     if isinstance(positions, Tensor) and positions.ndim in (2, 3) and _says_nothing_of_segments(mask, positions):
 
         def restarting(i: int) -> PackingError:
@@ -100,15 +100,15 @@ def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True
                 f"position_ids restart inside a row ({place}) but the batch carries no segments: {WAY_OUT}"
             )
 
-        guard.check("position_ids", lambda: _restarts(positions, mask), restarting, wait=wait)
+        guard.check("position_ids", lambda: _restarts(positions, mask), restarting)
     ids = kwargs.get("input_ids")
     if torch.compiler.is_compiling() or not knows_beginnings():
         return
     if isinstance(ids, Tensor) and ids.ndim == 2 and _says_nothing_of_segments(mask, ids):
-        _refuse_beginnings(ids, lambda: begins_packed(ids), "row", guard, wait=wait)
+        _refuse_beginnings(ids, lambda: begins_packed(ids), "row", guard)
 
 
-def refuse_joined(ids: Any, packed: PackedMetadata, guard: Guard, *, wait: bool) -> None:
+def refuse_joined(ids: Any, packed: PackedMetadata, guard: Guard) -> None:
     """Raise for a segment that is a row of ``pack_dataset``; the first batches of a model are looked at."""
     known = isinstance(ids, Tensor) and not torch.compiler.is_compiling() and knows_beginnings()
     if not (known and guard.begins("segments", LOOKED_AT)):
@@ -119,14 +119,14 @@ def refuse_joined(ids: Any, packed: PackedMetadata, guard: Guard, *, wait: bool)
         within = within - packed.cu_seqlens.index_select(0, packed.seq_idx)
         return begins_packed(to_device(ids, packed.device), within.view(ids.shape))
 
-    _refuse_beginnings(ids, find, "a segment of row", guard, wait=wait)
+    _refuse_beginnings(ids, find, "a segment of row", guard)
 
 
-def _refuse_beginnings(ids: Tensor, find: Callable[[], Tensor], what: str, guard: Guard, *, wait: bool) -> None:
+def _refuse_beginnings(ids: Tensor, find: Callable[[], Tensor], what: str, guard: Guard) -> None:
     def error(token: int) -> PackingError:
         return LayoutError(f"{what} {token // ids.shape[1]} of input_ids {LOST_LENGTHS}")
 
-    guard.check(f"beginning of {what}", find, error, wait=wait)
+    guard.check(f"beginning of {what}", find, error)
 
 
 def _says_nothing_of_segments(mask: Any, positions: Tensor) -> bool:

@@ -13,8 +13,8 @@ that a packed row does not have (a cache, attention weights). Generation and eve
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -29,7 +29,7 @@ from torch_backend.context_parallel.share import RankShare
 from torch_backend.context_parallel.whole import whole_tokens
 from torch_backend.hf.anatomy.encoders import is_encoder
 from torch_backend.hf.anatomy.families import M_ROPE, PIXELS
-from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.structure import causal_lm, with_values
 from torch_backend.hf.inputs.arguments import CACHES
 from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.no_cache import NoCache
@@ -71,15 +71,9 @@ def unpad_calls(model: nn.Module, *, always: bool = False, share_prefix: Sharing
         state.unpadding.prefixes = Prefixes(state, share_prefix)
 
 
-@contextmanager
-def padded_calls(model: nn.Module) -> Iterator[None]:
+def padded_calls(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, this thread's calls of a model stay padded; without effect on one whose calls are."""
-    before = _thread.padded
-    _thread.padded = (*before, causal_lm(model))
-    try:
-        yield
-    finally:
-        _thread.padded = before
+    return with_values([(_thread, "padded", (*_thread.padded, causal_lm(model)))])
 
 
 class _PaddedModels(threading.local):
@@ -256,7 +250,7 @@ class Unpadding:
     def places(self, mask: Tensor, lengths: tuple[int, ...]) -> Padded:
         """:meth:`Padded.of`, and the check that documents are consecutive tokens."""
         guard = state_of(self.root).guard  # type: ignore[union-attr]
-        guard.check("attention_mask of a padded call", lambda: _interrupted(mask), _hole, wait=self.root.training)
+        guard.check("attention_mask of a padded call", lambda: _interrupted(mask), _hole)
         return Padded.of(mask, lengths)
 
     def _asks(self, state: Patched, kwargs: Mapping[str, Any], by_trainer: bool) -> bool:

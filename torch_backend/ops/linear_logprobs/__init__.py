@@ -269,7 +269,5 @@ def _fake_backward(
     return dhidden, dweight, lse.new_empty(len(weight) if wanted[2] else 0)
 
 
-_SIGNATURE = "Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, "
-_OPTIONS = "float scale, float softcap, bool entropy"
 _linear_logprobs = operator("linear_logprobs", _launch, _fake)
 _linear_logprobs_backward = operator("linear_logprobs_backward", _launch_backward, _fake_backward)

@@ -54,11 +54,12 @@ def test_padding_after_the_last_boundary_repeats_one_token() -> None:
 def test_boundaries_on_a_device_are_looked_at_without_waiting() -> None:
     model = patched()
     guard = state_of(model).guard = DeviceGuard()
-    take_metadata(dict(BOUNDARIES), tokens=LEFT, host_lengths=False, guard=guard, wait=False)
+    guard.waits = False
+    take_metadata(dict(BOUNDARIES), tokens=LEFT, host_lengths=False, guard=guard)
     with pytest.raises(LayoutError, match=f"^in an earlier batch: cu_seq_lens_q ends before .*{DIFFER}"):
         guard.poll(wait=True)
     for _ in range(20):
-        take_metadata(dict(BOUNDARIES), tokens=LEFT, host_lengths=False, guard=guard, wait=False)
+        take_metadata(dict(BOUNDARIES), tokens=LEFT, host_lengths=False, guard=guard)
     assert sum("differ" in str(check.error(0)) for check in guard.pending) == 7
 
 
