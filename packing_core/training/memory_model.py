@@ -57,7 +57,9 @@ _WORKSPACES = 144 * 2**20  # of the libraries of matrix products, on the streams
 
 def loss_chunk(tokens: int, row_bytes: int) -> int:
     """Returns the bytes of logits that the loss computes at a time; ``row_bytes``: the logits of a token."""
-    return min(max(tokens * row_bytes // _CHUNKS, _LEAST_BYTES), _MOST_BYTES)
+    total = tokens * row_bytes
+    whole = total if total <= 1.5 * _LEAST_BYTES else 0  # a small second chunk would read and write all sums again
+    return min(max(total // _CHUNKS, _LEAST_BYTES, whole), _MOST_BYTES)
 
 
 @dataclass(frozen=True)

@@ -282,6 +282,7 @@ def test_later_microbatches_find_gradients_in_the_loss() -> None:
 def test_the_loss_holds_a_seventh_of_the_logits_within_bounds() -> None:
     assert loss_chunk(1, 10) == 2**29
     assert loss_chunk(7 * 2**20, 2**10) == 2**30
+    assert loss_chunk(3 * 2**18, 2**10) == 3 * 2**28 and loss_chunk(3 * 2**18 + 1, 2**10) == 2**29
     assert loss_chunk(2**40, 2**10) == 2**31
 
 
