@@ -33,6 +33,7 @@ class _SharedValues:
     """Memory for the values of one weight at a time, shared by all weights on a device while one of them lives.
 
     The allocator would keep such a block for steps as usual and another one for graphs, and put small tensors into it.
+    Graphs of two models write into the same block: replay them on one stream.
     """
 
     def __init__(self) -> None:

@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,19 @@ def test_all_weights_share_memory_for_the_values_of_one(tmp_path: Path) -> None:
     del model, weights
     gc.collect()
     assert shared_bytes(cpu) == 0
+
+
+def test_threads_do_not_overwrite_each_others_values() -> None:
+    where = Where(torch.device("cpu"), torch.float32)
+    layers = [InMxfp4(where), InMxfp4(where)]
+    layers[1].packed |= {name: layers[1].packed[name].flip(0) for name in ("up", "down")}
+    kept = Mxfp4Weight(layers[0].packed["up"], layers[0].packed["up_scales"], torch.float32)
+    right = [layer.results("plain") for layer in layers]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(40):
+            for found, want in zip(threads.map(lambda layer: layer.results("plain"), layers), right, strict=True):
+                assert all(torch.equal(found[name], want[name]) for name in want)
+    assert kept.shared.buffers
 
 
 @pytest.mark.parametrize("compiling", DEVICES, indirect=True)

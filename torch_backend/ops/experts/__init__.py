@@ -11,6 +11,8 @@ product needs them, one weight at a time, in memory that all of them share.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -168,6 +170,7 @@ class _Saved(NamedTuple):
     offsets: Tensor
 
 
+_LOCK = RLock()
 _GRADIENTS = _Operands._fields[:-3]
 _BY_TOKEN = ("x", "weights")  # of these, those with a line for each token
 
@@ -216,6 +219,18 @@ def _until_activation(call: _Operands, options: _Options) -> tuple[Tensor, _Save
     return h, _Saved(z, t, u, routing.order, routing.places, routing.offsets)
 
 
+def _one_at_a_time(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """``launch``, during which no other thread makes values in the memory that they share."""
+
+    @wraps(launch)
+    def run(*given: Any) -> Any:
+        with _LOCK:
+            return launch(*given)
+
+    return run
+
+
+@_one_at_a_time
 def _launch_forward(*given: Any) -> tuple[Tensor, ...]:
     call, options = _Operands(*given[: len(_Operands._fields)]), _Options(*given[len(_Operands._fields) :])
     steps = load(options.implementation)
@@ -226,6 +241,7 @@ def _launch_forward(*given: Any) -> tuple[Tensor, ...]:
     return steps.combine(y, routing, call.weights.contiguous()), *saved
 
 
+@_one_at_a_time
 def _launch_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
     first, second = len(_Operands._fields), len(_Operands._fields) + len(_Saved._fields)
     call, saved, options = _Operands(*given[:first]), _Saved(*given[first:second]), _Options(*given[second:-1])
@@ -280,6 +296,7 @@ def _launch_tiled_forward(*given: Any) -> Tensor:
     return y
 
 
+@_one_at_a_time
 def _launch_tiled_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
     *options, needs, tile = given[len(_Operands._fields) :]
     call = _Operands(*given[: len(_Operands._fields)])
