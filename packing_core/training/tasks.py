@@ -23,7 +23,7 @@ from packing_core.training.job import Audit, ModelJob
 
 GROUP = "crosspack.tasks"
 
-TaskName = Literal["sft", "dpo", "kto", "reward", "grpo", "classify", "mlm", "embed", "rerank"]
+TaskName = Literal["sft", "dpo", "kto", "reward", "grpo", "classify", "mlm", "embed", "late", "rerank"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Task:
         columns: the sets of columns of which a record must have one; the first that it has is used.
         reads: parameters of the command that this task reads, besides those that every task does.
         images: whether records may have images; those of ``sft`` do.
-        check: raises PackingError for values that the columns of a record may not have.
+        check: raises PackingError for values that the columns of a record may not have; takes the task's name too.
     """
 
     name: TaskName
@@ -44,7 +44,7 @@ class Task:
     columns: tuple[tuple[str, ...], ...]
     reads: tuple[str, ...] = ()
     images: bool = False
-    check: Callable[[Mapping[str, Any], Sequence[str], str], None] = lambda record, columns, where: None
+    check: Callable[[Mapping[str, Any], Sequence[str], str, str], None] = lambda record, columns, where, task: None
 
     def columns_of(self, record: Mapping[str, Any], where: str) -> tuple[str, ...]:
         """Returns the columns of a record that the task reads.
@@ -54,7 +54,7 @@ class Task:
         """
         for columns in self.columns:
             if all(record.get(name) is not None for name in columns):
-                self.check(record, columns, where)
+                self.check(record, columns, where, self.name)
                 return columns
         wanted = ", or ".join(" and ".join(columns) for columns in self.columns)
         raise PackingError(
@@ -63,16 +63,16 @@ class Task:
         )
 
 
-def _check_label(record: Mapping[str, Any], columns: Sequence[str], where: str) -> None:
+def _check_label(record: Mapping[str, Any], columns: Sequence[str], where: str, task: str) -> None:
     """
     Raises:
         PackingError: the label of an answer is not true or false.
     """
     if not isinstance(record["label"], bool | int):
-        raise PackingError(f"{where}: label is {record['label']!r}: --task kto reads true or false")
+        raise PackingError(f"{where}: label is {record['label']!r}: --task {task} reads true or false")
 
 
-def _check_texts(record: Mapping[str, Any], columns: Sequence[str], where: str) -> None:
+def _check_texts(record: Mapping[str, Any], columns: Sequence[str], where: str, task: str) -> None:
     """
     Raises:
         PackingError: a value is no text, number or list of them, as its column asks for, or documents lack labels.
@@ -84,7 +84,6 @@ def _check_texts(record: Mapping[str, Any], columns: Sequence[str], where: str) 
         if not fits or not all(_is_number(x) if numbers else isinstance(x, str) for x in values):
             kind = "a number" if numbers else "a text"
             reads = f"a list, each {kind}" if several else kind
-            task = "rerank" if "query" in columns else "embed"
             raise PackingError(f"{where}: {name} is {reprlib.repr(record[name])}: --task {task} reads {reads}")
     if "labels" in columns and len(record["labels"]) != len(record["documents"]):
         raise PackingError(
@@ -117,6 +116,7 @@ _TASKS = (
     Task("classify", "classes of documents", (("text", "label"), ("input_ids", "label")), reads=_ROWS),
     Task("mlm", "masked tokens", (("text",), ("input_ids",)), reads=_ROWS),
     Task("embed", "embeddings of texts, on pairs", _PAIRS, reads=_CUT, check=_check_texts),
+    Task("late", "embeddings of the tokens of texts, on pairs", _PAIRS[:2], reads=_CUT, check=_check_texts),
     Task("rerank", "scores of documents for a query", _QUERIES, reads=_CUT, check=_check_texts),
 )
 TASKS: Mapping[TaskName, Task] = {task.name: task for task in _TASKS}

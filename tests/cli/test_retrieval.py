@@ -1,4 +1,4 @@
-"""``crosspack train --task embed`` and ``--task rerank``: sentence-transformers' trainers, from a file to a folder."""
+"""``crosspack train --task embed``, ``late`` and ``rerank``: trainers of sentence-transformers, from file to folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from crosspack.cli.trainruns import Examples
@@ -34,6 +35,7 @@ SCORED = [
 RECORDS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "pairs": ("embed", PAIRS),
     "triplets": ("embed", [{**pair, "negative": "jugs"} for pair in PAIRS]),
+    "tokens": ("late", [{**pair, "negative": "jugs"} for pair in PAIRS]),
     "similarities": (
         "embed",
         [{"sentence1": x, "sentence2": y, "score": i / 6} for i, (x, y) in enumerate(zip(TEXTS, TEXTS[::-1]))],
@@ -96,8 +98,11 @@ def test_losses_are_those_of_padded_batches_and_the_library_loads_the_model(
         assert figures(packed, name) == pytest.approx(figures(padded, name), rel=1e-5)
     assert len(set(figures(packed, "loss"))) > 2
     name = "eval_spearman_cosine" if kind == "similarities" else "eval_mrr@10"
-    assert figures(packed, name) or figures(packed, "eval_cosine_mrr@10")
-    if RECORDS[kind][0] == "embed":
+    assert figures(packed, name) or figures(packed, f"eval_{'maxsim' if kind == 'tokens' else 'cosine'}_mrr@10")
+    if kind == "tokens":
+        models = [sentence_transformers.MultiVectorEncoder(str(x)) for x in (packed, padded, encoder)]
+        outputs = [np.concatenate(model.encode(TEXTS, convert_to_numpy=True)) for model in models]
+    elif RECORDS[kind][0] == "embed":
         outputs = [sentence_transformers.SentenceTransformer(str(x)).encode(TEXTS) for x in (packed, padded, encoder)]
     else:
         pairs = [(text, TEXTS[0]) for text in TEXTS]
@@ -108,8 +113,6 @@ def test_losses_are_those_of_padded_batches_and_the_library_loads_the_model(
 
 def best(scores: Any, relevant: Any) -> tuple[float, float]:
     """nDCG@10 and MRR@10 of queries [Q, D], whose every document has its score and whether it is relevant."""
-    import numpy as np
-
     gains, ranks = [], []
     for row, good in zip(scores, relevant, strict=True):
         best = np.asarray(good)[np.argsort(-np.asarray(row))][:10]
@@ -119,15 +122,17 @@ def best(scores: Any, relevant: Any) -> tuple[float, float]:
     return float(np.mean(gains)), float(np.mean(ranks))
 
 
-def test_anchors_are_ranked_among_all_positives_and_negatives_of_the_file(encoder, write, tmp_path):
-    from sentence_transformers import SentenceTransformer
+@pytest.mark.parametrize(("kind", "named"), [("triplets", "SentenceTransformer"), ("tokens", "MultiVectorEncoder")])
+def test_anchors_are_ranked_among_all_positives_and_negatives_of_the_file(kind, named, encoder, write, tmp_path):
+    import sentence_transformers
 
-    done(*train("triplets", encoder, write, "--steps", 1, "--lr", 1e-6, "--output", tmp_path / "out"))
-    model = SentenceTransformer(str(tmp_path / "out"))
+    done(*train(kind, encoder, write, "--steps", 1, "--lr", 1e-6, "--output", tmp_path / "out"))
+    model = getattr(sentence_transformers, named)(str(tmp_path / "out"))
     documents = list(dict.fromkeys([pair["positive"] for pair in PAIRS] + ["jugs"]))
-    scores = model.similarity(model.encode(TEXTS), model.encode(documents)).numpy()
+    scores = model.similarity(model.encode(TEXTS), model.encode(documents)).cpu().numpy()
+    by = "maxsim" if kind == "tokens" else "cosine"
     relevant = [[document == pair["positive"] for document in documents] for pair in PAIRS]
-    (ndcg,), (mrr,) = (figures(tmp_path / "out", f"eval_cosine_{name}@10") for name in ("ndcg", "mrr"))
+    (ndcg,), (mrr,) = (figures(tmp_path / "out", f"eval_{by}_{name}@10") for name in ("ndcg", "mrr"))
     assert (ndcg, mrr) == pytest.approx(best(scores, relevant))
     assert 0.2 < mrr < 1
 
@@ -254,6 +259,8 @@ def test_data_and_models_that_cannot_be_trained_are_refused(encoder, write, monk
     assert "--batch-size 1 leaves a pair alone" in said("pairs", PAIRS, encoder, "--batch-size", 1)
     assert f"--tokenizer {tmp_path}: --task embed reads that" in said("pairs", PAIRS, encoder, "--tokenizer", tmp_path)
     assert "--task embed has no --neftune-alpha" in said("pairs", PAIRS, encoder, "--neftune-alpha", 1)
+    assert "trains a projection of tokens too, and has no --lora" in said("tokens", PAIRS, encoder, "--lora", 4)
+    assert "positive is 3: --task late reads a text" in said("tokens", [{"anchor": "a", "positive": 3}])
     from sentence_transformers import SentenceTransformer
 
     SentenceTransformer(modules=[SentenceTransformer(str(encoder))[0]]).save_pretrained(str(tmp_path / "unpooled"))

@@ -1,4 +1,4 @@
-"""Embeddings and rerankers by sentence-transformers' own trainers, for ``--task embed`` and ``--task rerank``.
+"""Embeddings, late interaction and rerankers by sentence-transformers' own trainers, for ``--task`` of these names.
 
 A TaskJob -> the library's model -> its trainer, built of data sets, the loss that their columns call for, and an
 evaluator of the held-out records -> ``enable_packing`` -> the model, written as the library loads it.
@@ -212,9 +212,13 @@ class Retrieval(TaskKind):
 
 
 class Embeddings(Retrieval):
-    """Embeddings of texts, on pairs, triplets or scores of similarity."""
+    """Embeddings of texts, on pairs, triplets or scores of similarity.
 
-    kind = "SentenceTransformer"
+    Attributes:
+        part: of the library, which has its losses and evaluators; their names begin with ``prefix``.
+    """
+
+    kind, part, prefix = "SentenceTransformer", ".sentence_transformer", ""
     adapters = "FEATURE_EXTRACTION"
 
     def load(self) -> tuple[Any, Any]:
@@ -229,15 +233,15 @@ class Embeddings(Retrieval):
         return ((name, record[name]) for name in self.columns if name != "score")
 
     def loss(self, records: Records) -> Any:
-        losses = library(".sentence_transformer.losses")
+        losses = library(f"{self.part}.losses")
         if self.columns[-1] != "score":
-            return losses.MultipleNegativesRankingLoss(self.model)
+            return getattr(losses, f"{self.prefix}MultipleNegativesRankingLoss")(self.model)
         self.labels(records)
         return losses.CoSENTLoss(self.model)
 
     def evaluator(self, records: Records) -> Any:
         """Returns the library's evaluator; anchors look for their positives among all positives and negatives."""
-        evaluation = library(".sentence_transformer.evaluation")
+        evaluation = library(f"{self.part}.evaluation")
         options: dict[str, Any] = {"batch_size": self.job.batch_size, "write_csv": False}
         if self.columns[-1] == "score":
             pairs = ([record[name] for record in records] for name in self.columns)
@@ -249,7 +253,19 @@ class Embeddings(Retrieval):
         queries = {anchor: anchor for anchor in relevant}
         options |= {"query_prompt": self.prompt("anchor"), "corpus_prompt": self.prompt("positive")}
         options |= {"accuracy_at_k": [1], "precision_recall_at_k": [10]}
-        return evaluation.InformationRetrievalEvaluator(queries, texts, relevant, **options)
+        evaluator = getattr(evaluation, f"{self.prefix}InformationRetrievalEvaluator")
+        return evaluator(queries, texts, relevant, **options)
+
+
+class LateInteraction(Embeddings):
+    """Embeddings of the tokens of texts, compared as ColBERT does, on pairs or triplets."""
+
+    kind, part, prefix = "MultiVectorEncoder", ".multi_vector_encoder", "MultiVector"
+
+    def load(self) -> tuple[Any, Any]:
+        if self.job.options.lora:  # checkpoints of adapters are read without it
+            raise UnsupportedError("--task late trains a projection of tokens too, and has no --lora: leave it out")
+        return super().load()
 
 
 class Reranking(Retrieval):

@@ -19,7 +19,7 @@ from packing_core.extras import require
 from packing_core.training.tasks import TaskJob, TaskName, TaskResult
 from torch_backend.job import kinds
 from torch_backend.job.models import audit_of
-from torch_backend.job.retrieval import Embeddings, Reranking
+from torch_backend.job.retrieval import Embeddings, LateInteraction, Reranking
 from torch_backend.job.train import device_name
 
 require("transformers", extra="hf")
@@ -36,6 +36,7 @@ KINDS: dict[TaskName, type[kinds.TaskKind]] = {
     "classify": kinds.Classes,
     "mlm": kinds.MaskedTokens,
     "embed": Embeddings,
+    "late": LateInteraction,
     "rerank": Reranking,
 }
 
