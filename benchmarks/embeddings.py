@@ -7,10 +7,12 @@ r"""sentence-transformers' trainers, padded and packed by ``crosspack.enable_pac
 
 Pairs are questions and answers of GSM8K, or with ``--means`` random words whose numbers are lognormal with these means;
 MultipleNegativesRankingLoss compares them within a batch. Rerankers score made-up lists of 16 documents under
-LambdaLoss, and a batch is as many lists. Weights are random, without dropout, so that losses can be compared. Of the
-rounds of each contender, in turn, the fastest counts; "padded/32" pads mini-batches of 32, "flash" is FlashAttention
-without padding where the library has it, "packed/selective" names a level of memory. Losses are read after the last
-step, and logged as seldom as the library does. One that runs out of memory is named.
+LambdaLoss, and a batch is as many lists. Weights are random, without dropout, so that losses can be compared; those of
+rerankers in float32 alone, because LambdaLoss weighs documents by their ranks, which bfloat16 changes where scores are
+close, in the library's own mini-batches too. Of the rounds of each contender, in turn, the fastest counts; "padded/32"
+pads mini-batches of 32, "flash" is FlashAttention without padding where the library has it, "packed/selective" names a
+level of memory. Losses are read after the last step, and logged as seldom as the library does. One that runs out of
+memory is named.
 """
 
 from __future__ import annotations
