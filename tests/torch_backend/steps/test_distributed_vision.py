@@ -13,12 +13,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.torch_backend.audio_models import CASES as OF_AUDIO
-from tests.torch_backend.audio_models import audio_documents, audio_model
+from tests.torch_backend.audio_models import audio_documents, audio_model, omni_documents
 from tests.torch_backend.ranks import on_ranks
 from tests.torch_backend.vision_models import image_documents, vision_model
 from tests.torch_backend.wrappers import Model, assert_same_weights, whole
 from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.collate.vision import VisionReader
+from torch_backend.hf.anatomy.families import OMNI
 
 pytestmark = pytest.mark.slow  # starts processes that train; test_multimodal has blank images in one process
 
@@ -76,6 +77,7 @@ CASES: dict[str, tuple[str, Callable[[Model], Model], Callable[[Model], Model]]]
     "FSDP2, both ways": ("gemma3", unchanged, sharded),
     "DDP, clips": ("qwen2_audio", unchanged, DDP),
     "DDP, clips, frozen decoder": ("qwen2_audio", frozen("text"), DDP),
+    "DDP, images beside clips": ("qwen3_omni_moe_thinker", unchanged, DDP),
     "FSDP2, clips": ("audioflamingo3", unchanged, sharded),
     "FSDP2, clips in windows": ("qwen3_asr", frozen("tower"), sharded),
 }
@@ -92,7 +94,7 @@ def train(case: str, *, ranks: int, rank: int) -> dict[str, Any]:
     collate = PackedCollator(model, capacity)
     collate.vision, collate.pad_id = VisionReader(make(name)), 0
     model = wrap(model) if ranks > 1 else model
-    documents = [document for row in documents_of(name) for document in row]
+    documents = omni_documents(name) if name in OMNI else [x for row in documents_of(name) for x in row]
     examples = [{"input_ids": document.ids.tolist(), **document.images} for document in documents]
     shown, text = [x for x in examples if len(x) > 1][:4], [x for x in examples if len(x) == 1]
     step = make_train_step(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05))
