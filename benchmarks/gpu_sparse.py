@@ -277,7 +277,8 @@ def qwen4(budget: int) -> Any:
     index = {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16 if TOY else 128}
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     block = {"indexer_budget": budget, "indexer_compress_ratio": 4 if TOY else 16}
-    return Qwen4ExpTextConfig(**size, **index, **block, num_hidden_layers=4, layer_types=kinds)
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}  # which fit the indexer's heads
+    return Qwen4ExpTextConfig(**size, **index, **block, num_hidden_layers=4, layer_types=kinds, rope_parameters=rope)
 
 
 class Blocks:
