@@ -22,6 +22,7 @@ def visible_keys(
     window: int | None = None,
     spans: Rows | None = None,
     top_k: int | None = None,
+    index_block: int = 1,
     changed: Mapping[str, Array] | None = None,
 ) -> Array:
     """bool ``[B, S, S]``: the mask, read off the backend's own output.
@@ -31,7 +32,8 @@ def visible_keys(
     """
     ids = segment_ids(rows)
     width = ids.shape[1]
-    case = AttentionCase(rows, heads=1, kv_heads=1, width=width, causal=causal, window=window, spans=spans, top_k=top_k)
+    options = {"causal": causal, "window": window, "spans": spans, "top_k": top_k, "index_block": index_block}
+    case = AttentionCase(rows, heads=1, kv_heads=1, width=width, **options)
     identity = np.broadcast_to(np.eye(width, dtype=np.float32)[None, :, None], (len(ids), width, 1, width))
     zero = np.zeros((len(ids), width, 1, width), np.float32)
     out, _ = judge.ask_attention(case, judge.dtype, {"q": zero, "v": identity.copy(), "dout": None, **(changed or {})})

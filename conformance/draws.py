@@ -68,14 +68,17 @@ def generator(*key: object) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(repr(key).encode()))
 
 
-def index_operands(ids: Array, draw: np.random.Generator) -> dict[str, Array]:
+def index_operands(ids: Array, draw: np.random.Generator, block: int = 1) -> dict[str, Array]:
     """``index_q``, ``index_k`` and ``index_weights`` by which no two keys of a row have one score for a query.
 
     Key j has a rank of its own and query i a turning point t: the score is ``rank + 2 relu(t + 0.25 - rank)``, so that
-    a query prefers low ranks to some high ones. These numbers are exact in float32 and every order of sums.
+    a query prefers low ranks to some high ones. These numbers are exact in float32 and every order of sums. Ranks of
+    keys in blocks are so many that no two blocks have one mean.
     """
     rank = draw.permuted(np.tile(np.arange(ids.shape[1]), (len(ids), 1)), axis=1)
     turn, one = draw.integers(0, ids.shape[1], ids.shape) + 0.25, np.ones(ids.shape)
+    if block > 1:
+        rank, turn = draw.integers(0, 2**16, ids.shape), draw.integers(0, 2**16, ids.shape) + 0.25 / block
     q = np.stack([np.stack([one, 0 * one], -1), np.stack([-one, turn], -1)], 2)
     arrays = {"index_q": q, "index_k": np.stack([rank, one], -1), "index_weights": np.stack([one, 2 * one], -1)}
     return {name: x.astype(np.float32) for name, x in arrays.items()}
@@ -98,6 +101,7 @@ class AttentionCase:
     scale: float | None = None
     spans: Rows | None = field(default=None, repr=False)  # the numbers that are drawn do not depend on it
     top_k: int | None = field(default=None, repr=False)
+    index_block: int = field(default=1, repr=False)
     context_ranks: int = 1
     spread: float = 1.0  # standard deviation of q; larger makes sharper softmaxes
     value_mean: float = 0.0
@@ -124,12 +128,13 @@ class AttentionCase:
             arrays["alibi_slopes"] = round_to(dtype, 2.0 ** -np.arange(1, self.heads + 1))
         if self.spans is not None:
             arrays["spans"] = span_numbers(self.rows, self.spans)
-        return arrays if self.top_k is None else arrays | index_operands(ids, draw)
+        return arrays if self.top_k is None else arrays | index_operands(ids, draw, self.index_block)
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments that are not arrays."""
         chosen = {name: getattr(self, name) for name in ("causal", "window", "softcap", "scale")}
         chosen |= {} if self.top_k is None else {"top_k": self.top_k}
+        chosen |= {} if self.index_block == 1 else {"index_block": self.index_block}
         return chosen | ({"context_ranks": self.context_ranks} if self.context_ranks > 1 else {})
 
 

@@ -53,7 +53,8 @@ def attention(case: AttentionCase, dtype: WorkingDtype) -> Expected:
         options.pop("context_ranks", None)
         if (top_k := options.pop("top_k", None)) is not None:
             index_q, index_k, weights = (_take(x, real) for x in index)
-            options["selected"] = reference.select(index_q, index_k, weights, bounds, top_k=top_k)
+            block = options.pop("index_block", 1)
+            options["selected"] = reference.select(index_q, index_k, weights, bounds, top_k=top_k, block=block)
         if spans is not None:
             options["spans"] = _take(spans, real)
         out = reference.attention(q, k, v, bounds, **options)

@@ -96,6 +96,24 @@ class Reference(DocumentMethods, ScanMethods, ClipMethods, ExpertMethods, TreeMe
         np.put_along_axis(best, order[..., :top_k], True, axis=-1)
         return best & seen
 
+    def counted(self, segment_ids: Array) -> Sequence[tuple[int, int, int]]:
+        """The row, first token and end of everything from whose beginning blocks of keys are counted."""
+        return segments(segment_ids)
+
+    def chosen_blocks(self, segment_ids: Array, seen: Array, index: Sequence[Array], top_k: int, size: int) -> Array:
+        """bool ``[B, S, S]``: the keys of the best blocks that have ended, and those behind these."""
+        q, k, weights = index
+        best = np.zeros_like(seen)
+        for row, start, stop in self.counted(segment_ids):
+            blocks = np.arange(start, start + (stop - start) // size * size).reshape(-1, size)
+            products = np.einsum("ihf,jf->ihj", q[row], k[row][blocks].mean(1), dtype=np.float64)
+            scores = np.einsum("ih,ihj->ij", weights[row], np.maximum(products, 0))
+            for query in range(start, stop):
+                ended = (query - start + 1) // size
+                best[row, query, blocks[np.argsort(-scores[query, :ended])[:top_k]]] = True
+                best[row, query, start + ended * size : query + 1] = True
+        return best & seen
+
     def kv_head(self, heads: int, kv_heads: int) -> Array:
         """int ``[H]``: the key/value head that each query head reads."""
         return np.arange(heads) // (heads // kv_heads)
@@ -129,6 +147,7 @@ class Reference(DocumentMethods, ScanMethods, ClipMethods, ExpertMethods, TreeMe
         index_k: Array | None = None,
         index_weights: Array | None = None,
         top_k: int | None = None,
+        index_block: int = 1,
     ) -> tuple[Array, Callable[[Array], Gradients]]:
         heads, kv_heads = q.shape[2], k.shape[2]
         kv = self.kv_head(heads, kv_heads)
@@ -142,7 +161,11 @@ class Reference(DocumentMethods, ScanMethods, ClipMethods, ExpertMethods, TreeMe
         if index_q is not None and index_k is not None and index_weights is not None and top_k is not None:
             products = np.maximum(np.einsum("bihf,bjf->bihj", index_q, index_k, dtype=np.float64), 0)
             scores = np.einsum("bih,bihj->bij", index_weights, products)
-            seen = self.chosen(segment_ids, seen[:, 0], scores, top_k)[:, None]
+            if index_block > 1:
+                index = index_q, index_k, index_weights
+                seen = self.chosen_blocks(segment_ids, seen[:, 0], index, top_k, index_block)[:, None]
+            else:
+                seen = self.chosen(segment_ids, seen[:, 0], scores, top_k)[:, None]
         if spans is not None:
             seen = seen | self.ahead_in_span(segment_ids, spans)[:, None]
         z = np.where(seen, z, -np.inf)

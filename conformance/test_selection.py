@@ -74,3 +74,39 @@ def test_of_equal_scores_as_many_are_seen_as_there_is_room_for(judge: Judge) -> 
     judge.equal("keys that queries see", counts, room)
     better = (seen & high[:, None]).sum(-1)
     judge.equal("keys of the larger score that queries see", better, np.minimum((own & high[:, None]).sum(-1), room))
+
+
+# | 3 | 8 | 11 | 1 | 9 | 6 of padding |: shorter than a block of 4, of whole ones, and with 3 and 1 tokens behind.
+BLOCKS: Rows = ((3, 8, 11, 1, 9, -6),)
+
+
+@requirement("SPARSE-05")
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_k": 2, "heads": 6, "kv_heads": 2}, {"top_k": 9}])
+def test_blocks_of_keys_are_counted_in_their_segment(judge: Judge, options: dict[str, Any]) -> None:
+    judge.attention(AttentionCase(BLOCKS, index_block=4, **options))
+
+
+@requirement("SPARSE-05")
+def test_a_query_sees_the_best_blocks_that_have_ended_and_what_is_behind(judge: Judge) -> None:
+    case = AttentionCase(BLOCKS, heads=1, kv_heads=1, width=38, top_k=1, index_block=4)
+    index = {name: x for name, x in case.arguments(judge.dtype).items() if name.startswith("index")}
+    seen = visible_keys(judge, BLOCKS, top_k=1, index_block=4, changed=index)
+    (q,), (k,), (weights,) = index.values()
+    expected = np.zeros_like(seen)
+    start = 0
+    for length in (3, 8, 11, 1, 9):
+        for place in range(length):
+            query, ended = start + place, (place + 1) // 4
+            means = k[start : start + 4 * ended].reshape(-1, 4, 2).mean(1)
+            scores = weights[query] @ np.maximum(q[query] @ means.T, 0)
+            expected[0, query, start + 4 * ended : query + 1] = True
+            if ended:
+                best = start + 4 * int(scores.argmax())
+                expected[0, query, best : best + 4] = True
+        start += length
+    compare_mask(judge, seen, expected)
+
+
+@requirement("SPARSE-05")
+def test_what_a_segment_selects_in_blocks_moves_no_other(judge: Judge) -> None:
+    attention_isolated(judge, AttentionCase(BLOCKS, top_k=1, index_block=4), where=(0, 2, 4))

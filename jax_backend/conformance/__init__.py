@@ -41,7 +41,7 @@ from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabil
 from packing_core.protocol.backend import PackingMethods, pack_documents
 
 _LACKING = {"alibi", "both_ways", "dynamic_rope", "nonfinite_padding", "context_parallel", "channel_decay"}
-_LACKING |= {"continued_segments"}
+_LACKING |= {"continued_segments", "selected_blocks"}
 _ALL = protocol.ALL_OPTIONS - _LACKING - {"selected_keys"}
 _RANKS = 4  # devices that a CPU is split into, as many as the suite wants ranks
 _PLAIN = _ALL - {"sinks"}  # without a differentiable log-sum-exp there are no sinks
@@ -119,6 +119,8 @@ class AttentionStack(Backend):
             raise UnsupportedError("segment_attention has no ALiBi")
         if spans is not None:
             raise UnsupportedError("segment_attention has no spans that see both ways")
+        if options.pop("index_block", 1) > 1:
+            raise UnsupportedError("select_keys has no blocks")
         taken = ["context_parallel"] * (context_ranks > 1) + ["selected_keys"] * (top_k is not None)
         protocol.require_declared(self, dtype=dtype, options=taken)
         operands = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})

@@ -46,6 +46,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         "narrow_values": "values narrower than keys",
         "both_ways": "spans=[B, S], tokens that see one another in both directions",
         "selected_keys": "top_k=K, the keys that an indexer scores highest",
+        "selected_blocks": "index_block=N, keys that are selected in blocks",
         "context_parallel": "context_ranks above 1",
         "arbitrary_ids": "segment ids that are any positive numbers; a promise",
         "nonfinite_padding": "NaN and Inf may stand at padding; a promise",

@@ -22,6 +22,7 @@ def attention_options(
     alibi_slopes: Array | None = None,
     spans: Array | None = None,
     top_k: int | None = None,
+    index_block: int = 1,
     context_ranks: int = 1,
     **_: Any,
 ) -> set[str]:
@@ -36,6 +37,7 @@ def attention_options(
         "narrow_values": v.shape[-1] < q.shape[-1],
         "both_ways": spans is not None,
         "selected_keys": top_k is not None,
+        "selected_blocks": index_block > 1,
         "context_parallel": context_ranks > 1,
     }
     return {name for name, is_taken in taken.items() if is_taken}

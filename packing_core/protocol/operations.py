@@ -31,6 +31,7 @@ class Operations:
         index_k: Array | None = None,
         index_weights: Array | None = None,
         top_k: int | None = None,
+        index_block: int = 1,
         context_ranks: int = 1,
         dout: Array | None = None,
     ) -> tuple[Array, Gradients]:
@@ -59,6 +60,10 @@ class Operations:
             index_k: ``[B, S, F]``.
             index_weights: ``[B, S, I]``.
             top_k: at least 1.
+            index_block: above 1 takes the option "selected_blocks". Blocks of so many keys are selected, counted from
+                the first token of the segment: the ``top_k`` whose mean of ``index_k`` scores highest among those that
+                end at the query or before it. A query also sees the keys behind the last of those that end, up to
+                itself. Weights are not below 0.
             context_ranks: above 1 takes the option "context_parallel": so many ranks each hold ``S / context_ranks``
                 neighbouring tokens of every row. The adapter splits the arrays and joins the answers.
             dout: ``[B, S, H, E]``, zero at padding; None for the forward alone.

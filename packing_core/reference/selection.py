@@ -5,7 +5,9 @@ For query i and key j of one document, ``j <= i``, the score is (DeepSeek-V3.2, 
     s_ij = sum_h w_ih relu(q_ih . k_j)
 
 and query i sees the ``top_k`` keys of the largest scores, all of them where there are no more. Of equal scores the
-earlier key comes first. The choice has no gradient. The indexer trains by a loss of its own (eq. 4): with the attention
+earlier key comes first. Where keys are chosen in blocks (Qwen 4), counted from the document's first token, the mean
+of a block stands for it, blocks that end after the query are left out, and query i also sees the keys behind the last
+other one, up to itself. The choice has no gradient. The indexer trains by a loss of its own (eq. 4): with the attention
 p_hij of the heads over the selected keys, and t_ij = sum_h p_hij / sum_hj' p_hij',
 
     l_i = sum_j t_ij (log t_ij - log softmax_j(s_ij))       over selected keys j
@@ -25,33 +27,37 @@ from packing_core.reference.paths import documents
 
 
 def select(
-    q: npt.ArrayLike, k: npt.ArrayLike, weights: npt.ArrayLike, cu_seqlens: Boundaries, *, top_k: int
+    q: npt.ArrayLike, k: npt.ArrayLike, weights: npt.ArrayLike, cu_seqlens: Boundaries, *, top_k: int, block: int = 1
 ) -> npt.NDArray[np.bool_]:
     """Returns whether each query sees each key, as `attention` takes it in ``selected``.
 
     Args:
         q, k, weights: ``[T, H, D]``, ``[T, D]``, ``[T, H]``, the indexer's queries, keys and weights of its heads.
         cu_seqlens: ``[S+1]`` boundaries of the documents, starting at 0.
-        top_k: keys that a query sees at most.
+        top_k: keys that a query sees at most, or blocks beside its own.
+        block: keys of a block.
 
     Returns:
         bool ``[T, T]``, False between documents.
 
     Raises:
         LayoutError: shapes or boundaries contradict each other.
-        PackingError: ``top_k`` is below 1.
+        PackingError: ``top_k`` or ``block`` is below 1.
     """
     q, k, weights = _checked(q, k, weights)
-    if top_k < 1:
-        raise PackingError(f"top_k is {top_k}: a query sees at least one key")
+    if min(top_k, block) < 1:
+        raise PackingError(f"top_k is {top_k} in blocks of {block}: a query sees at least one key")
     tokens = len(q)
     seen = np.zeros((tokens, tokens), np.bool_)
     for document in documents(cu_seqlens, tokens, None):
         places = np.arange(tokens)[document.tokens]
+        blocks = places[: len(places) // block * block].reshape(-1, block)
+        means = k[blocks].mean(1)
         for at, query in enumerate(places):
-            keys = places[: at + 1]
-            scores = weights[query] @ np.maximum(q[query] @ k[keys].T, 0)
-            seen[query, keys[np.argsort(-scores, kind="stable")[:top_k]]] = True
+            ended = (at + 1) // block
+            scores = weights[query] @ np.maximum(q[query] @ means[:ended].T, 0)
+            seen[query, blocks[np.argsort(-scores, kind="stable")[:top_k]]] = True
+            seen[query, places[ended * block : at + 1]] = True
     return seen
 
 

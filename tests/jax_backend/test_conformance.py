@@ -49,7 +49,14 @@ def test_xla_takes_part_at_every_level_and_the_others_where_attention_matters():
 )
 def test_what_is_declared(name, lacks):
     declared = capabilities(name, "gpu")
-    everywhere = {"dynamic_rope", "context_parallel", "channel_decay", "continued_segments", "both_ways"}
+    everywhere = {
+        "dynamic_rope",
+        "context_parallel",
+        "channel_decay",
+        "continued_segments",
+        "both_ways",
+        "selected_blocks",
+    }
     everywhere |= set() if name == "chunked" else {"nonfinite_padding"}
     everywhere |= set() if name in ("xla", "chunked") else {"selected_keys"}
     assert ALL_OPTIONS - declared.options - {"ranks"} == lacks | everywhere

@@ -44,7 +44,7 @@ from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections, request_of
 from torch_backend.ops.attention.probe import Probed
-from torch_backend.ops.attention.selected import LongDocuments, select, selected_attention
+from torch_backend.ops.attention.selected import LongDocuments, select, select_pooled, selected_attention
 from torch_backend.ops.document_batches import per_document
 from torch_backend.ops.rope import apply_rope
 from torch_backend.patching import patch
@@ -108,7 +108,7 @@ def capabilities(name: str, device: torch.device) -> Capabilities:
     if not getattr(served, "both_ways", False):
         options -= {"both_ways"}
     if name in ("sdpa", "triton"):  # those that run selected keys themselves: plain torch and the kernels
-        options |= {"selected_keys"}
+        options |= {"selected_keys", "selected_blocks"}
     if device.type == "cuda":  # gloo has no all-to-all of its tensors
         options -= {"cut_documents"}
     if "window" not in options:
@@ -176,7 +176,9 @@ class AttentionStack(TensorMethods):
             packed = packed.with_spans(torch.tensor(spans, device=self.device).flatten())
 
         top_k = options.pop("top_k", None)
-        long = None if top_k is None else LongDocuments.of(packed, top_k)
+        block = options.pop("index_block", 1)
+        budget = None if top_k is None else top_k if block == 1 else (top_k + 1) * block - 1
+        long = None if budget is None else LongDocuments.of(packed, budget, block=block)
         of_index = (torch.tensor(x, device=self.device) for x in (index_q, index_k, index_weights) if x is not None)
         index = [x.flatten(0, 1) for x in of_index]
 
@@ -184,13 +186,21 @@ class AttentionStack(TensorMethods):
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
             if long is not None:
                 request = request_of(q, k, v, packed, sinks=sinks, **options)
-                selected = select(index[0], index[1], index[2], long, top_k=top_k)
+                selected = self._selected(index, long, top_k)
                 out = selected_attention(q, k, v, selected, long, request, sinks=sinks, implementation=self.name)
                 return out.unflatten(0, segment_ids.shape)
             chosen = {"sinks": sinks, "alibi_slopes": slopes, "implementation": self.name, **options}
             return attention(q, k, v, packed, **chosen).unflatten(0, segment_ids.shape)
 
         return self._out_and_gradients(attend, operands, dout)
+
+    def _selected(self, index: Sequence[Tensor], long: LongDocuments, top_k: int) -> Tensor:
+        q, k, weights = index
+        if long.block == 1:
+            return select(q, k, weights, long, top_k=top_k)
+        keys = (x[: len(x) // long.block * long.block] for x in k[long.places].split(long.lengths))
+        pooled = [x.unflatten(0, (-1, long.block)).mean(1) for x in keys]
+        return select_pooled(q * weights.unsqueeze(-1), pooled, long, top_k=top_k)  # weights are not below 0
 
     def forward(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> Array:
         with torch.no_grad():

@@ -60,3 +60,20 @@ class TiesAllSeen(Mutant, rejected_by="SPARSE-04"):
         hidden = np.where(seen, scores, -np.inf)
         last = np.sort(hidden, axis=-1)[..., -top_k, None]
         return seen & (hidden >= last)
+
+
+class BlocksCountedInTheRow(Mutant, rejected_by="SPARSE-05"):
+    """Blocks of keys are counted from the beginning of the row, so that some hold keys of two segments."""
+
+    def counted(self, segment_ids):
+        return [(row, 0, segment_ids.shape[1]) for row in range(len(segment_ids))]
+
+
+class BlocksBeforeTheirEnd(Mutant, rejected_by="SPARSE-05"):
+    """A query takes the block that it stands in for one that has ended, if the segment holds all of it."""
+
+    def chosen_blocks(self, segment_ids, seen, index, top_k, size):
+        best = super().chosen_blocks(segment_ids, seen, index, top_k, size)
+        own = (position_ids(segment_ids) % size == size - 2)[..., None]
+        later = np.concatenate([best[:, 1:], best[:, -1:]], 1)
+        return np.where(own, later & seen, best)
