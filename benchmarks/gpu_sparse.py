@@ -173,7 +173,7 @@ class Case:
         """The gradients of the loss that trains the indexer."""
         latent, request = Latent(self.compressed, self.rotated, self.weight), request_of(*self.heads, self.packed)
         factors = [x.detach().requires_grad_() for x in self.index]
-        options = {"latent": latent, "implementation": "sdpa" if TOY else "triton"}
+        options: dict[str, Any] = {"latent": latent, "implementation": "sdpa" if TOY else "triton"}
         loss = index_loss(IndexFactors(*factors), self.q, self.k, selected, self.long, request, **options)
         return list(torch.autograd.grad(loss.sum(), factors))
 

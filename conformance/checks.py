@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,13 @@ def visible_keys(
     """
     ids = segment_ids(rows)
     width = ids.shape[1]
-    options = {"causal": causal, "window": window, "spans": spans, "top_k": top_k, "index_block": index_block}
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": window,
+        "spans": spans,
+        "top_k": top_k,
+        "index_block": index_block,
+    }
     case = AttentionCase(rows, heads=1, kv_heads=1, width=width, **options)
     identity = np.broadcast_to(np.eye(width, dtype=np.float32)[None, :, None], (len(ids), width, 1, width))
     zero = np.zeros((len(ids), width, 1, width), np.float32)

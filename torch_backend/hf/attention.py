@@ -211,7 +211,7 @@ def _packed(
         name, request = choose(request, packed, mask.implementation)
         long = None if indices is None or not indices.shape[-1] else mask.long
         if indices is not None and long is not None:
-            options = {"latent": latent, "implementation": mask.implementation}
+            options: dict[str, Any] = {"latent": latent, "implementation": mask.implementation}
             mask.record(module, AttentionChoice(name, request, crossing, words_of(long, request, **options)))
             scored, mask.scored = mask.scored, None
             if scored is not None and mask.index_losses is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +110,13 @@ def _attended(
     width = k.shape[2]
     if latent is not None:
         keys, weight, width = *latent_operands(latent, long, request, q.dtype), latent.compressed.shape[1]
-    options = {"value_dim": width, "values_at": 0, "scale": request.scale, "sinks": sinks, "weight": weight}
+    options: dict[str, Any] = {
+        "value_dim": width,
+        "values_at": 0,
+        "scale": request.scale,
+        "sinks": sinks,
+        "weight": weight,
+    }
     return [
         document_probabilities(*each, **options) for each in zip(queries, keys.split(long.lengths), chosen, strict=True)
     ]
@@ -119,7 +126,7 @@ def _in_torch(q: Tensor, k: Tensor, chosen: Tensor, request: AttentionRequest, s
     parts = []
     for start, stop in blocks_of_queries(len(q), request.heads * len(q), q.device):
         own = chosen[start:stop]
-        options = {"sinks": sinks, "first_query": start, "visible": visible_keys(own, start, 1)}
+        options: dict[str, Any] = {"sinks": sinks, "first_query": start, "visible": visible_keys(own, start, 1)}
         weights = attention_weights(q[start:stop], k[:stop], request=request, **options).sum((0, 1))
         parts.append(weights.gather(1, own.clamp(min=0).long()).masked_fill(own < 0, 0))
     return torch.cat(parts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def scores_attention(
     Returns:
         [..., L, H, Dv], dtype of q.
     """
-    options = {"sinks": sinks, "alibi_slopes": alibi_slopes, "first_query": first_query, "ahead": ahead}
+    options: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "first_query": first_query, "ahead": ahead}
     weights = attention_weights(q, k, request=request, visible=visible, **options)
     if request.dropout:
         weights = torch.nn.functional.dropout(weights, request.dropout)
