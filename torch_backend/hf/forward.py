@@ -186,7 +186,7 @@ class PackedForward(BlockMask):
         return 4
 
     def is_floating_point(self) -> bool:
-        """As a mask of booleans says, for layers that join it to what they selected by ``&``."""
+        """Returns False, so that layers join what they selected by ``&``, as to a mask of booleans."""
         return False
 
     def unsqueeze(self, dim: int) -> PackedForward:

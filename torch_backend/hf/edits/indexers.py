@@ -81,7 +81,7 @@ def select_inside(indexer: nn.Module, call: Callable[..., Any], *args: Any, **kw
 def _selected(
     indexer: Any, call: Callable[..., Any], forward: PackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, IndexFactors | None]:
-    """What an indexer selects; and what it scored by, with the graph of its own weights, where its loss is wanted."""
+    """Returns what an indexer selects, and what it scored by, with the graph of its weights, if its loss is wanted."""
     long = forward.long
     assert long is not None
     if (kind := _selects(indexer)) == "blocks":
