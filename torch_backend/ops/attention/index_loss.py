@@ -32,7 +32,7 @@ from torch_backend.ops.attention.selected_triton import document_probabilities
 
 @dataclass(frozen=True)
 class IndexFactors:
-    """What the scores of an indexer are made of, with the graph of its weights.
+    """The operands of the scores of an indexer, with the graph of its weights.
 
     Attributes:
         q, k, weights: [T, H, D], [T, D], [T, H] of the whole row; the score is ``sum_h weights[h] relu(q[h] . k)``.
