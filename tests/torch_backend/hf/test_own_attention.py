@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 import torch_backend
 from packing_core.errors import CapacityError
-from tests.torch_backend.models import alone, assert_same, collate, documents, error, packed, tiny, traces
+from tests.torch_backend.models import alone, assert_same, collate, documents, error, packed, tiny
 from tools.tables.families import audit_encoder
-from torch_backend.hf.attention import PREFIX
 from torch_backend.hf.edits import own_attention
 from torch_backend.hf.forward import AttentionChoice
 from torch_backend.hf.patch import state_of
@@ -99,20 +98,6 @@ def test_compiled_layers_are_exact(name: str) -> None:
     compile_layers(model, backend="eager")
     assert_same(packed(model, docs), truth, 1e-5)
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("name", ["openai-gpt", "mpt", "falcon", "xglm"])
-def test_unpatch_restores_everything_and_other_calls_are_their_own(name: str) -> None:
-    model, ids = model_of(name).eval(), torch.stack(documents((20, 20)))
-    mask = torch.ones_like(ids)
-    mask[1, 15:] = 0
-    before, want = traces(model), model(input_ids=ids, attention_mask=mask).logits
-    torch_backend.patch(model, verify=False)
-    packed(model, documents())
-    assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, want)
-    assert not model.config._attn_implementation.startswith(PREFIX)  # Falcon's own code reads it
-    torch_backend.unpatch(model)
-    assert traces(model) == before
 
 
 # -- what is not known runs by documents -----------------------------------------------------------------------------

@@ -38,15 +38,6 @@ def test_packed_equals_each_document_alone(implementation: str, stock: str) -> N
     assert_same(packed(model, docs), truth)
 
 
-def test_an_all_ones_mask_and_an_explicit_cache_flag_change_nothing() -> None:
-    model, docs = patched("llama"), documents()
-    batch = collate(docs)
-    want = packed(model, docs, batch)
-    ones = torch.ones_like(batch["input_ids"])
-    assert_same(packed(model, docs, {**batch, "attention_mask": ones}, use_cache=True), want, 0.0)
-    assert model.config.use_cache and model(**batch).past_key_values is None
-
-
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_rotary_frequencies_that_a_cast_rounded_are_named_once(family: str, caplog: Any) -> None:
     model = tiny(family).to(torch.bfloat16)
@@ -85,14 +76,6 @@ def test_patch_returns_the_wrapper_it_was_given() -> None:
     wrapper = nn.Sequential(model)
     assert torch_backend.patch(wrapper, verify=False) is wrapper
     assert state_of(model) is not None
-
-
-def test_a_loss_that_calls_the_decoder_itself_is_served() -> None:
-    model, batch = patched("llama"), collate(documents())
-    whole = model(**batch).logits
-    labels = batch.pop("labels")
-    assert labels is not None
-    assert torch.equal(model.lm_head(model.model(**batch).last_hidden_state), whole)
 
 
 def test_data_parallel_is_refused() -> None:
@@ -139,16 +122,6 @@ def test_the_proof_takes_gradients_whatever_the_callers_mode_is(monkeypatch: pyt
     with mode():
         report = torch_backend.audit(tiny("llama"), patched=True)
     assert report.verdict == "exact" and report.worst_parameter
-
-
-def test_metadata_of_another_collator_is_enough() -> None:
-    """TRL and DataCollatorWithFlattening give boundaries and the longest, no host lengths."""
-    model, docs = patched("llama").eval(), documents()
-    batch = collate(docs, capacity=None)
-    want = model(**batch).logits
-    for key in ("packed_lengths", "seq_idx", "position_ids"):
-        del batch[key]
-    assert torch.equal(model(**batch).logits, want)
 
 
 def test_positions_that_trl_pads_to_a_multiple_are_exact() -> None:

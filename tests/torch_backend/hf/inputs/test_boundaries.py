@@ -54,16 +54,6 @@ def by_hand(boundaries: list[int], rows: int = ROWS, row_length: int = ROW_LENGT
     return [min(longest, end - at) for start, end in pairwise(sorted(cuts)) for at in range(start, end, longest)]
 
 
-@pytest.mark.parametrize("boundaries", BOUNDARIES.values(), ids=BOUNDARIES)
-def test_segments_cover_every_token_once_and_stay_in_rows_and_under_the_maximum(boundaries):
-    packed = on_device(boundaries)
-    lengths = packed.cu_seqlens.diff()
-    assert packed.cu_seqlens[0] == 0 and packed.cu_seqlens[-1] == TOKENS == packed.tokens
-    assert lengths[lengths > 0].tolist() == by_hand(boundaries)
-    assert not lengths[len(by_hand(boundaries)) :].any(), "zero-length segments stand at the end"
-    assert packed.cu_seqlens.dtype == torch.int32 and packed.max_seqlen == LONGEST and packed.lengths is None
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_any_integers_are_cuts(seed):
     generator = np.random.default_rng(seed)

@@ -69,24 +69,3 @@ def packed_row(ids: torch.Tensor, lengths: list[int]) -> dict[str, Any]:
         "cu_seq_lens_q": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         "max_length_q": max(lengths),
     }
-
-
-def test_rows_of_padding_hold_whole_segments() -> None:
-    """Three rows of 80 after one: padding is cut into segments of at most 64, none of which may cross rows."""
-    fixed = FixedShapes(80)
-    fixed(collate(documents((70, 50, 60)), capacity=80))
-    batch = collate(documents((33,)), capacity=72)
-    own = batch["packed_lengths"]
-    batch["seq_idx"] = torch.from_numpy(np.repeat(np.arange(len(own), dtype=np.int32), own)[None])
-    wide = fixed(batch)
-    assert wide["input_ids"].shape == (3, 80)
-    lengths = wide["packed_lengths"]
-    ends = np.cumsum(lengths)
-    assert all(start // 80 == (end - 1) // 80 for start, end in zip(ends - lengths, ends, strict=True))
-    np.testing.assert_array_equal(wide["cu_seq_lens_q"][: len(ends) + 1], [0, *ends])
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    np.testing.assert_array_equal(wide["position_ids"].flatten(), positions)
-    runs = np.flatnonzero(np.diff(wide["seq_idx"].flatten().numpy())) + 1
-    np.testing.assert_array_equal(runs, ends[:-1])
-    model = patched()
-    torch.testing.assert_close(model(**wide).loss, model(**batch).loss)

@@ -57,13 +57,6 @@ def test_every_mark_gives_the_same_segments(mark: str) -> None:
     assert not batch.keys() & {"segment_ids", "seq_lengths", "packed_seq_lengths"}
 
 
-@pytest.mark.parametrize("padding", [0, -1])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_padding_of_segment_ids_is_no_document(padding: int, dtype: torch.dtype) -> None:
-    ids = torch.tensor([[7, 7, 2, 2, padding, padding]], dtype=dtype)
-    assert collate(labels=IDS.clone(), segment_ids=ids)["labels"].tolist() == [[-100, 2, -100, 4, -100, -100]]
-
-
 @pytest.mark.parametrize("first", MARKS)
 @pytest.mark.parametrize("second", MARKS)
 def test_marks_that_agree_may_stand_together(first: str, second: str) -> None:
