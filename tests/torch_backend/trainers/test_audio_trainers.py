@@ -11,31 +11,17 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.audio_models import audio_model
 from tests.torch_backend.audio_processors import PROCESSORS, sound
 from tests.torch_backend.collate.test_audio_collator import assert_same
 from tests.torch_backend.collate.test_sounds import CHATS, at_rate, chat, processed
 from tests.torch_backend.collate.test_vision_collator import update
-from tests.torch_backend.trainers.test_vision_trainers import ONE_STEP, RATE
+from tests.torch_backend.trainers.test_vision_trainers import ONE_STEP, RATE, Processes
 from torch_backend import PackedCollator, audit, enable_packing
 from torch_backend.collate.sounds import clips_of
-from torch_backend.collate.vision import VisionReader
-from torch_backend.hf.anatomy.families import EXACT_KEYS
 
 DATA = [*CHATS, chat(at_rate(sound(0.5, 7)), at_rate(sound(0.2, 8)))]
 CAPACITY = 40
-
-
-class Processes:
-    """A collator as users of ``Trainer`` write it: the processor's batch, with labels at text alone."""
-
-    def __init__(self, processor: Any) -> None:
-        self.processor = processor
-
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        assert len(examples) == 1
-        return processed(self.processor, examples[0])
 
 
 def data_of(family: str) -> list[dict[str, Any]]:
@@ -63,7 +49,7 @@ def trainer_of(family: str, kind: str, model: Any, folder: Any) -> Any:
             processing_class=processor,
         )
     arguments = TrainingArguments(**options)
-    return Trainer(model, arguments, train_dataset=data_of(family), data_collator=Processes(processor))
+    return Trainer(model, arguments, train_dataset=data_of(family), data_collator=Processes(processor, processed))
 
 
 def moved(model: Any, before: Any, truth: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -99,22 +85,3 @@ def test_the_audit_of_a_trainer_with_audio_is_exact(family: str, tmp_path: Any) 
     report = audit(trainer)
     assert report.verdict == "exact" and report.documents == len(data_of(family)) and report.rows > 1
     assert report.gradients < 1e-5
-
-
-def test_the_audit_notices_clips_of_other_documents(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = trainer_of("qwen2_audio", "trainer", audio_model("qwen2_audio"), tmp_path)
-    enable_packing(trainer, capacity=CAPACITY, verify=False)
-    emit = VisionReader.emit
-
-    def turned(reader: Any, batch: dict[str, Any], rows: Any) -> dict[str, Any]:
-        found = emit(reader, batch, rows)
-        return found | {"input_features": found["input_features"].flip(0)}  # each document gets another one's clips
-
-    monkeypatch.setattr(VisionReader, "emit", turned)
-    assert audit(trainer).verdict == "contaminated"
-
-
-def test_a_family_that_is_not_proved_is_refused_before_training(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(EXACT_KEYS, "qwen2_audio")
-    with pytest.raises(UnsupportedModelError, match="Qwen2AudioFor.* is not known to be exact with images or audio"):
-        enable_packing(trainer_of("qwen2_audio", "trainer", audio_model("qwen2_audio"), tmp_path), capacity=CAPACITY)

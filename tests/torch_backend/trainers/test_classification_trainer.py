@@ -13,8 +13,7 @@ import transformers
 import torch_backend
 from packing_core.errors import PackingError, UnsupportedError
 from tests.torch_backend.hf.test_document_heads import classifier
-from tests.torch_backend.models import assert_same_gradients, error
-from tests.torch_backend.preference import GRADIENT, trained
+from tests.torch_backend.models import error
 from tests.torch_backend.trainers.test_trainer import arguments, datasets
 from torch_backend.trainers import inspection
 from torch_backend.trainers.enable_packing import enable_packing
@@ -41,10 +40,6 @@ def data(count: int = 30) -> Any:
     return datasets.Dataset.from_dict({"input_ids": ids, "label": [sum(x) % CLASSES for x in ids]})
 
 
-def metrics(prediction: Any) -> dict[str, Any]:
-    return {"logits": prediction.predictions.tolist(), "labels": prediction.label_ids.tolist()}
-
-
 def trainer(tmp_path: Any, **options: Any) -> Any:
     args = arguments(transformers.TrainingArguments, tmp_path, per_device_eval_batch_size=7, **options)
     return transformers.Trainer(
@@ -53,7 +48,6 @@ def trainer(tmp_path: Any, **options: Any) -> Any:
         data_collator=Padding(),
         train_dataset=data(),
         eval_dataset=data(16),
-        compute_metrics=metrics,
     )
 
 
@@ -90,35 +84,6 @@ HEADS = {
     "documents": transformers.AutoModelForSequenceClassification,
     "tokens": transformers.AutoModelForTokenClassification,
 }
-# Each head of a classifier, and each way through a decoder; test_document_heads has the products.
-CASES = [("documents", "qwen3"), ("documents", "qwen3_5_text"), ("documents", "falcon_alibi")]
-CASES += [("tokens", "gpt_oss"), ("tokens", "phi3")]
-
-
-@pytest.mark.parametrize(("what", "family"), CASES, ids=map("-".join, CASES))
-def test_a_step_is_that_of_the_stock_trainer_with_one_document_per_batch(what: str, family: str, tmp_path: Any) -> None:
-    stock = headed(what, family, tmp_path)
-    truth, _ = trained(stock)
-    packed = headed(what, family, tmp_path, per_device_train_batch_size=1)
-    before = {name: p.detach().clone() for name, p in packed.model.named_parameters()}
-    enable_packing(packed, capacity=CAPACITY, verify=False)
-    counts = [len(batch["packed_documents"]) for batch in packed.get_train_dataloader()]
-    assert len(set(counts)) > 1 and sum(counts) == 11  # micro-batches of unequal weight
-    packed.args.gradient_accumulation_steps = len(counts)
-    found, _ = trained(packed)
-    assert packed.state.log_history[0]["loss"] == pytest.approx(stock.state.log_history[0]["loss"], rel=1e-5)
-    assert_same_gradients(*({n: x for n, x in each.items() if n.startswith(GRADIENT)} for each in (found, truth)))
-    for (name, ours), theirs in zip(packed.model.named_parameters(), stock.model.parameters(), strict=True):
-        assert error(ours.detach(), theirs.detach()) <= 1e-5, name
-    assert any(not torch.equal(p, before[name]) for name, p in packed.model.named_parameters())
-
-
-def test_evaluation_gives_metrics_in_the_order_of_the_data(tmp_path: Any) -> None:
-    stock = trainer(tmp_path).evaluate()
-    packed = enable_packing(trainer(tmp_path), capacity=CAPACITY, verify=False).evaluate()
-    assert packed["eval_labels"] == stock["eval_labels"] == data(16)["label"]
-    assert error(torch.tensor(packed["eval_logits"]), torch.tensor(stock["eval_logits"])) <= 1e-5
-    assert packed["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-5)
 
 
 def test_what_a_classifier_could_not_train_exactly_is_refused(tmp_path: Any) -> None:

@@ -16,7 +16,7 @@ from tests.torch_backend.models import in_float64
 from tests.torch_backend.ranks import everyones, on_ranks
 from tests.torch_backend.steps import test_packed_step, test_sft_step
 from tests.torch_backend.steps.test_packed_step import own_loss, routed
-from tests.torch_backend.trainers.test_trainer import CAPACITY, TINY, arguments, datasets, documents, gpt_oss, llama
+from tests.torch_backend.trainers.test_trainer import CAPACITY, arguments, datasets, documents, gpt_oss, llama
 from torch_backend import disable_packing, enable_packing
 
 EVALUATED = 13
@@ -67,21 +67,6 @@ def test_it_is_that_of_the_documents_alone_whatever_the_batch_size(name: str, tm
         found = trainer.evaluate(data)
         assert found["eval_loss"] == pytest.approx(wanted, rel=1e-6), size
         assert found["eval_loss_per_batch"] != pytest.approx(wanted, rel=1e-6), size
-
-
-@pytest.mark.parametrize(("kind", "first"), [("ForTokenClassification", 0), ("ForMaskedLM", 0)])
-def test_it_is_that_of_tokens_that_are_classified(kind: str, first: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        **TINY, num_labels=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.2
-    )
-    model = getattr(transformers, f"Bert{kind}")(config)
-    data = documents(EVALUATED).remove_columns("comment")
-    trainer = trainer_of(model, tmp_path, data, per_device_eval_batch_size=3)
-    found = trainer.evaluate()
-    wanted = per_document(model, data, first)
-    assert found["eval_loss"] == pytest.approx(wanted, rel=1e-6)
-    assert found["eval_loss_per_batch"] != pytest.approx(wanted, rel=1e-4)
 
 
 def test_its_names_follow_data_sets_and_prefixes_and_it_chooses_the_best_model(tmp_path: Path, caplog: Any) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator
-from itertools import chain, pairwise, zip_longest
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -102,14 +102,6 @@ def test_a_pickled_copy_begins_with_the_epoch_of_the_original_and_counts_for_its
     second = ids(loader(copied))
     assert second != WHOLE and ids(loader(copied)) != second
     assert ids(loader(rows)) == second
-
-
-def test_every_document_is_on_one_rank_and_ranks_have_as_many_batches() -> None:
-    ranks = [list(loader(streamed((rank, 3)), workers)) for rank, workers in enumerate((0, 1, 3))]
-    assert len({len(batches) for batches in ranks}) == 1
-    assert sorted(chain(*(documents(batches) for batches in ranks))) == EVERY
-    dealt = [row for row in chain(*zip_longest(*map(ids, ranks))) if row and any(row)]
-    assert dealt == WHOLE
 
 
 def test_a_row_of_padding_behind_another_row_is_cut_from_it() -> None:

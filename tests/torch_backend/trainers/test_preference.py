@@ -114,18 +114,6 @@ def test_every_loss_type_is_that_of_the_documents_alone(tmp_path, options) -> No
     assert_same_training(packed(dpo(tmp_path, **options)), alone(dpo(tmp_path, **options)))
 
 
-def test_no_padding_reaches_the_model(tmp_path) -> None:
-    seen = []
-    trainer = enable_packing(dpo(tmp_path), verify=False)
-    for model in (trainer.model, trainer.ref_model):
-        model.base_model.register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True
-        )
-    trainer.train()
-    assert len(seen) == 4, "two micro-batches, each through the model and through its reference"
-    assert all(ids.shape[0] == 1 and (ids != 0).all() for ids in seen)
-
-
 def test_an_adapter_is_its_own_reference(tmp_path) -> None:
     options = {"ref_model": False, "peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])}
     assert_same_training(packed(dpo(tmp_path, **options)), alone(dpo(tmp_path, **options)))
@@ -203,11 +191,3 @@ def test_the_options_of_the_last_call_hold(tmp_path) -> None:
     hooks = trainer.model._forward_hooks.values()
     assert not [hook for hook in hooks if isinstance(getattr(hook, "__self__", None), CompiledCalls)]
     assert trainer.data_collator.ids is False
-
-
-def test_enabling_twice_is_enabling_once(tmp_path) -> None:
-    trainer = enable_packing(dpo(tmp_path), verify=False)
-    collator = trainer.data_collator
-    enable_packing(trainer, verify=False)
-    assert trainer.data_collator.collator is collator.collator
-    assert_same_training(trained(trainer), packed(dpo(tmp_path)), 0)

@@ -36,12 +36,12 @@ CAPACITY = {"llava": 60}
 class Processes:
     """A collator as users of ``Trainer`` write it: the processor's batch, with labels at text alone."""
 
-    def __init__(self, processor: Any) -> None:
-        self.processor = processor
+    def __init__(self, processor: Any, processed: Any = processed) -> None:
+        self.processor, self.processed = processor, processed
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         assert len(examples) == 1
-        return processed(self.processor, examples[0])
+        return self.processed(self.processor, examples[0])
 
 
 def after_one_step(model: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
