@@ -60,19 +60,6 @@ def test_the_titles_of_a_comparison_follow_from_its_figures():
     assert titles(2.0)[1] == "Packed, real tokens/s: 0.50x padded"  # never "in less time" when it is not
 
 
-def test_a_run_with_a_constant_rate_is_extended_exactly(small, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options = ("--rows-per-step", 1, "--save-every", 2, "--decay", "constant", "--warmup", 0)
-    done(*small, *options, "--output", whole, "--steps", 6)
-    done(*small, *options, "--output", parts, "--steps", 4)
-    done(*small, *options, "--output", parts, "--steps", 6, "--resume")
-    assert losses(parts) == losses(whole) and len(losses(parts)) == 6
-    cosine = run(*small, *options[:4], "--output", parts, "--steps", 6, "--resume")
-    assert "was written with another --decay, --warmup" in one_line(cosine)
-    changed = run(*small, *options, "--output", parts, "--steps", 7, "--resume", "--seed", 1)
-    assert "was written with another --seed: pass the options it was started with" in one_line(changed)
-
-
 @pytest.mark.slow
 def test_the_built_in_default_trains(tmp_path):
     result = done("train", "--steps", 1, "--rows-per-step", 1, "--device", "cpu", "--output", tmp_path)

@@ -295,19 +295,11 @@ def test_the_fill_that_a_cap_on_documents_costs_is_printed(small):
     ("given", "says"),
     [
         (["--order", "sorted"], "--order sorted needs --order-by: pass one key per document"),
-        (["--order-by", "day"], "--order-by has no effect under --order random: pass --order sorted or grouped"),
-        (
-            ["--order", "curriculum", "--packing", "best_fit"],
-            "packs mixed rows in stages of its own: leave --packing best_fit",
-        ),
-        (
-            ["--equal-cost", "--order", "curriculum"],
-            "--equal-cost chooses the rows of a step by cost: leave it or --order curriculum out",
-        ),
         (["--equal-cost", "--rows-per-step", 1], "--equal-cost evens the rows of a step, and --rows-per-step 1 gives"),
     ],
 )
 def test_orders_that_contradict_other_options_are_refused(given, says):
+    """test_pack_order has all of them."""
     assert says in one_line(run("train", *given))
 
 
