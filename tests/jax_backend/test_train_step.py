@@ -261,19 +261,6 @@ def test_a_step_in_which_nothing_is_trained_moves_nothing() -> None:
     assert largest_difference(state.params, train_step.init().params) == 0.0
 
 
-def test_microbatches_of_different_shapes_add_up_to_one_step() -> None:
-    batch = BATCHES[0]
-    used = max(int(np.flatnonzero(batch["segment_ids"][0]).max()) + 1, 1)
-    train_step = plain_step()
-    state = train_step.init()
-    sums = train_step.accumulate(state, None, {name: array[:1, :used] for name, array in batch.items()})
-    sums = train_step.accumulate(state, sums, {name: array[1:] for name, array in batch.items()})
-    state, metrics = train_step.update(state, sums)
-    _, whole, wanted = run([batch], train_step=train_step)
-    assert float(metrics["loss"]) == pytest.approx(wanted[0], rel=1e-6)
-    assert largest_difference(state.params, whole.params) < 1e-6
-
-
 def test_a_batch_that_lacks_a_key_or_mixes_shapes_is_refused() -> None:
     train_step = plain_step()
     with pytest.raises(LayoutError, match="the batch lacks targets: jax_backend.to_batch makes all of them"):
