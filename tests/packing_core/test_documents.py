@@ -61,6 +61,15 @@ def test_only_tokens_that_count_are_reduced(how: Any) -> None:
     np.testing.assert_allclose(batch.reduce(values, how, where=counted), wanted, rtol=1e-13)
 
 
+def test_results_are_in_source_order_and_name_their_documents() -> None:
+    batch = packed(seed=3)
+    assert batch.sources.tolist() != sorted(batch.sources)
+    assert batch.documents.tolist() == [0, 1, 2, 3]
+    assert (batch.reduce(batch.input_ids, "first") // 100).tolist() == [0, 1, 2, 3]
+    some = batch[[len(batch) - 1]]
+    assert (some.reduce(some.input_ids, "last") // 100).tolist() == some.documents.tolist()
+
+
 def test_a_batch_of_padding_has_no_documents() -> None:
     nothing = np.zeros(0, np.int64)
     batch = PackedBatch(np.zeros((2, 4), np.int64), np.zeros(1, np.int64), nothing, nothing, nothing)

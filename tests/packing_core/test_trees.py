@@ -88,6 +88,15 @@ def test_short_beginnings_and_targets_are_not_shared():
     assert (pack_tree(DOCUMENTS, 32, prompt_lengths=PROMPTS, shortest=2, columns=columns).parents == -1).all()
 
 
+def test_values_per_document_count_shared_tokens_for_each():
+    batch = two_levels()
+    assert batch.reduce(batch.input_ids, "sum").tolist() == [float(sum(d)) for d in DOCUMENTS]
+    spread = batch.spread(np.arange(1, 6))
+    assert spread.tolist() == [[0, 0, 0, 0, 1, 2, 2, 0, 0, 3, 4, 5, 5, 5, 0, 0]]
+    assert batch.document_ids.tolist() == [[-1, -1, -1, -1, 0, 1, 1, -1, -1, 2, 3, 4, 4, 4, -1, -1]]
+    assert batch.document_positions.tolist() == batch.position_ids.tolist()
+
+
 @pytest.mark.parametrize("convention", ["hf", "trl", "grain", "maxtext"])
 def test_conventions_without_parents_refuse_trees(convention):
     with pytest.raises(UnsupportedError, match=f'"{convention}" has no place for parents'):
