@@ -288,6 +288,21 @@ def test_prompts_are_trained_and_evaluated_and_count_as_tokens(encoder, write, t
     assert "tokens in one text and the model takes" in long.stderr
 
 
+def test_queries_and_documents_have_limits_of_their_own(encoder, write, tmp_path):
+    from sentence_transformers import MultiVectorEncoder
+
+    model = MultiVectorEncoder(str(encoder))
+    model[0].query_length = 8
+    model.save_pretrained(str(tmp_path / "late"))
+    records = [{"anchor": "a", "positive": "zebras " * 9}, {"anchor": "fox", "positive": "jugs"}]
+    command = ("train", "--task", "late", "--model", tmp_path / "late", "--device", "cpu", "--steps", 1)
+    done(*command, "--data", write("pairs.jsonl", records))
+    swapped = write("swapped.jsonl", [{"anchor": x["positive"], "positive": x["anchor"]} for x in records])
+    said = run(*command, "--data", swapped)
+    assert said.exit_code == 2 and "tokens in one text and the model takes 8: pass --overflow" in said.stderr
+    done(*command, "--data", swapped, "--overflow", "truncate")
+
+
 def test_texts_of_one_token_and_of_one_length_are_trained_as_others(encoder, write):
     words = [{"anchor": x, "positive": y, "negative": "c"} for x, y in zip("abde", "edba", strict=True)]
     data = write("short.jsonl", words)

@@ -143,6 +143,10 @@ class Retrieval(TaskKind):
         prompts = self.job.arguments.get("prompts") or {}
         return prompts if isinstance(prompts, str) else prompts.get(column)
 
+    def longest(self, column: str) -> int:
+        """Returns how many tokens of a text of a column the model takes."""
+        return int(self.model.max_seq_length)
+
     def labels(self, records: Records) -> list[list[float]]:
         """Returns the labels of each record.
 
@@ -160,7 +164,7 @@ class Retrieval(TaskKind):
 
     def _usable(self, records: Records) -> list[Mapping[str, Any]]:
         """Returns the records whose texts the model takes."""
-        job, longest = self.job, self.model.max_seq_length
+        job = self.job
         named, usable = [], []
         for number, record in enumerate(records):
             where = place_of(record, number)
@@ -178,15 +182,17 @@ class Retrieval(TaskKind):
                 continue
             named.append((where, record))
         for (where, record), lengths in zip(named, self._lengths([x for _, x in named]), strict=True):
-            if not min(lengths):
+            too_long = [(count, longest) for count, longest in lengths if count > longest]
+            if not all(count for count, _ in lengths):
                 self.skipped.append(f"{where} has a text without tokens: leave it out, or pass --on-error skip")
                 if job.on_error == "stop":
                     raise PackingError(self.skipped[-1])
-            elif max(lengths) <= longest or job.overflow == "truncate":
+            elif not too_long or job.overflow == "truncate":
                 usable.append(record)
             elif job.overflow == "error":
+                count, longest = max(too_long)
                 raise CapacityError(
-                    f"{where} has {max(lengths):,} tokens in one text and the model takes {longest:,}: pass "
+                    f"{where} has {count:,} tokens in one text and the model takes {longest:,}: pass "
                     "--overflow truncate or drop"
                 )
         if records and not usable:
@@ -194,20 +200,21 @@ class Retrieval(TaskKind):
             raise PackingError(f"none of the {len(records):,} records can be used{why}")
         return usable
 
-    def _lengths(self, records: Records) -> list[list[int]]:
-        """Counts the tokens of each text of each record: as trained, with prompt and template."""
-        model, lengths = self.model, [list[int]() for _ in records]
+    def _lengths(self, records: Records) -> list[list[tuple[int, int]]]:
+        """Counts the tokens of each text, as trained, with prompt and template, beside those that it may have."""
+        model, lengths = self.model, [list[tuple[int, int]]() for _ in records]
         inputs: dict[str, list[tuple[int, Any]]] = defaultdict(list)
         for number, record in enumerate(records):
             for name, text in self.texts(record):
                 inputs[name].append((number, text))
+        limits = {name: self.longest(name) for name in inputs}
         with with_values([(model, "max_seq_length", _WHOLE)]):
             for name, numbered in inputs.items():
                 for start in range(0, len(numbered), 256):
                     part = numbered[start : start + 256]
                     mask = model.preprocess([text for _, text in part], prompt=self.prompt(name))["attention_mask"]
                     for (number, _), count in zip(part, mask.sum(1).tolist(), strict=True):
-                        lengths[number].append(count)
+                        lengths[number].append((count, limits[name]))
         return lengths
 
 
@@ -266,6 +273,10 @@ class LateInteraction(Embeddings):
         if self.job.options.lora:  # checkpoints of adapters are read without it
             raise UnsupportedError("--task late trains a projection of tokens too, and has no --lora: leave it out")
         return super().load()
+
+    def longest(self, column: str) -> int:
+        own = self.model[0].query_length if column == "anchor" else self.model[0].document_length
+        return min(super().longest(column), own or _WHOLE)
 
 
 class Reranking(Retrieval):
