@@ -82,12 +82,16 @@ BLOCKS: Rows = ((3, 8, 11, 1, 9, -6),)
 
 @requirement("SPARSE-05")
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_k": 2, "heads": 6, "kv_heads": 2}, {"top_k": 9}])
-def test_blocks_of_keys_are_counted_in_their_segment(judge: Judge, options: dict[str, Any]) -> None:
-    judge.attention(AttentionCase(BLOCKS, index_block=4, **options))
+def test_blocks_of_keys_are_counted_and_chosen_in_their_segment(judge: Judge, options: dict[str, Any]) -> None:
+    case = AttentionCase(BLOCKS, index_block=4, **options)
+    judge.attention(case)
+    attention_isolated(judge, case, where=(0, 2, 4))
+    if options == {"top_k": 1}:
+        _compare_best_blocks(judge)
 
 
-@requirement("SPARSE-05")
-def test_a_query_sees_the_best_blocks_that_have_ended_and_what_is_behind(judge: Judge) -> None:
+def _compare_best_blocks(judge: Judge) -> None:
+    """Compares what queries see to the best block that has ended in their segment, and to what is behind the last."""
     case = AttentionCase(BLOCKS, heads=1, kv_heads=1, width=38, top_k=1, index_block=4)
     index = {name: x for name, x in case.arguments(judge.dtype).items() if name.startswith("index")}
     seen = visible_keys(judge, BLOCKS, top_k=1, index_block=4, changed=index)
@@ -105,8 +109,3 @@ def test_a_query_sees_the_best_blocks_that_have_ended_and_what_is_behind(judge: 
                 expected[0, query, best : best + 4] = True
         start += length
     compare_mask(judge, seen, expected)
-
-
-@requirement("SPARSE-05")
-def test_what_a_segment_selects_in_blocks_moves_no_other(judge: Judge) -> None:
-    attention_isolated(judge, AttentionCase(BLOCKS, top_k=1, index_block=4), where=(0, 2, 4))

@@ -14,7 +14,7 @@ from packing_core.reference.logprobs import token_logprobs, token_logprobs_vjp
 from packing_core.reference.loss import cross_entropy, cross_entropy_vjp
 from packing_core.reference.rope import rope, rope_vjp
 from packing_core.reference.scan import selective_scan, selective_scan_vjp
-from packing_core.reference.selection import index_loss, select
+from packing_core.reference.selection import select
 
 __all__ = [
     "AttentionOptions",
@@ -31,7 +31,6 @@ __all__ = [
     "experts_vjp",
     "gated_delta_rule",
     "gated_delta_rule_vjp",
-    "index_loss",
     "rope",
     "rope_vjp",
     "select",

@@ -1,4 +1,4 @@
-"""Keys that an indexer selects inside documents: the oracle of sparse attention over tokens, and of the indexer's loss.
+"""Keys that an indexer selects inside documents: the oracle of sparse attention over tokens.
 
 For query i and key j of one document, ``j <= i``, the score is (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 1)
 
@@ -7,12 +7,7 @@ For query i and key j of one document, ``j <= i``, the score is (DeepSeek-V3.2, 
 and query i sees the ``top_k`` keys of the largest scores, all of them where there are no more. Of equal scores the
 earlier key comes first. Where keys are chosen in blocks (Qwen 4), counted from the document's first token, the mean
 of a block stands for it, blocks that end after the query are left out, and query i also sees the keys behind the last
-other one, up to itself. The choice has no gradient. The indexer trains by a loss of its own (eq. 4): with the attention
-p_hij of the heads over the selected keys, and t_ij = sum_h p_hij / sum_hj' p_hij',
-
-    l_i = sum_j t_ij (log t_ij - log softmax_j(s_ij))       over selected keys j
-
-which has no gradient by way of t.
+other one, up to itself. The choice has no gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from packing_core.errors import PackingError
-from packing_core.reference.attention import attention
 from packing_core.reference.layout import Boundaries, check_shape
 from packing_core.reference.paths import documents
 
@@ -59,58 +53,6 @@ def select(
             seen[query, blocks[np.argsort(-scores, kind="stable")[:top_k]]] = True
             seen[query, places[ended * block : at + 1]] = True
     return seen
-
-
-def index_loss(
-    index_q: npt.ArrayLike,
-    index_k: npt.ArrayLike,
-    index_weights: npt.ArrayLike,
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    cu_seqlens: Boundaries,
-    *,
-    selected: npt.NDArray[np.bool_],
-    scale: float | None = None,
-    sinks: npt.ArrayLike | None = None,
-) -> tuple[npt.NDArray[np.float64], dict[str, npt.NDArray[np.float64]]]:
-    """The loss of an indexer in each document, the mean of l_i over its tokens, and the gradients of their sum.
-
-    Args:
-        index_q, index_k, index_weights: as ``q``, ``k`` and ``weights`` of `select`.
-        q, k: ``[T, H, D]``, ``[T, K, D]`` of attention.
-        cu_seqlens: ``[S+1]`` boundaries of the documents, starting at 0.
-        selected: ``[T, T]``, as `select` returns it.
-        scale, sinks: of attention.
-
-    Returns:
-        ``[S]`` float64, and the gradients ``{"index_q", "index_k", "index_weights"}``.
-
-    Raises:
-        LayoutError: shapes or boundaries contradict each other.
-    """
-    index_q, index_k, index_weights = _checked(index_q, index_k, index_weights)
-    tokens, kv_heads = len(index_q), np.shape(k)[1]
-    eye = np.eye(tokens)[:, None].repeat(kv_heads, 1)
-    weights = attention(q, k, eye, cu_seqlens, selected=selected, scale=scale, sinks=sinks).sum(1)
-    losses = []
-    gradients = {"index_q": np.zeros_like(index_q), "index_k": np.zeros_like(index_k)}
-    gradients["index_weights"] = np.zeros_like(index_weights)
-    for document in documents(cu_seqlens, tokens, None):
-        places = np.arange(tokens)[document.tokens]
-        losses.append(0.0)
-        for query in places:
-            (keys,) = selected[query].nonzero()
-            products = index_q[query] @ index_k[keys].T
-            scores = index_weights[query] @ np.maximum(products, 0)
-            log_choice = scores - scores.max() - np.log(np.exp(scores - scores.max()).sum())
-            target = weights[query, keys] / weights[query, keys].sum()
-            losses[-1] += float((target * (np.log(np.maximum(target, 1e-300)) - log_choice)).sum()) / len(places)
-            of_scores = (np.exp(log_choice) - target) / len(places)
-            of_products = index_weights[query][:, None] * of_scores * (products > 0)
-            gradients["index_weights"][query] = np.maximum(products, 0) @ of_scores
-            gradients["index_q"][query] = of_products @ index_k[keys]
-            gradients["index_k"][keys] += of_products.T @ index_q[query]
-    return np.array(losses), gradients
 
 
 def _checked(q: npt.ArrayLike, k: npt.ArrayLike, weights: npt.ArrayLike) -> tuple[npt.NDArray[np.float64], ...]:

@@ -201,7 +201,7 @@ def test_a_query_sees_the_keys_that_score_highest_in_its_document() -> None:
     seen = select(q, k, -weights, [0, 4, 6], top_k=1)
     assert [np.flatnonzero(row).tolist() for row in seen] == [[0], [0], [0], [0], [4], [5]]
     assert np.flatnonzero(select(-q, k, weights, [0, 6], top_k=3)[5]).tolist() == [0, 1, 2]
-    with pytest.raises(PackingError, match="top_k is 0: a query sees at least one key"):
+    with pytest.raises(PackingError, match="top_k is 0 in blocks of 1: a query sees at least one key"):
         select(q, k, weights, [0, 6], top_k=0)
 
 

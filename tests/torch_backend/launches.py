@@ -332,6 +332,7 @@ OPTIONS: dict[str, list[Options]] = {
 QUICK: list[tuple[str, Options]] = [
     ("of_attention", {}),
     ("of_attention", {"heads_first": True}),
+    ("of_scores", {"block": 16}),
     ("of_norm", {"gated": True, "width": 96, "rows": ()}),
     ("of_delta_rule", {"beta": False}),
     ("of_delta_rule", {"width": 32, "corrects": False}),

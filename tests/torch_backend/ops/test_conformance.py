@@ -85,7 +85,7 @@ def test_everything_but_what_is_named_is_declared(name, device):
     library = set() if name in {"sdpa", "reference"} else {"nonfinite_padding", "shared_prefixes"}
     one_way = {"both_ways"} if library and (name, device) != ("flex", CUDA) else set()
     lacks = {"context_parallel"} | library | one_way | ({"cut_documents"} if device == CUDA else set())
-    lacks |= set() if name == "sdpa" else {"selected_keys"}
+    lacks |= set() if name == "sdpa" else {"selected_keys", "selected_blocks"}
     assert ALL_OPTIONS - capabilities(name, device).options - of_attention == lacks - of_attention
 
 

@@ -194,7 +194,7 @@ def test_tree_rows_run_the_attention_that_was_registered_before() -> None:
 
 # Figures of training, which stay as they are trained, and what is set for the time of one call of the trainer.
 NOT_TAKEN_BACK = {"_total_train_tokens", "num_input_tokens_seen"}
-FOR_ONE_CALL = {"data_collator", "gather_function", "logging_nan_inf_filter"}
+FOR_ONE_CALL = {"gather_function", "logging_nan_inf_filter"}
 
 
 def assigned(source: str) -> set[str]:

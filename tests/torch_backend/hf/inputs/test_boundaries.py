@@ -62,6 +62,7 @@ def test_any_integers_are_cuts(seed):
     packed = PackedMetadata.from_boundaries(
         torch.tensor(drawn), rows=rows, row_length=row_length, max_seqlen=longest, device="cpu"
     )
+    assert packed.cu_seqlens.dtype == torch.int32 and packed.lengths is None
     lengths = packed.cu_seqlens.diff().tolist()
     right = by_hand(drawn, rows, row_length, longest)
     assert lengths == right + [0] * (len(lengths) - len(right))
