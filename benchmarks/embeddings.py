@@ -3,6 +3,7 @@ r"""sentence-transformers' trainers, padded and packed by ``crosspack.enable_pac
     python -m benchmarks.embeddings           # on the GPU if there is one; --tiny: to see that everything runs
     python -m benchmarks.embeddings --shape modernbert --means 30 300 --batch 512 --bf16 --contenders flash \
         packed packed/selective
+    python -m benchmarks.embeddings --task late --batch 32                # MultiVectorEncoder: MaxSim over tokens
     python -m benchmarks.embeddings --shape xlmr-large --task rerank --means 10 150 --batch 8 --bf16
 
 Pairs are questions and answers of GSM8K, or with ``--means`` random words whose numbers are lognormal with these means;
@@ -29,7 +30,8 @@ import numpy as np
 import torch
 import transformers
 from datasets import Dataset
-from sentence_transformers import cross_encoder, sentence_transformer
+from sentence_transformers import cross_encoder, multi_vector_encoder, sentence_transformer
+from sentence_transformers.multi_vector_encoder import losses as late_losses
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 import crosspack
@@ -95,7 +97,7 @@ def save(folder: str, shape: str, task: str, texts: list[str]) -> None:
     family, sizes = SHAPES[shape]
     ids = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
     config = transformers.AutoConfig.for_model(family, vocab_size=len(backend.get_vocab()), **sizes, **ids)
-    if task == "embed":
+    if task != "rerank":
         transformers.AutoModel.from_config(config).save_pretrained(folder)
     else:
         config.num_labels = 1
@@ -111,12 +113,18 @@ def parts(folder: str, chosen: argparse.Namespace, contender: str) -> tuple[Any,
         reranker = cross_encoder.CrossEncoder(folder, num_labels=1, model_kwargs=options)
         loss = cross_encoder.losses.LambdaLoss(reranker, mini_batch_size=size or -1)
         return reranker, loss, cross_encoder.CrossEncoderTrainer, cross_encoder.CrossEncoderTrainingArguments
-    model, losses = sentence_transformer.SentenceTransformer(folder, model_kwargs=options), sentence_transformer.losses
-    loss = losses.MultipleNegativesRankingLoss(model)
-    if size:
-        loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=size)
-    kinds = sentence_transformer.SentenceTransformerTrainer, sentence_transformer.SentenceTransformerTrainingArguments
-    return model, loss, *kinds
+    late = chosen.task == "late"
+    library, kind = (
+        (multi_vector_encoder, "MultiVectorEncoder") if late else (sentence_transformer, "SentenceTransformer")
+    )
+    torch.manual_seed(0)  # of late interaction's projection
+    model, loss = (
+        getattr(library, kind)(folder, model_kwargs=options),
+        "MultiVector" * late + "MultipleNegativesRankingLoss",
+    )
+    sizes = {"mini_batch_size": size} if size else {}
+    loss = getattr(late_losses if late else library.losses, "Cached" * bool(size) + loss)(model, **sizes)
+    return model, loss, getattr(library, f"{kind}Trainer"), getattr(library, f"{kind}TrainingArguments")
 
 
 def train(folder: str, pairs: Dataset, chosen: argparse.Namespace, contender: str) -> tuple[list[float], float, float]:
@@ -160,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=GSM8K)
     parser.add_argument("--shape", choices=SHAPES, default="minilm")
-    parser.add_argument("--task", choices=("embed", "rerank"), default="embed")
+    parser.add_argument("--task", choices=("embed", "late", "rerank"), default="embed")
     for name, default in (("batch", 32), ("steps", 12), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--means", type=int, nargs=2, help="words of made-up pairs, in the mean")
@@ -170,7 +178,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.tiny:
         chosen.shape, chosen.batch, chosen.steps, chosen.rounds = "tiny", 4, 3, 1
-    chosen.unit, needed = "pairs" if chosen.task == "embed" else "lists", chosen.batch * (chosen.steps + WARM_UP)
+    chosen.unit, needed = "lists" if chosen.task == "rerank" else "pairs", chosen.batch * (chosen.steps + WARM_UP)
     if chosen.task == "rerank":
         records = lists(needed, chosen.means or [10, 150])
         texts = [text for record in records for text in (record["query"], *record["docs"])]
