@@ -8,12 +8,12 @@ r"""sentence-transformers' trainers, padded and packed by ``crosspack.enable_pac
 
 Pairs are questions and answers of GSM8K, or with ``--means`` random words whose numbers are lognormal with these means;
 MultipleNegativesRankingLoss compares them within a batch. Rerankers score made-up lists of 16 documents under
-LambdaLoss, and a batch is as many lists. Weights are random, without dropout, so that losses can be compared; those of
-rerankers in float32 alone, because LambdaLoss weighs documents by their ranks, which bfloat16 changes where scores are
-close, in the library's own mini-batches too. Of the rounds of each contender, in turn, the fastest counts; "padded/32"
-pads mini-batches of 32, "flash" is FlashAttention without padding where the library has it, "packed/selective" names a
-level of memory. Losses are read after the last step, and logged as seldom as the library does. One that runs out of
-memory is named.
+LambdaLoss, and a batch is as many lists. Weights are random, or those of ``--model``, without dropout, so that losses
+can be compared; those of rerankers in float32 alone, because LambdaLoss weighs documents by their ranks, which bfloat16
+changes where scores are close, in the library's own mini-batches too. Of the rounds of each contender, in turn, the
+fastest counts; "padded/32" pads mini-batches of 32, "flash" is FlashAttention without padding where the library has it,
+"packed/selective" names a level of memory. Losses are read after the last step, and logged as seldom as the library
+does. One that runs out of memory is named.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,9 +41,10 @@ from benchmarks.gpu_workload import GSM8K
 
 STARTED, WARM_UP = time.perf_counter(), 3
 MINILM = {"hidden_size": 384, "intermediate_size": 1_536, "num_hidden_layers": 6}
-MINILM |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MINILM |= WITHOUT_DROPOUT
 LARGE = {"hidden_size": 1_024, "intermediate_size": 4_096, "num_hidden_layers": 24, "num_attention_heads": 16}
-LARGE |= {"max_position_embeddings": 514, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LARGE |= {"max_position_embeddings": 514} | WITHOUT_DROPOUT
 SHAPES = {"minilm": ("bert", MINILM), "modernbert": ("modernbert", {}), "tiny": ("bert", MINILM | {"hidden_size": 48})}
 SHAPES |= {"xlmr-large": ("xlm-roberta", LARGE)}
 LONGEST = 512  # tokens of a text, or of a query with its document
@@ -114,16 +116,14 @@ def parts(folder: str, chosen: argparse.Namespace, contender: str) -> tuple[Any,
         loss = cross_encoder.losses.LambdaLoss(reranker, mini_batch_size=size or -1)
         return reranker, loss, cross_encoder.CrossEncoderTrainer, cross_encoder.CrossEncoderTrainingArguments
     late = chosen.task == "late"
-    library, kind = (
-        (multi_vector_encoder, "MultiVectorEncoder") if late else (sentence_transformer, "SentenceTransformer")
-    )
+    library, kind = sentence_transformer, "SentenceTransformer"
+    if late:
+        library, kind = multi_vector_encoder, "MultiVectorEncoder"
     torch.manual_seed(0)  # of late interaction's projection
-    model, loss = (
-        getattr(library, kind)(folder, model_kwargs=options),
-        "MultiVector" * late + "MultipleNegativesRankingLoss",
-    )
+    model = getattr(library, kind)(folder, model_kwargs=options)
+    name = "Cached" * bool(size) + "MultiVector" * late + "MultipleNegativesRankingLoss"
     sizes = {"mini_batch_size": size} if size else {}
-    loss = getattr(late_losses if late else library.losses, "Cached" * bool(size) + loss)(model, **sizes)
+    loss = getattr(late_losses if late else library.losses, name)(model, **sizes)
     return model, loss, getattr(library, f"{kind}Trainer"), getattr(library, f"{kind}TrainingArguments")
 
 
@@ -168,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=GSM8K)
     parser.add_argument("--shape", choices=SHAPES, default="minilm")
+    parser.add_argument("--model", help="a folder with trained weights, in place of random ones")
     parser.add_argument("--task", choices=("embed", "late", "rerank"), default="embed")
     for name, default in (("batch", 32), ("steps", 12), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -188,7 +189,11 @@ def main() -> None:
         records = [{"anchor": anchor, "positive": positive} for anchor, positive in pairs]
         texts = [text for pair in pairs for text in pair]
     with TemporaryDirectory() as folder:
-        save(folder, chosen.shape, chosen.task, texts)
+        if chosen.model is None:
+            save(folder, chosen.shape, chosen.task, texts)
+        else:
+            shutil.copytree(chosen.model, folder, dirs_exist_ok=True)
+            transformers.AutoConfig.from_pretrained(folder, **WITHOUT_DROPOUT).save_pretrained(folder)
         best = rounds_of(folder, Dataset.from_list(records), chosen)
     for name, (_, seconds, memory) in best.items():
         print(f"{name}: {chosen.batch / seconds:.1f} {chosen.unit}/s, {memory:.2f} GiB")
