@@ -263,19 +263,19 @@ class VisionReader:
                     f"{where}: the chat template writes the prompt differently when a completion follows: pass strings"
                 )
             completion = whole[len(prompt) :]
-        found = self._tokens(prompt, media, where)
+        columns = self._tokens(prompt, media, where)
         ids = self.processor.tokenizer(completion, **_WITHOUT_SPECIAL)["input_ids"]
-        before = len(np.asarray(found["input_ids"]).reshape(-1))
+        before = len(np.asarray(columns["input_ids"]).reshape(-1))
         kind = int(self.vision.both_ways is not None and self.vision.both_ways.prefix)  # 1 follows a prefix
         for name, values in {"input_ids": ids, **dict.fromkeys(_TYPES, [kind] * len(ids))}.items():
-            if name in found:
-                found[name] = np.append(np.asarray(found[name]).reshape(-1), np.array(values, np.int64))
+            if name in columns:
+                columns[name] = np.append(np.asarray(columns[name]).reshape(-1), np.array(values, np.int64))
         for name in ("attention_mask", "labels"):
-            found.pop(name, None)
-        return {**found, "completion_mask": np.arange(before + len(ids)) >= before}
+            columns.pop(name, None)
+        return {**columns, "completion_mask": np.arange(before + len(ids)) >= before}
 
     def _tokens(self, text: str, media: Media, where: str) -> dict[str, Any]:
-        given: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for kind, items in media.items():
             mark = getattr(self.processor, f"{kind}_token", None)
             if mark is not None and text.count(mark) != len(items):
@@ -283,8 +283,8 @@ class VisionReader:
                     f"{where} has {text.count(mark)} placeholders {mark} and {len(items)} {kind}s: they must agree"
                 )
             if items:
-                given |= {"images": [items]} if kind == "image" else {"audio": items, **self._rate}
-        return self._called(where, self.processor, text=[text], **given, return_tensors="pt", **_WITHOUT_SPECIAL)
+                options |= {"images": [items]} if kind == "image" else {"audio": items, **self._rate}
+        return self._called(where, self.processor, text=[text], **options, return_tensors="pt", **_WITHOUT_SPECIAL)
 
     def _called(self, where: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """The result of another library's function, whose errors say where."""

@@ -138,8 +138,8 @@ class JobTrainer(Trainer):
         if self.optimizer is None:
             copies = self.job.options.master_weights and self.job.strategy not in ZERO  # which makes them itself
             options, named = self.job.options, partial(self.get_optimizer_cls_and_kwargs, self.args)
-            made = None if options.optim is None and not options.settings else named
-            self.optimizer = states.make_optimizer(self.model, options, master_weights=copies, named=made)
+            chosen = None if options.optim is None and not options.settings else named
+            self.optimizer = states.make_optimizer(self.model, options, master_weights=copies, named=chosen)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:

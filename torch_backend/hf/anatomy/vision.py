@@ -76,9 +76,9 @@ class Vision:
         if types is None:
             types = kinds_of_tokens(self.indexer.config, ids)
         refuse_joined_images(types[None], len(images.get("image_grid_thw", ())))
-        given: dict[str, Any] = {name: images[name] for name in (*GRIDS.values(), SECONDS) if name in images}
+        options: dict[str, Any] = {name: images[name] for name in (*GRIDS.values(), SECONDS) if name in images}
         if self.audio is None:
-            given["mm_token_type_ids"] = types[None]
+            options["mm_token_type_ids"] = types[None]
         else:
             starts = self.indexer.config.vision_start_token_id, self.indexer.config.audio_start_token_id
             if bool(((ids[:-1] == starts[0]) & (ids[1:] == starts[1])).any()):
@@ -86,15 +86,15 @@ class Vision:
                     "a video has pieces of its sound between its frames, which is not packed: pass both one after the "
                     "other, use_audio_in_video=False"
                 )
-            given |= {"second_per_grids": given.pop(SECONDS, None), "attention_mask": torch.ones_like(ids)[None]}
-            given["audio_seqlens"] = torch.tensor(self.audio.frames(images))
-        found: Tensor = self.indexer.get_rope_index(ids[None], **given)[0][:, 0]
-        if not bool((found == found.floor()).all()):
+            options |= {"second_per_grids": options.pop(SECONDS, None), "attention_mask": torch.ones_like(ids)[None]}
+            options["audio_seqlens"] = torch.tensor(self.audio.frames(images))
+        positions: Tensor = self.indexer.get_rope_index(ids[None], **options)[0][:, 0]
+        if not bool((positions == positions.floor()).all()):
             raise UnsupportedModelError(
                 "frames of a video lie between whole positions, as those of packed rows are: sample frames at a rate "
                 "that the seconds of a grid times position_id_per_seconds make a whole number"
             )
-        return found.long()
+        return positions.long()
 
     def marks(self, ids: Tensor, types: Tensor | None, where: str) -> Tensor:
         """Marks the tokens of a document that see each other in both directions, bool [L].
