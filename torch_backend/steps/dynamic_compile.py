@@ -51,7 +51,7 @@ class CompiledCalls:
         run_plain_layers(model)
         reason = refused or why_not_compiled(model) or _why_not_any_length(model)
         self.layers = "decided at the first packed call" if reason is None else f"not compiled: {reason}"
-        self.failed = self.asked = False
+        self.failed = self.was_called = False
         self.level: Level = "none"  # of the packed call that runs
         self.calls: dict[Level, dict[nn.Module, Callable[..., Any]]] = {}
         self.recorded: RecordedRows | None = None
@@ -73,7 +73,7 @@ class CompiledCalls:
     def __call__(self, run: Run, forward: PackedForward, kwargs: dict[str, Any]) -> Any:
         """The output of ``run(forward, kwargs)``, the layers of a packed call."""
         if not self.calls:
-            asks_only, self.asked = torch.is_grad_enabled() and not self.asked, True
+            asks_only, self.was_called = torch.is_grad_enabled() and not self.was_called, True
             with torch.no_grad() if asks_only else nullcontext():  # plain layers keep more than compiled ones
                 output = run(forward, dict(kwargs))
             self._compile("none")
