@@ -144,7 +144,10 @@ class RecordedRows:
         return recorded[row.form.tokens]
 
     def _form(self, segments: PackedMetadata) -> RowForm:
-        """The form of a row. Sizes other than its tokens only grow, and then all graphs are recorded again."""
+        """The form of a row. Sizes other than its tokens only grow, and then all graphs are recorded again.
+
+        So rows without shared prefixes run as rows with them once there was one: layers are compiled once for both.
+        """
         assert segments.lengths is not None
         tokens, before = segments.tokens, (self.entries, self.longest, self.depth)
         step = max(64, (1 << (tokens.bit_length() - 1)) // PARTS)
@@ -159,7 +162,7 @@ class RecordedRows:
         if before != (self.entries, self.longest, self.depth):
             self.graphs.clear()
             self.memory.pools.clear()  # which end with their last graph
-        return RowForm(rounded, self.entries, longest, self.depth if segments.parents is not None else 0)
+        return RowForm(rounded, self.entries, longest, self.depth)
 
     def _surroundings(self, arguments: Mapping[str, Any]) -> Any:
         """Returns what a graph depends on beside the values of its row."""
