@@ -50,8 +50,8 @@ def audit(
             unbuilt[name] = str(reason)
     OUT.print(_families_table(results, paths) if all_families else _model_table(results[names[0]]))
     if unbuilt:
-        OUT.print(f"{len(unbuilt)} families have no tiny clone and are not counted", highlight=False)
-    OUT.print(_caption(None if all_families else names[0]), style="dim", highlight=False)
+        OUT.print(f"{len(unbuilt)} families have no tiny clone and are not counted")
+    OUT.print(_caption(None if all_families else names[0]), style="dim")
     families = {name: [asdict(row) | {"verdict": row.verdict} for row in rows] for name, rows in results.items()}
     figures({"families": families, "not built": unbuilt})
     judged = [r for rows in results.values() for r in rows if not path or r.path in path]

@@ -68,11 +68,9 @@ def bench(options: BenchOptions) -> None:
     corpus = Corpus.collect(documents_together(source, options.capacity, options.overflow, workers=options.workers))
     planned = make_plan(corpus.documents.lengths, options.capacity, overflow=options.overflow, seed=options.seed)
     schedule = Schedule(corpus, (planned,), 1, options.padded_batch, seed=options.seed, pad_id=source.pad_id)
-    OUT.print(f"[bold]{escape(options.name)}[/] on {source.describe()}", highlight=False)
+    OUT.print(f"[bold]{escape(options.name)}[/] on {source.describe()}")
     OUT.print(lengths_table(corpus.documents.lengths, trained=corpus.n_trained))
-    OUT.print(
-        f"rows of {options.capacity:,}: {planned.n_rows:,}, {planned.efficiency:.1%} real tokens", highlight=False
-    )
+    OUT.print(f"rows of {options.capacity:,}: {planned.n_rows:,}, {planned.efficiency:.1%} real tokens")
     job = TrainJob(
         model=built_from,
         schedule=schedule,
@@ -81,7 +79,7 @@ def bench(options: BenchOptions) -> None:
         device=options.device,
         attention=options.attention,
         trust_remote_code=options.trust_remote_code,
-        on_phase=lambda line: OUT.print(line, style="dim", highlight=False),
+        on_phase=lambda line: OUT.print(line, style="dim"),
     )
     measured = list(race(job, options.seconds))
     ours = measured[-1]
@@ -91,7 +89,6 @@ def bench(options: BenchOptions) -> None:
         f"{plural(ours.judged, 'row')} of several documents against each document alone in float32, by the largest "
         "logit, in the worst row. Stock packing: rows with restarting position_ids and no mask.",
         style="dim",
-        highlight=False,
     )
     warn_if_busy(max((m.cpu for m in measured if m.cpu is not None), default=None))
     figures([asdict(m) | {"verdict": m.verdict} for m in measured])

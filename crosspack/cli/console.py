@@ -38,7 +38,7 @@ def shown(text: str) -> str:
 
 class _Shown(Console):
     def __init__(self, **options: Any) -> None:
-        super().__init__(emoji=False, **options)  # a file a:100:b would be a picture
+        super().__init__(emoji=False, highlight=False, **options)  # a file a:100:b would be a picture
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(shown(text), **options)
@@ -132,7 +132,7 @@ def fail(line: str) -> None:
 
 
 def _to_stderr(prefix: str, line: str) -> None:
-    _Shown(stderr=True, soft_wrap=True).print(f"{prefix} {escape(' '.join(line.split()))}", highlight=False)
+    _Shown(stderr=True, soft_wrap=True).print(f"{prefix} {escape(' '.join(line.split()))}")
 
 
 def _log(verbose: bool) -> None:

@@ -29,9 +29,7 @@ _REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[[^]]*])?\s*([^;]*?)\s*(?:;.*extra ==
 def doctor() -> None:
     """Show versions, devices, the implementation that each kind of layer would take here, and what is missing."""
     packages = list(_packages())
-    OUT.print(
-        f"crosspack {crosspack.__version__}, Python {platform.python_version()}, {platform.platform()}", highlight=False
-    )
+    OUT.print(f"crosspack {crosspack.__version__}, Python {platform.python_version()}, {platform.platform()}")
     OUT.print(_versions_table(packages))
     backends: dict[str, Any] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name, reverse=True):
@@ -115,12 +113,12 @@ def _versions_table(packages: list[Package]) -> Table:
 
 def _print(name: str, found: Diagnosis | str) -> None:
     if isinstance(found, str):
-        OUT.print(f"\n[bold]{name}[/] cannot be used: {escape(found)}", highlight=False)
+        OUT.print(f"\n[bold]{name}[/] cannot be used: {escape(found)}")
         return
-    OUT.print(f"\n[bold]{name}[/]: {escape(', '.join(found.devices))}", highlight=False)
+    OUT.print(f"\n[bold]{name}[/]: {escape(', '.join(found.devices))}")
     table = Table(f"layer ({found.judged})", "runs on", "why", header_style="bold", show_lines=True)
     for choice in found.layers:
         table.add_row(choice.layer, escape(choice.implementation), escape(choice.reason))
     OUT.print(table)
     for line in found.faster:
-        OUT.print(f"for more speed: {escape(line)}", highlight=False)
+        OUT.print(f"for more speed: {escape(line)}")

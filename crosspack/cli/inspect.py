@@ -52,7 +52,7 @@ def inspect(
     found = {"row": row, "where": record.where, "tokens": tokens, "trained": trained, "documents": shown}
     figures(found)
     for line in _lines(found, decoded=loaded is not None):
-        OUT.print(line, markup=False, highlight=False, soft_wrap=True)
+        OUT.print(line, markup=False, soft_wrap=True)
 
 
 def _described(documents: Iterator[Document], tokenizer: Any) -> Iterator[dict[str, Any]]:

@@ -41,7 +41,7 @@ def pack(
         manifest = merge_parts(output, options)
     elif part is not None:
         done = pack_part(output, options, _part(part))
-        OUT.print(f"part {part} is done: when all are, pass --merge and --output {output}", highlight=False)
+        OUT.print(f"part {part} is done: when all are, pass --merge and --output {output}")
         figures(done)
         return
     else:
@@ -50,15 +50,14 @@ def pack(
     OUT.print(
         f"{plural(manifest['documents'], 'document')}, {plural(manifest['tokens'], 'token')} "
         f"({manifest['trained_tokens']:,} trained) in {plural(manifest['rows'], 'row')} of {manifest['capacity']:,}: "
-        f"efficiency {manifest['efficiency']:.2%}",
-        highlight=False,
+        f"efficiency {manifest['efficiency']:.2%}"
     )
     for what, (name, happened) in SAID.items():
         if manifest[what]:
-            OUT.print(f"{plural(manifest[what], name)} {happened}, see {NOTES}", highlight=False)
+            OUT.print(f"{plural(manifest[what], name)} {happened}, see {NOTES}")
     if manifest["bad_records"]:
-        OUT.print(f"{plural(manifest['bad_records'], 'record')} could not be used, see {BAD}", highlight=False)
-    OUT.print(f"packed: {output}", highlight=False)
+        OUT.print(f"{plural(manifest['bad_records'], 'record')} could not be used, see {BAD}")
+    OUT.print(f"packed: {output}")
 
 
 def _part(text: str) -> Part:

@@ -151,7 +151,7 @@ def open_job(options: PackOptions, part: Part) -> Job:
     )
     source.encoder.carried = keep
     source.encoder.limit(max_record)
-    OUT.print(source.describe(), highlight=False)
+    OUT.print(source.describe())
     if isinstance(records, Mixed):
         for name, share in records.left_over().items():
             warn(f"about {share:.0%} of {name} is not read: by the weights another data set ends first")
@@ -320,7 +320,7 @@ def make_units(target: Output, job: Job, options: PackOptions, part: Part, units
     with journal(target.work / "journal", job.run) as log:
         run = Run(job.stretches, worker, log, part=part, watch=seen.update, inputs=job.inputs)
         if run.resumed:
-            OUT.print(f"going on: {run.resumed:,} units are finished", style="dim", highlight=False)
+            OUT.print(f"going on: {run.resumed:,} units are finished", style="dim")
         seen.begin(run.totals)
         jobs = sum(1 for _ in run.jobs(options.workers or cores()))
         try:

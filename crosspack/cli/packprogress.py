@@ -61,7 +61,7 @@ class PackProgress:
         if self._console.is_terminal:
             self._bar.update(self._task, completed=totals.size, description=self._line(totals))
         elif self._ticker.due():
-            self._console.print(self._line(totals), highlight=False)
+            self._console.print(self._line(totals))
 
     def figures(self, totals: Totals) -> dict[str, Any]:
         """Counts so far, and rates since the run began or went on."""

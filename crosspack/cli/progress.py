@@ -71,7 +71,7 @@ class TrainProgress:
 
     def phase(self, line: str) -> None:
         """Print what is being done that is not a step."""
-        self._console.print(line, style="dim", highlight=False)
+        self._console.print(line, style="dim")
 
     def step(self, record: StepRecord) -> None:
         """Move the bar of the record's run, or print a line if one is due."""
@@ -85,7 +85,7 @@ class TrainProgress:
                 self._tasks[run] = self._progress.add_task(LABELS[run], total=self._steps, rate="", loss="")
             self._progress.update(self._tasks[run], completed=done, rate=rate, loss=loss)
         elif self._tickers.setdefault(run, Ticker()).due() or done == self._steps:
-            self._console.print(f"{LABELS[run]}: step {done:,} of {self._steps:,}, {rate}, {loss}", highlight=False)
+            self._console.print(f"{LABELS[run]}: step {done:,} of {self._steps:,}, {rate}, {loss}")
         if record.eval_loss is not None:
             self.phase(f"after step {done:,}: evaluation loss {record.eval_loss:.4f}")
 
@@ -109,5 +109,5 @@ def counted(console: Console, what: str, items: Iterable[Item], total: int | Non
     ticker = Ticker(SECONDS)
     for number, item in enumerate(items):
         if ticker.due():
-            console.print(f"{what}: {number:,}{of}", highlight=False)
+            console.print(f"{what}: {number:,}{of}")
         yield item

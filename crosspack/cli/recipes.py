@@ -23,18 +23,18 @@ def recipes(
             raise PackingError(f"--output {output}: say which recipe: {', '.join(found)}")
         width = max(map(len, found))
         for each, text in found.items():
-            OUT.print(f"{each:{width}}  {about(text)}", highlight=False, markup=False, soft_wrap=True)
+            OUT.print(f"{each:{width}}  {about(text)}", markup=False, soft_wrap=True)
         figures({each: about(text) for each, text in found.items()})
         return
     if name not in found:
         raise PackingError(f"no recipe {name}: there are {', '.join(found)}")
     if output is None:
-        OUT.print(found[name], highlight=False, markup=False, soft_wrap=True, end="")
+        OUT.print(found[name], markup=False, soft_wrap=True, end="")
         return
     if output.exists():
         raise PackingError(f"--output {output} exists: name another file")
     output.write_text(found[name], encoding="utf-8")
-    OUT.print(f"crosspack train --config {output}", highlight=False, markup=False)
+    OUT.print(f"crosspack train --config {output}", markup=False)
 
 
 def about(text: str) -> str:

@@ -135,7 +135,7 @@ def report(options: ReportOptions) -> None:
     packed = make_plan(documents, rule, seed=seed)
     shuffled = np.random.default_rng(seed).permutation(packed.length)
     random = make_plan(shuffled, capacity, strategy="sequential", seed=None)
-    OUT.print(f"{records.name}, which holds token ids" if source is None else source.describe(), highlight=False)
+    OUT.print(f"{records.name}, which holds token ids" if source is None else source.describe())
     if options.tokenizer is None and source is not None:
         OUT.print("tokens of that tokenizer: pass the --model or --tokenizer to be trained, whose count differs")
     OUT.print(lengths_table(documents, trained=trained))
@@ -150,7 +150,7 @@ def report(options: ReportOptions) -> None:
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
     if rule.max_segments is not None:
         free = make_plan(documents, replace(rule, max_segments=None), seed=seed)
-        OUT.print(cap_line(packed, free, rule.max_segments), highlight=False)
+        OUT.print(cap_line(packed, free, rule.max_segments))
     if options.compare_rows:
         OUT.print(composition_table(composition, random.composition()))
     taken = hours(packed, speed, BATCHES, seed)
@@ -158,7 +158,7 @@ def report(options: ReportOptions) -> None:
         place = f"on one {card}" if gpu == card else f"at the speed of one {card}, as {gpu} GiB name no card"
         padded_time, packed_time = (3600 * way["hours"] for way in (taken[0], taken[-1]))
         said = epoch_line(packed_time, padded_time, BATCHES[0], f"estimated for {name} {place}")
-        OUT.print(said, highlight=False)
+        OUT.print(said)
     warnings = concerns(seen, packed)
     for concern in warnings:
         warn(concern.text)
@@ -189,7 +189,7 @@ def report(options: ReportOptions) -> None:
         "time": timing,
     }
     if options.measured is not None:
-        OUT.print(said_of(timing), highlight=False)
+        OUT.print(said_of(timing))
     figures(findings | about_model)
     if options.output is None:
         return
@@ -200,7 +200,7 @@ def report(options: ReportOptions) -> None:
     with written_beside(options.output) as partial:
         text = page({**findings, "pictured": pictured_of}, pictured(pictured_rows, seen.masks))
         partial.write_text(text, encoding="utf-8")
-    OUT.print(f"page: {options.output}", highlight=False)
+    OUT.print(f"page: {options.output}")
 
 
 def _cut(documents: Int64, packed: PackPlan) -> dict[str, int]:
@@ -218,14 +218,12 @@ def _print_cut(cut: dict[str, int], documents: Int64, packed: PackPlan, overflow
     if long:
         OUT.print(
             f"{plural(long, 'document')} longer than {packed.capacity:,} tokens, under --overflow {overflow}: "
-            f"{lost:,} tokens ({lost / documents.sum():.1%}) are left out of the table below",
-            highlight=False,
+            f"{lost:,} tokens ({lost / documents.sum():.1%}) are left out of the table below"
         )
     if context:
         OUT.print(
             f"{context:,} tokens ({context / packed.n_tokens:.1%} of those in the rows) are context, "
-            "trained in an earlier piece",
-            highlight=False,
+            "trained in an earlier piece"
         )
 
 

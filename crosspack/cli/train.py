@@ -58,4 +58,4 @@ def train(command_line: typer.Context, options: TrainOptions) -> None:
             report_finished(kept)
             return
         audit = run.train(trainer, kept, stack)
-    OUT.print(f"audit: [green]exact[/]: {escape(audit.line)}", highlight=False)
+    OUT.print(f"audit: [green]exact[/]: {escape(audit.line)}")

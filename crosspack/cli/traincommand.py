@@ -172,7 +172,7 @@ class TrainCommand:
             "output": output if kept is None else kept.partial,
             "checkpoints": None if output is None else output / FOLDER,
             "resume": self.resume,
-            "on_phase": lambda line: OUT.print(line, style="dim", highlight=False),
+            "on_phase": lambda line: OUT.print(line, style="dim"),
         }
 
 

@@ -148,21 +148,20 @@ class Steps:
     def show(self) -> None:
         """Prints what will be trained on, and in which steps."""
         schedule, held_out = self.schedule, self.command.held_out
-        OUT.print(f"[bold]{escape(self.command.options.name)}[/] on {self.source.describe()}", highlight=False)
+        OUT.print(f"[bold]{escape(self.command.options.name)}[/] on {self.source.describe()}")
         OUT.print(lengths_table(schedule.corpus.documents.lengths, trained=schedule.corpus.n_trained))
         OUT.print(steps_table(schedule))
-        OUT.print(saving_line(schedule), highlight=False)
+        OUT.print(saving_line(schedule))
         if self.uncapped is not None and (cap := self.command.options.max_segments) is not None:
-            OUT.print(cap_line(schedule.plans[0], self.uncapped, cap), highlight=False)
+            OUT.print(cap_line(schedule.plans[0], self.uncapped, cap))
         if (few := few_steps_line(schedule)) is not None:
-            OUT.print(few, style="yellow", highlight=False)
+            OUT.print(few, style="yellow")
         warn_of_skipped(self.skipped)
         if self.evaluation is not None and held_out is not None:
             corpus, (rows,) = self.evaluation.corpus, self.evaluation.plans
             OUT.print(
                 f"evaluation on {escape(held_out.name)}: {plural(len(corpus.documents), 'document')} in "
-                f"{plural(rows.n_rows, 'row')}, {corpus.n_trained:,} trained tokens",
-                highlight=False,
+                f"{plural(rows.n_rows, 'row')}, {corpus.n_trained:,} trained tokens"
             )
 
     def train(self, trainer: Callable[[TrainJob], TrainResult], kept: Output | None, stack: ExitStack) -> Audit:
@@ -184,7 +183,7 @@ class Steps:
             prompt = (options.sample or ())[number]
             text = self.source.encoder.tokenizer.decode(ids, skip_special_tokens=True)
             self.samples.append({"steps": done, "prompt": prompt, "continuation": text})
-            OUT.print(f"after step {done:,}: {prompt} -> {text}", highlight=False, markup=False)
+            OUT.print(f"after step {done:,}: {prompt} -> {text}", markup=False)
 
         job = filled(
             TrainJob,
@@ -207,16 +206,16 @@ class Steps:
     def report(self, result: TrainResult, kept: Output | None) -> None:
         """Prints a result and publishes the files of the output folder."""
         options, packed = self.command.options, result.records["packed"]
-        OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
+        OUT.print(f"attention: {result.attention} on {result.device}")
         warn_if_busy(result.cpu)
         if options.compare:
             OUT.print(comparison_table(result))
             folder = kept.partial if kept else Path("runs")
             compare_figure(result, self.schedule, folder / PICTURE, title=f"{options.name}, {result.device}")
-            OUT.print(f"picture: {(options.output or folder) / PICTURE}", highlight=False)
+            OUT.print(f"picture: {(options.output or folder) / PICTURE}")
         else:
-            OUT.print(outcome_line(packed), highlight=False)
-            OUT.print(saved_line(self.schedule, packed), highlight=False)
+            OUT.print(outcome_line(packed))
+            OUT.print(saved_line(self.schedule, packed))
         about = {"backend": options.backend, **asdict(result)}
         about["runs"] = about.pop("records")
         if self.samples:
@@ -261,8 +260,7 @@ class Examples:
         assert command.task is not None
         OUT.print(
             f"[bold]{escape(command.options.name)}[/] on {escape(command.records.name)}: "
-            f"{plural(len(self.records), 'record')}, {command.task.trains}",
-            highlight=False,
+            f"{plural(len(self.records), 'record')}, {command.task.trains}"
         )
 
     def train(self, trainer: Callable[[TaskJob], TaskResult], kept: Output | None, stack: ExitStack) -> Audit:
@@ -289,8 +287,7 @@ class Examples:
         losses = [step["loss"] for step in result.steps if "loss" in step]
         OUT.print(
             f"{plural(len(losses), 'step')} on {result.device} in {result.seconds:,.1f} s, "
-            f"{result.examples / result.seconds:,.1f} examples/s, loss {losses[0]:.4f} to {losses[-1]:.4f}",
-            highlight=False,
+            f"{result.examples / result.seconds:,.1f} examples/s, loss {losses[0]:.4f} to {losses[-1]:.4f}"
         )
         warn_of_skipped(result.skipped)
         about = {"task": options.task, "backend": options.backend, **asdict(result)}
@@ -323,9 +320,9 @@ def publish(
         (kept.partial / RUN_FILE).write_text(masked(command.run_file))
         kept.publish()
         remove_checkpoints(kept.folder)
-        OUT.print(f"model: {kept.folder}", highlight=False)
+        OUT.print(f"model: {kept.folder}")
         if command.options.push_to_hub:
-            OUT.print(f"pushed to {push(kept.folder, command.options.push_to_hub)}", highlight=False)
+            OUT.print(f"pushed to {push(kept.folder, command.options.push_to_hub)}")
     if launch.rank() == 0:
         figures(about)
 
@@ -333,4 +330,4 @@ def publish(
 def report_finished(kept: Output) -> None:
     """Reports the result of an earlier run of the same options, data and model."""
     figures(json.loads((kept.folder / SUMMARY).read_text()))
-    OUT.print(f"model: {kept.folder}, complete already: pass --overwrite to train again", highlight=False)
+    OUT.print(f"model: {kept.folder}, complete already: pass --overwrite to train again")
