@@ -10,8 +10,7 @@ from packing_core.reference.clips import clip_convolutions, clip_convolutions_vj
 from packing_core.reference.convolution import short_convolution, short_convolution_vjp
 from packing_core.reference.delta import gated_delta_rule, gated_delta_rule_vjp
 from packing_core.reference.experts import ExpertActivation, experts, experts_vjp
-from packing_core.reference.logprobs import token_logprobs, token_logprobs_vjp
-from packing_core.reference.loss import cross_entropy, cross_entropy_vjp
+from packing_core.reference.loss import cross_entropy, cross_entropy_vjp, token_logprobs, token_logprobs_vjp
 from packing_core.reference.rope import rope, rope_vjp
 from packing_core.reference.scan import selective_scan, selective_scan_vjp
 from packing_core.reference.selection import select

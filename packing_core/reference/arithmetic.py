@@ -86,26 +86,33 @@ def _in_float32(x: Any) -> Any:
     return x
 
 
-def operands(dtype: WorkingDtype, *arrays: npt.ArrayLike) -> list[Array]:
+def operands(dtype: WorkingDtype, *arrays: npt.ArrayLike | None) -> list[Any]:
     """Bring arrays under the policy of ``dtype``: float64 arrays, or `Rounded` ones already rounded to the dtype.
+
+    None, for an operand that is left out, stays None.
 
     Raises:
         PackingError: the dtype is not one of the working dtypes.
     """
     if dtype == "float64":
-        return [np.asarray(x, dtype=np.float64) for x in arrays]
+        return [None if x is None else np.asarray(x, dtype=np.float64) for x in arrays]
     if dtype not in _ROUNDING:
         raise PackingError(
             f'working dtype {dtype!r} is unknown: pass one of "float64", {", ".join(map(repr, _ROUNDING))}'
         )
     policy = np.zeros((), np.float32).view(Rounded)
     policy.dtype_name = dtype
-    return [policy._round(np.asarray(x, dtype=np.float32)) for x in arrays]
+    return [None if x is None else policy._round(np.asarray(x, dtype=np.float32)) for x in arrays]
 
 
 def plain(x: Array) -> npt.NDArray[np.float64]:
     """Take a result out of the policy: a float64 array with the same values."""
     return np.array(x, dtype=np.float64, subok=False)
+
+
+def plain_gradients(**gradients: Array | None) -> dict[str, npt.NDArray[np.float64]]:
+    """Take gradients out of the policy, those of operands that were left out (None) aside."""
+    return {name: plain(gradient) for name, gradient in gradients.items() if gradient is not None}
 
 
 def sigmoid(x: Array) -> Array:

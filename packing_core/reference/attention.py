@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packing_core.errors import LayoutError, PackingError
-from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain
+from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain, plain_gradients
 from packing_core.reference.layout import Boundaries, check_shape
 from packing_core.reference.paths import DocumentPath, documents
 
@@ -182,12 +182,9 @@ def attention_vjp(
     """
     q, k, v, chosen = _checked(q, k, v, **options)
     tokens, heads, groups = q.shape[0], q.shape[1], k.shape[1]
-    (dout,) = operands(chosen.dtype, dout)
+    dout, dlse = operands(chosen.dtype, dout, dlse)
     check_shape("dout", dout, (tokens, heads, v.shape[2]), "[T, H, E]")
-    if dlse is not None:
-        (dlse,) = operands(chosen.dtype, dlse)
-        check_shape("dlse", dlse, (tokens, heads), "[T, H]")
-        dlse = dlse[..., None]
+    check_shape("dlse", dlse, (tokens, heads), "[T, H]")
 
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     dsinks = np.zeros_like(q, shape=(groups, heads // groups))
@@ -202,7 +199,7 @@ def attention_vjp(
         delta = (p * dp).sum(axis=-1, keepdims=True)
         dz = p * (dp - delta)
         if dlse is not None:
-            dz = dz + softmax.over_keys * _by_group(np.where(own, dlse[document.tokens], 0), groups)
+            dz = dz + softmax.over_keys * _by_group(np.where(own, dlse[document.tokens][..., None], 0), groups)
         if softmax.p_sink is not None:
             dsinks -= (softmax.p_sink * delta).sum(axis=(-2, -1))
         if chosen.alibi_slopes is not None:
@@ -214,12 +211,9 @@ def attention_vjp(
         dk[document.tokens] += _by_token((dz.swapaxes(-1, -2) @ q_).sum(axis=1, keepdims=True))
         dv[document.tokens] += _by_token((p.swapaxes(-1, -2) @ dout_).sum(axis=1, keepdims=True))
 
-    gradients = {"q": plain(dq), "k": plain(dk), "v": plain(dv)}
-    if chosen.sinks is not None:
-        gradients["sinks"] = plain(dsinks).reshape(heads)
-    if chosen.alibi_slopes is not None:
-        gradients["alibi_slopes"] = plain(dslopes).reshape(heads)
-    return gradients
+    of_sinks = None if chosen.sinks is None else dsinks.reshape(heads)
+    of_slopes = None if chosen.alibi_slopes is None else dslopes.reshape(heads)
+    return plain_gradients(q=dq, k=dk, v=dv, sinks=of_sinks, alibi_slopes=of_slopes)
 
 
 def _documents(
@@ -319,11 +313,9 @@ def _checked(
         check_shape("selected", selected, (tokens, tokens), "[T, T]")
 
     def per_head(name: str, x: npt.ArrayLike | None) -> Array | None:
-        if x is None:
-            return None
-        (x,) = operands(dtype, x)
-        check_shape(name, x, (heads,), "[H]")
-        return x.reshape(groups, heads // groups, 1, 1)
+        (given,) = operands(dtype, x)
+        check_shape(name, given, (heads,), "[H]")
+        return None if given is None else given.reshape(groups, heads // groups, 1, 1)
 
     options = _AttentionOptions(
         causal=causal,

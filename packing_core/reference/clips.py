@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain
+from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain, plain_gradients
 from packing_core.reference.layout import check_shape
 
 TAPS = 3
@@ -62,8 +62,7 @@ def clip_convolutions_vjp(
     middle = convolved(x, up) + up_bias
     dmiddle, ddown = convolved_vjp(middle, down, spread)
     dx, dup = convolved_vjp(x, up, dmiddle)
-    gradients = {"features": dx, "up": dup, "up_bias": dmiddle.sum(axis=0), "down": ddown}
-    return {name: plain(gradient) for name, gradient in gradients.items()}
+    return plain_gradients(features=dx, up=dup, up_bias=dmiddle.sum(axis=0), down=ddown)
 
 
 def convolved(x: Array, weight: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain, sigmoid
+from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain, plain_gradients, sigmoid
 from packing_core.reference.layout import Boundaries, check_shape, segment_slices
 
 
@@ -84,10 +84,7 @@ def short_convolution_vjp(
             dweight[:, column] = dweight[:, column] + (earlier * later).sum(axis=0)
         dx[document] = dx_
         dbias = dbias + dy_.sum(axis=0)
-    gradients = {"x": plain(dx), "weight": plain(dweight)}
-    if bias is not None:
-        gradients["bias"] = plain(dbias)
-    return gradients
+    return plain_gradients(x=dx, weight=dweight, bias=None if bias is None else dbias)
 
 
 def _convolved(x: Array, weight: Array, bias: Array | None) -> Array:
@@ -106,10 +103,8 @@ def _lags(weight: Array, length: int) -> list[tuple[int, int]]:
 def _checked(
     x: npt.ArrayLike, weight: npt.ArrayLike, bias: npt.ArrayLike | None, dtype: WorkingDtype
 ) -> tuple[Array, Array, Array | None]:
-    x, weight = operands(dtype, x, weight)
+    x, weight, bias = operands(dtype, x, weight, bias)
     check_shape("x", x, (None, None), "[T, E]")
     check_shape("weight", weight, (x.shape[1], None), "[E, W]")
-    if bias is not None:
-        (bias,) = operands(dtype, bias)
-        check_shape("bias", bias, (x.shape[1],), "[E]")
+    check_shape("bias", bias, (x.shape[1],), "[E]")
     return x, weight, bias

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain
+from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain, plain_gradients
 from packing_core.reference.layout import Boundaries, check_shape, segment_slices
 
 
@@ -104,13 +104,7 @@ def gated_delta_rule_vjp(
             dfaded = dstate - k[t][..., None] * dv[t][:, None, :]
             dg[t] = (dfaded * faded[i]).sum(axis=-1)
             dstate = np.exp(g[t])[..., None] * dfaded
-    return {
-        "q": plain(dq),
-        "k": plain(dk),
-        "v": plain(dv),
-        "g": plain(dg.sum(axis=-1) if per_head else dg),
-        "beta": plain(dbeta),
-    }
+    return plain_gradients(q=dq, k=dk, v=dv, g=dg.sum(axis=-1) if per_head else dg, beta=dbeta)
 
 
 def _memory(k: Array, v: Array, g: Array, beta: Array) -> tuple[Array, Array, Array]:

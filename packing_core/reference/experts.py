@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packing_core.errors import LayoutError, UnsupportedError
-from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain, sigmoid
+from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain, plain_gradients, sigmoid
 
 _GELU_SCALE = (2.0 / np.pi) ** 0.5
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
@@ -123,10 +123,8 @@ def experts_vjp(
     (dy_,) = operands(dtype, dy)
     if dy_.shape != layer.x.shape:
         raise LayoutError(f"dy must be of the shape of x {list(layer.x.shape)}, got {list(dy_.shape)}")
-    gradients = {"weights": np.zeros_like(layer.weights), "up": np.zeros_like(layer.up)}
-    gradients |= {"down": np.zeros_like(layer.down)}
-    gradients |= {} if layer.up_bias is None else {"up_bias": np.zeros_like(layer.up_bias)}
-    gradients |= {} if layer.down_bias is None else {"down_bias": np.zeros_like(layer.down_bias)}
+    weights_of = {name: getattr(layer, name) for name in ("weights", "up", "down", "up_bias", "down_bias")}
+    gradients = {name: np.zeros_like(array) for name, array in weights_of.items() if array is not None}
     terms = np.zeros_like(layer.x, shape=(*layer.indices.shape, layer.x.shape[1]))
     for chosen in layer.chosen():
         e, forward = chosen.expert, layer.forward(chosen)
@@ -140,7 +138,7 @@ def experts_vjp(
             gradients["up_bias"][e] = dz.sum(0)
         if "down_bias" in gradients:
             gradients["down_bias"][e] = weighted.sum(0)
-    return {"x": plain(terms.sum(1)), **{name: plain(value) for name, value in gradients.items()}}
+    return plain_gradients(x=terms.sum(1), **gradients)
 
 
 class _Forward(NamedTuple):
@@ -165,9 +163,8 @@ class _Layer:
         dtype: WorkingDtype,
     ) -> None:
         self.x, self.weights, self.up, self.down = operands(dtype, x, weights, up, down)
+        self.up_bias, self.down_bias = operands(dtype, up_bias, down_bias)
         self.indices, self.activation = np.asarray(indices), activation
-        self.up_bias = None if up_bias is None else operands(dtype, up_bias)[0]
-        self.down_bias = None if down_bias is None else operands(dtype, down_bias)[0]
         if self.x.ndim != 2 or self.up.ndim != 3 or self.down.ndim != 3 or self.indices.ndim != 2:
             given = ", ".join(str(list(each.shape)) for each in (self.x, self.indices, self.up, self.down))
             raise LayoutError(f"experts takes x [T, D], indices [T, K], up [E, O, D] and down [E, D, I], got {given}")

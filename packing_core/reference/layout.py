@@ -45,12 +45,14 @@ def segment_slices(cu_seqlens: Boundaries, tokens: int) -> Iterator[slice]:
     return (slice(start, stop) for start, stop in pairwise(bounds.tolist()) if stop > start)
 
 
-def check_shape(name: str, x: Array, shape: tuple[int | None, ...], legend: str) -> None:
-    """Compare a shape with the expected one, in which None stands for any size.
+def check_shape(name: str, x: Array | None, shape: tuple[int | None, ...], legend: str) -> None:
+    """Compare a shape with the expected one, in which None stands for any size; an operand left out has any shape.
 
     Raises:
         LayoutError: they differ; ``legend`` names the axes in the message.
     """
+    if x is None:
+        return
     fits = x.ndim == len(shape) and all(want is None or have == want for have, want in zip(x.shape, shape, strict=True))
     if not fits:
         wanted = ", ".join("*" if size is None else str(size) for size in shape)

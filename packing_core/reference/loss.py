@@ -1,4 +1,4 @@
-"""Cross-entropy as a pair of sums: the oracle for every packed loss.
+"""Log-probabilities of targets, the entropy of their distributions, and cross-entropy: the oracle of every packed loss.
 
 A packed loss is a sum over targets and the weight it is divided by, kept apart until all rows, microbatches and ranks
 have been added up: a mean of means is wrong as soon as their target counts differ.
@@ -13,6 +13,9 @@ from packing_core.errors import LayoutError
 from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain
 from packing_core.reference.layout import check_shape
 
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
 
 def cross_entropy(
     logits: npt.ArrayLike,
@@ -22,7 +25,7 @@ def cross_entropy(
     ignore_index: int = -100,
     dtype: WorkingDtype = "float64",
 ) -> tuple[float, float]:
-    """Weighted negative log-likelihood: ``sum_t w_t (log sum_v exp(l_tv) - l_t,target)`` over rows that have a target.
+    """Weighted negative log-likelihood: ``-sum_t w_t log p_t(target)`` over rows that have a target.
 
     Args:
         logits: ``[T, V]``.
@@ -38,11 +41,10 @@ def cross_entropy(
     Raises:
         LayoutError: shapes contradict each other, or a target is not a class.
     """
-    logits, targets, weights = _checked(logits, targets, weights, ignore_index, dtype)
-    rows = np.flatnonzero(targets != ignore_index)
-    logits, weights = logits[rows], weights[rows]
-    picked = logits[np.arange(rows.size), targets[rows]]
-    return float((weights * (log_sum_exp(logits)[:, 0] - picked)).sum()), float(weights.sum())
+    log_p, rows, targets = _log_softmax(logits, targets, 1.0, ignore_index, dtype)
+    weights = _weights(weights, len(targets), dtype)[rows]
+    picked = log_p[np.arange(rows.size), targets[rows]]
+    return float(-(weights * picked).sum()), float(weights.sum())
 
 
 def cross_entropy_vjp(
@@ -53,7 +55,7 @@ def cross_entropy_vjp(
     weights: npt.ArrayLike | None = None,
     ignore_index: int = -100,
     dtype: WorkingDtype = "float64",
-) -> dict[str, npt.NDArray[np.float64]]:
+) -> dict[str, Float64]:
     """The gradient of ``loss_sum * dloss`` for ``logits``: ``dloss * w_t * (softmax(l_t) - one_hot(target_t))``.
 
     Args:
@@ -66,52 +68,88 @@ def cross_entropy_vjp(
     Raises:
         LayoutError: shapes contradict each other, or a target is not a class.
     """
-    logits, targets, weights = _checked(logits, targets, weights, ignore_index, dtype)
-    gradient = np.zeros_like(logits)
-    rows = np.flatnonzero(targets != ignore_index)
-    probability = np.exp(logits[rows] - log_sum_exp(logits[rows]))
-    one_hot = targets[rows, None] == np.arange(logits.shape[1])
-    gradient[rows] = (probability - one_hot) * (weights[rows, None] * dloss)
-    return {"logits": plain(gradient)}
+    dlogprobs = -_weights(weights, len(np.asarray(logits)), dtype) * dloss
+    return token_logprobs_vjp(logits, targets, dlogprobs, ignore_index=ignore_index, dtype=dtype)
 
 
-def log_sum_exp(logits: Array) -> Array:
-    """``[T, 1]``; the largest logit comes off first, or exp overflows."""
-    largest: Array = logits.max(axis=1, keepdims=True)
-    total: Array = np.exp(logits - largest).sum(axis=1, keepdims=True)
-    return np.log(total) + largest
-
-
-def _checked(
+def token_logprobs(
     logits: npt.ArrayLike,
     targets: npt.ArrayLike,
-    weights: npt.ArrayLike | None,
-    ignore_index: int,
-    dtype: WorkingDtype,
-) -> tuple[Array, Array, Array]:
-    (logits,) = operands(dtype, logits)
-    targets = checked_targets(logits, targets, ignore_index)
-    tokens = len(targets)
-    (weights,) = operands(dtype, np.ones(tokens) if weights is None else weights)
-    check_shape("weights", weights, (tokens,), "[T]")
-    return logits, targets, weights
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    dtype: WorkingDtype = "float64",
+) -> tuple[Float64, Float64]:
+    """``x_target - log sum_v exp(x_v)`` with ``x = logits / temperature``, and ``-sum_v p_v log p_v``.
+
+    Args:
+        logits, targets, ignore_index, dtype: as for `cross_entropy`.
+
+    Returns:
+        ``[T]`` and ``[T]``, 0 in rows without a target.
+
+    Raises:
+        LayoutError: shapes contradict each other, or a target is not a class.
+    """
+    log_p, rows, targets = _log_softmax(logits, targets, temperature, ignore_index, dtype)
+    logprobs, entropy = np.zeros(len(targets)), np.zeros(len(targets))
+    logprobs[rows] = plain(log_p[np.arange(rows.size), targets[rows]])
+    entropy[rows] = plain(-(np.exp(log_p) * log_p).sum(axis=1))
+    return logprobs, entropy
 
 
-def checked_targets(logits: Array, targets: npt.ArrayLike, ignore_index: int) -> npt.NDArray[np.int64]:
-    """``targets`` ``[T]`` of ``logits`` ``[T, V]``.
+def token_logprobs_vjp(
+    logits: npt.ArrayLike,
+    targets: npt.ArrayLike,
+    dlogprobs: npt.ArrayLike,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    dtype: WorkingDtype = "float64",
+) -> dict[str, Float64]:
+    """The gradient of ``sum_t dlogprobs_t logprobs_t`` for ``logits``: ``(one_hot(target) - softmax) / temperature``.
+
+    Args:
+        logits, targets, temperature, ignore_index, dtype: as for `token_logprobs`.
+        dlogprobs: ``[T]``.
+
+    Returns:
+        ``{"logits"}``, ``[T, V]``, 0 in rows without a target.
+    """
+    log_p, rows, targets = _log_softmax(logits, targets, temperature, ignore_index, dtype)
+    (dlogprobs,) = operands(dtype, dlogprobs)
+    one_hot = targets[rows, None] == np.arange(log_p.shape[1])
+    gradient = np.zeros((len(targets), log_p.shape[1]))
+    gradient[rows] = plain((one_hot - np.exp(log_p)) * (dlogprobs[rows, None] / temperature))
+    return {"logits": gradient}
+
+
+def _weights(weights: npt.ArrayLike | None, tokens: int, dtype: WorkingDtype) -> Array:
+    (checked,) = operands(dtype, np.ones(tokens) if weights is None else weights)
+    check_shape("weights", checked, (tokens,), "[T]")
+    return checked
+
+
+def _log_softmax(
+    logits: npt.ArrayLike, targets: npt.ArrayLike, temperature: float, ignore_index: int, dtype: WorkingDtype
+) -> tuple[Array, Int64, Int64]:
+    """Log-probabilities of the rows that have a target, which rows these are, and the targets.
 
     Raises:
         LayoutError: the shapes contradict each other, or a target is not a class.
     """
+    (logits,) = operands(dtype, logits)
     check_shape("logits", logits, (None, None), "[T, V]")
     tokens, classes = logits.shape
     targets = np.asarray(targets)
     check_shape("targets", targets, (tokens,), "[T]")
-    has_target = targets != ignore_index
-    wrong = np.flatnonzero(has_target & ((targets < 0) | (targets >= classes)))
+    rows = np.flatnonzero(targets != ignore_index)
+    wrong = rows[(targets[rows] < 0) | (targets[rows] >= classes)]
     if wrong.size:
         raise LayoutError(
             f"target {targets[wrong[0]]} of row {wrong[0]} is neither one of {classes} classes nor the ignored "
             f"{ignore_index}: pass ignore_index if another value marks rows without a target"
         )
-    return targets
+    x = logits[rows] / temperature
+    largest = x.max(axis=1, keepdims=True)  # comes off first, or exp overflows
+    return x - (np.log(np.exp(x - largest).sum(axis=1, keepdims=True)) + largest), rows, targets

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packing_core.errors import LayoutError
-from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain, sigmoid
+from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain, plain_gradients, sigmoid
 from packing_core.reference.layout import Boundaries, check_shape, segment_slices
 
 
@@ -54,9 +54,7 @@ def selective_scan(
     for document in segment_slices(cu_seqlens, x.shape[0]):
         x_, B_, C_ = x[document], _per_channel(B[document], x), _per_channel(C[document], x)
         states = _states(np.exp(dt[document][..., None] * A), dt[document], B_, x_)
-        y_ = (states * C_).sum(axis=-1)
-        if D is not None:
-            y_ = y_ + D * x_
+        y_ = _ungated(states, C_, D, x_)
         if z is not None:
             y_ = y_ * (z[document] * sigmoid(z[document]))
         y[document] = y_
@@ -105,9 +103,7 @@ def selective_scan_vjp(
         before = np.concatenate([np.zeros_like(states[:1]), states[:-1]])
 
         if z is not None and dz is not None:
-            y_ = (states * C_).sum(axis=-1)
-            if D is not None:
-                y_ = y_ + D * x_
+            y_ = _ungated(states, C_, D, x_)
             gate = sigmoid(z[document])
             dz[document] = dy_ * y_ * (gate * (1.0 + z[document] * (1.0 - gate)))
             dy_ = dy_ * (z[document] * gate)
@@ -125,8 +121,7 @@ def selective_scan_vjp(
         dA += (dexponent * dt_[..., None]).sum(axis=0)
         dB[document] = _per_group(dstates * (dt_ * x_)[..., None], B)
         dC[document] = _per_group(states * dy_[..., None], C)
-    found = {"x": dx, "dt": ddt, "A": dA, "B": dB, "C": dC, "D": dD, "z": dz}
-    return {name: plain(gradient) for name, gradient in found.items() if gradient is not None}
+    return plain_gradients(x=dx, dt=ddt, A=dA, B=dB, C=dC, D=dD, z=dz)
 
 
 def _states(decay: Array, dt: Array, B: Array, x: Array) -> Array:
@@ -135,6 +130,12 @@ def _states(decay: Array, dt: Array, B: Array, x: Array) -> Array:
     for t in range(1, len(states)):
         states[t] = decay[t] * states[t - 1] + states[t]
     return states
+
+
+def _ungated(states: Array, C: Array, D: Array | None, x: Array) -> Array:
+    """What one document's states give, with the skip connection, ``[L, E]``."""
+    y: Array = (states * C).sum(axis=-1)
+    return y if D is None else y + D * x
 
 
 def _per_channel(grouped: Array, x: Array) -> Array:
@@ -162,7 +163,7 @@ def _checked(
     z: npt.ArrayLike | None,
     dtype: WorkingDtype,
 ) -> tuple[Array, Array, Array, Array, Array, Array | None, Array | None]:
-    x, dt, A, B, C = operands(dtype, x, dt, A, B, C)
+    x, dt, A, B, C, D, z = operands(dtype, x, dt, A, B, C, D, z)
     check_shape("x", x, (None, None), "[T, E]")
     tokens, channels = x.shape
     check_shape("dt", dt, (tokens, channels), "[T, E]")
@@ -174,10 +175,6 @@ def _checked(
         check_shape(name, grouped, (tokens, None, A.shape[1]), "[T, G, N]")
         if grouped.shape[1] == 0 or channels % grouped.shape[1]:
             raise LayoutError(f"{name} has {grouped.shape[1]} groups, which do not divide the {channels} channels of x")
-    if D is not None:
-        (D,) = operands(dtype, D)
-        check_shape("D", D, (channels,), "[E]")
-    if z is not None:
-        (z,) = operands(dtype, z)
-        check_shape("z", z, (tokens, channels), "[T, E]")
+    check_shape("D", D, (channels,), "[E]")
+    check_shape("z", z, (tokens, channels), "[T, E]")
     return x, dt, A, B, C, D, z
