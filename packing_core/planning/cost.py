@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from packing_core.errors import LayoutError, PackingError
-from packing_core.planning.model_sizes import ModelSizes
+from packing_core.planning.model_sizes import operations
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import integer
 from packing_core.storage.arrays import as_int64
@@ -103,8 +103,8 @@ class Cost:
         Raises:
             PackingError: the config does not say how large the model is, or a size is not one integer.
         """
-        sizes = ModelSizes.of(config)
-        return cls(float(sizes.token), float(sizes.squares), tuple(sorted(sizes.windows.items())), float(sizes.vision))
+        token, squares, windows, vision = operations(config)
+        return cls(float(token), float(squares), tuple(sorted(windows.items())), float(vision))
 
     def of_segments(self, lengths: ArrayLike, before: ArrayLike = 0) -> Float64:
         """float64 [S]: the cost of each segment, where its queries see ``before`` earlier tokens beside itself.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from packing_core.errors import PackingError
@@ -22,57 +21,49 @@ _POSITIONS = {
 }
 
 
-@dataclass(frozen=True)
-class ModelSizes:
-    """Forward floating-point operations of a decoder.
+def operations(config: Any) -> tuple[int, int, Mapping[int, int], int]:
+    """Forward floating-point operations of a decoder, of a config object or its ``config.json`` as a mapping.
 
-    Attributes:
-        token: of each token.
-        squares: of each squared segment length, in layers whose attention sees all earlier tokens.
-        windows: window -> the same in layers whose attention sees so many tokens.
-        vision: of each image or audio token, in the tower.
+    A config with images holds its decoder's inside.
+
+    Returns:
+        Of each token; of each squared segment length, in layers whose attention sees all earlier tokens; window -> the
+        same in layers whose attention sees so many; and of each image or audio token, in the tower.
+
+    Raises:
+        PackingError: the config does not say how large the model is, or a size is not one integer.
     """
-
-    token: int
-    squares: int
-    windows: Mapping[int, int]
-    vision: int
-
-    @staticmethod
-    def of(config: Any) -> ModelSizes:
-        """Reads a config object, or its ``config.json`` as a mapping; one with images holds its decoder's inside.
-
-        Raises:
-            PackingError: the config does not say how large the model is, or a size is not one integer.
-        """
-        whole = ConfigReader(config)
-        text = whole.find("text_config") or config
-        read = ConfigReader(text)
-        hidden, count = read("hidden_size", "n_embd"), read("num_hidden_layers", "n_layer")
-        layers = _layers(text, count or 0)
-        by_layer = [ConfigReader(own, i)("num_attention_heads", "n_head") for i, own in enumerate(layers)]
-        if hidden and layers and not any(by_layer) and read("state_size") and read("expand"):  # Mamba
-            head = 2 * hidden * read("vocab_size", default=0)
-            return ModelSizes(head + len(layers) * _recurrent(read, hidden, 0), 0, {}, 0)
-        if not (hidden and by_layer and all(by_layer)):
-            raise PackingError(
-                "the config names no hidden_size, num_hidden_layers and num_attention_heads: "
-                "pass Cost(tokens=..., squares=...)"
-            )
-        token, full, windows = 2 * hidden * read("vocab_size", default=0), 0, Counter[int]()
-        for number, (layer, heads, window) in enumerate(zip(layers, by_layer, _windows(read, count), strict=True)):
-            own = ConfigReader(layer, number)
-            attention, squares = _attention(own, hidden, heads)
-            token += _recurrent(read, hidden, attention) if window == 0 else attention
-            token += _feed_forward(read, own, hidden, number)
-            if window is None:
-                full += squares
-            elif window:
-                windows[window] += squares
-        tower = _vision(whole.find("vision_config"), hidden)
-        if not tower or str(whole.find("model_type")).endswith("_thinker"):  # which are packed with audio alone
-            tower = _audio(whole.find("audio_config"), hidden) or tower
-        return ModelSizes(token, full, windows, tower)
+    whole = ConfigReader(config)
+    text = whole.find("text_config") or config
+    read = ConfigReader(text)
+    hidden, count = read("hidden_size", "n_embd"), read("num_hidden_layers", "n_layer")
+    layers = _layers(text, count or 0)
+    by_layer = [ConfigReader(own, i)("num_attention_heads", "n_head") for i, own in enumerate(layers)]
+    if hidden and layers and not any(by_layer) and read("state_size") and read("expand"):  # Mamba
+        head = 2 * hidden * read("vocab_size", default=0)
+        return head + len(layers) * _recurrent(read, hidden, 0), 0, {}, 0
+    if not (hidden and by_layer and all(by_layer)):
+        raise PackingError(
+            "the config names no hidden_size, num_hidden_layers and num_attention_heads: "
+            "pass Cost(tokens=..., squares=...)"
+        )
+    token, full, windows = 2 * hidden * read("vocab_size", default=0), 0, Counter[int]()
+    for number, (layer, heads, window) in enumerate(zip(layers, by_layer, _windows(read, count), strict=True)):
+        own = ConfigReader(layer, number)
+        attention, squares = _attention(own, hidden, heads)
+        token += _recurrent(read, hidden, attention) if window == 0 else attention
+        token += _feed_forward(read, own, hidden, number)
+        if window is None:
+            full += squares
+        elif window:
+            windows[window] += squares
+    seen, heard = whole.find("vision_config"), whole.find("audio_config")
+    merged = ConfigReader(seen)("spatial_merge_size", default=1) ** 2
+    tower = _tower(seen, hidden, merged, merged)
+    if not tower or str(whole.find("model_type")).endswith("_thinker"):  # which are packed with audio alone
+        positions = _POSITIONS.get(str(ConfigReader(heard).find("model_type")), 1)
+        tower = _tower(heard, hidden, positions, 1) or tower
+    return token, full, windows, tower
 
 
 def _layers(config: Any, count: int) -> list[Any]:
@@ -160,28 +151,19 @@ def _feed_forward(model: ConfigReader, read: ConfigReader, hidden: int, layer: i
     return experts
 
 
-def _vision(config: Any, hidden: int) -> int:
-    """Operations of the vision tower for an image token of the decoder, which stands for several patches."""
-    if config is None:
-        return 0
+def _tower(config: Any, hidden: int, positions: int, joined: int) -> int:
+    """Operations of a tower for an image or audio token of the decoder.
+
+    Args:
+        config: of the tower; None without one.
+        hidden: width of the decoder.
+        positions: of the tower, for each token of the decoder.
+        joined: of these, those that are projected together.
+    """
     read = ConfigReader(config)
-    width, layers = read("hidden_size", "embed_dim"), read("num_hidden_layers", "depth", "num_layers")
+    width = read("d_model", "hidden_size", "embed_dim")
+    layers = read("encoder_layers", "num_hidden_layers", "depth", "num_layers")
     if not (width and layers):
         return 0
-    merged = read("spatial_merge_size", default=1) ** 2
-    inner = read("intermediate_size", default=4 * width)
-    patch = layers * (8 * width * width + 4 * width * inner)
-    return int(merged * patch + 2 * merged * width * hidden)
-
-
-def _audio(config: Any, hidden: int) -> int:
-    """Operations of the encoder for an audio token of the decoder, which stands for several of its positions."""
-    if config is None:
-        return 0
-    read = ConfigReader(config)
-    width, layers = read("d_model", "hidden_size"), read("encoder_layers", "num_hidden_layers")
-    if not (width and layers):
-        return 0
-    positions = _POSITIONS.get(str(read.find("model_type")), 1)
     inner = read("encoder_ffn_dim", "intermediate_size", default=4 * width)
-    return int(positions * layers * (8 * width * width + 4 * width * inner) + 2 * width * hidden)
+    return int(positions * layers * (8 * width * width + 4 * width * inner) + 2 * joined * width * hidden)
