@@ -26,12 +26,14 @@ from crosspack.cli.options import (
     OverflowPolicy,
     Workers,
     check_data,
+    filled,
 )
 from crosspack.cli.tables import lengths_table, warn_if_busy
 from crosspack.encoding.text import Policy
 from packing_core.errors import ContaminationError, PackingError, plural
 from packing_core.extras import loaded, registered
 from packing_core.planning.plan import plan as make_plan
+from packing_core.planning.rule import RowRule
 from packing_core.training.job import Measured, TrainJob
 from packing_core.training.options import Options
 from packing_core.training.schedule import Corpus, Schedule
@@ -65,8 +67,9 @@ def bench(options: BenchOptions) -> None:
     )
     if options.model is None:
         built_from = SMALL_LLAMA | special_tokens(source.encoder.tokenizer)
-    corpus = Corpus.collect(documents_together(source, options.capacity, options.overflow, workers=options.workers))
-    planned = make_plan(corpus.documents.lengths, options.capacity, overflow=options.overflow, seed=options.seed)
+    rule = filled(RowRule, options)
+    corpus = Corpus.collect(documents_together(source, rule, workers=options.workers))
+    planned = make_plan(corpus.documents.lengths, rule, seed=options.seed)
     schedule = Schedule(corpus, (planned,), 1, options.padded_batch, seed=options.seed, pad_id=source.pad_id)
     OUT.print(f"[bold]{escape(options.name)}[/] on {source.describe()}")
     OUT.print(lengths_table(corpus.documents.lengths, trained=corpus.n_trained))

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from crosspack.encoding.kinds import Where
 from crosspack.encoding.text import Encoder
 from crosspack.encoding.tokens import check_length, token_documents
-from crosspack.packing.run import PieceJob, each_piece
 from crosspack.packing.unit import Key, Outcome
 from crosspack.reading.places import Piece, Row, strictly
 from packing_core.errors import PackingError, plural
@@ -102,36 +101,27 @@ class DocumentFigures:
         return len(self._digests) - len(np.unique(np.array(self._digests, np.uint64)))
 
 
-@dataclass(frozen=True)
-class FigureReader:
-    """Reads pieces of the data, each into the figures of its documents; this is what is pickled to processes.
+def read_figures(
+    encoder: Encoder | None, capacity: int | None, key: Key, piece: Piece
+) -> tuple[Outcome, DocumentFigures]:
+    """Returns the count and the figures of a piece of the data.
 
-    Attributes:
+    Args:
         encoder: of the records; None where they hold token ids.
         capacity: a longer document is an error that names its place; None if there is none.
-        size: bytes of a piece.
+        key, piece: the piece, and its number.
     """
-
-    encoder: Encoder | None
-    capacity: int | None
-    size: int
-
-    def __call__(self, job: PieceJob) -> Iterator[tuple[Outcome, DocumentFigures]]:
-        """Yields the count and the figures of each piece."""
-        return each_piece(job, self.size, self._figures)
-
-    def _figures(self, key: Key, piece: Piece) -> tuple[Outcome, DocumentFigures]:
-        seen = DocumentFigures()
-        if self.encoder is None:
-            documents = _held(strictly(piece.items), seen)
-        else:
-            encoded = self.encoder.encoded(strictly(piece.items), left_out=seen.leave_out)
-            documents = ((found.where, found.document) for found in encoded)
-        for where, document in documents:
-            if self.capacity is not None:
-                check_length(str(where), document, self.capacity)
-            seen.add(document)
-        return Outcome(*key, piece.size, documents=len(seen), left_tokens=int(seen.lengths.sum())), seen
+    seen = DocumentFigures()
+    if encoder is None:
+        documents = _held(strictly(piece.items), seen)
+    else:
+        encoded = encoder.encoded(strictly(piece.items), left_out=seen.leave_out)
+        documents = ((found.where, found.document) for found in encoded)
+    for where, document in documents:
+        if capacity is not None:
+            check_length(str(where), document, capacity)
+        seen.add(document)
+    return Outcome(*key, piece.size, documents=len(seen), left_tokens=int(seen.lengths.sum())), seen
 
 
 def _held(records: Iterator[Row], seen: DocumentFigures) -> Iterator[tuple[Where, Document]]:

@@ -17,19 +17,16 @@ from crosspack.cli.console import OUT
 from crosspack.cli.models import check_rows_of
 from crosspack.cli.progress import counted
 from crosspack.cli.records import join, open_records, option_of_split, weighted
-from crosspack.encoding.keys import key_of
-from crosspack.encoding.kinds import Refuse, kind_of_row, raise_error
+from crosspack.encoding.kinds import kind_of_row
 from crosspack.encoding.layouts import LOOKED_AT
 from crosspack.encoding.text import Encoder, Loss, Policy, plain_texts
 from crosspack.encoding.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
-from crosspack.encoding.tokens import check_length
 from crosspack.reading import Records
 from crosspack.reading.files import MAX_RECORD
 from crosspack.reading.lines import SampleBy
-from crosspack.reading.places import Item, Row, strictly
+from crosspack.reading.places import Row, strictly
 from packing_core.errors import PackingError, plural
 from packing_core.planning.rule import RowRule
-from packing_core.training.schedule import Document
 
 Split = Annotated[str, typer.Option(help="Which split of a folder or a hub data set.")]
 TrustRemoteCode = Annotated[
@@ -254,27 +251,6 @@ class EncodedRecords:
         """Returns whether the first record that can be used is a chat."""
         first = next(usable(self.records, self.encoder.policy), None)
         return first is not None and kind_of_row(first, self.encoder.policy.fields) == "messages"
-
-
-def documents_of(
-    encoder: Encoder, items: Iterable[Item], capacity: int, overflow: str, *, key: str | None, skip: Refuse | None
-) -> Iterator[Document]:
-    """The documents of some records; one longer than the capacity is an error if ``overflow`` is ``error``.
-
-    Args:
-        capacity, overflow: as in ``packing_core.plan``.
-        key: the column that holds the key of each document.
-        skip: is called with each record that cannot be used, in place of an error.
-
-    Raises:
-        CapacityError: a document is too long.
-        PackingError: a record has no key that is a number or a text.
-    """
-    refuse = skip or raise_error
-    for found in encoder.encoded(strictly(items, lambda item: refuse(item, item.error())), refuse):
-        if overflow == "error":
-            check_length(str(found.where), found.document, capacity)
-        yield found.document if key is None else found.document._replace(key=key_of(found.where, found.record, key))
 
 
 def check_data(

@@ -15,7 +15,7 @@ import typer
 from numpy.typing import NDArray
 
 from crosspack.cli.charts import Segment
-from crosspack.cli.concerns import KEPT, DocumentFigures, FigureReader, Int64, concerns
+from crosspack.cli.concerns import KEPT, DocumentFigures, Int64, concerns, read_figures
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.documents import in_pieces
 from crosspack.cli.findings import (
@@ -250,9 +250,9 @@ def pictured(rows: PackPlan, masks: list[NDArray[np.uint8]]) -> list[list[Segmen
 
 def _read(records: Records, encoder: Encoder | None, capacity: int, overflow: str) -> DocumentFigures:
     """Reads the documents, of token ids if there is no encoder; in their order, however many processes read."""
-    reader = partial(FigureReader, encoder, capacity if overflow == "error" else None)
+    read = partial(read_figures, encoder, capacity if overflow == "error" else None)
     parts: dict[Key, DocumentFigures] = {}
-    for key, seen in in_pieces(records, capacity, reader):
+    for key, seen in in_pieces(records, capacity, read):
         if sum(len(part.masks) for before, part in parts.items() if before < key) >= KEPT:
             seen.masks.clear()
         parts[key] = seen

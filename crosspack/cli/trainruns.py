@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from crosspack.cli.documents import documents_together
 from crosspack.cli.figures import compare_figure
 from crosspack.cli.hub import push
 from crosspack.cli.models import SMALL_LLAMA, model_config, special_tokens
-from crosspack.cli.options import EncodedRecords, documents_of, filled
+from crosspack.cli.options import EncodedRecords, filled
 from crosspack.cli.outputs import Output
 from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
@@ -47,7 +46,7 @@ from crosspack.encoding.keys import as_numbers
 from crosspack.encoding.layouts import images_in
 from crosspack.reading.files import masked
 from crosspack.reading.places import Row
-from packing_core.errors import first_line, plural
+from packing_core.errors import plural
 from packing_core.planning.cost import cost_of
 from packing_core.planning.epochs import plan_steps
 from packing_core.planning.plan import PackPlan
@@ -99,21 +98,10 @@ class Steps:
             lenient=lenient,
         )
         skipped: list[str] = []
-        if options.limit is None:
-            documents = documents_together(
-                source,
-                rule.capacity,
-                rule.overflow,
-                key=rule.keys,
-                skipped=skipped if lenient else None,
-                workers=options.workers,
-            )
-        else:  # the rest is not read
-            skip = (lambda _, error: skipped.append(first_line(error))) if lenient else None
-            items = command.records.items()
-            read = documents_of(source.encoder, items, rule.capacity, rule.overflow, key=rule.keys, skip=skip)
-            documents = islice(read, options.limit)
-        corpus = Corpus.collect(documents)
+        reasons = skipped if lenient else None
+        corpus = Corpus.collect(
+            documents_together(source, rule, limit=options.limit, skipped=reasons, workers=options.workers)
+        )
         model: Any = command.model
         if options.model is None:
             model = SMALL_LLAMA | special_tokens(source.encoder.tokenizer)
@@ -296,9 +284,8 @@ class Examples:
 
 def _evaluation(source: EncodedRecords, rule: RowRule, workers: int | None) -> Schedule:
     """The documents to evaluate on, packed; with as many rows at once as there are processes."""
-    documents = documents_together(source, rule.capacity, rule.overflow, workers=workers)
-    corpus = Corpus.collect(documents, option="--eval-data")
     limits = RowRule(rule.capacity, rule.overflow, rule.context, rule.min_piece, rule.max_segments)
+    corpus = Corpus.collect(documents_together(source, limits, workers=workers), option="--eval-data")
     rows = make_plan(corpus.documents.lengths, limits)
     return Schedule(corpus, (rows,), launch.world_size(), pad_id=source.pad_id)
 

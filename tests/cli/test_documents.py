@@ -9,10 +9,11 @@ import pytest
 
 from crosspack.cli import documents
 from crosspack.cli.documents import documents_together
-from crosspack.cli.options import EncodedRecords, check_data, documents_of
+from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.encoding.text import Policy
 from crosspack.packing.workers import Processes
 from packing_core.errors import PackingError
+from packing_core.planning.rule import RowRule
 from tests.cli.console import done
 
 COUNT = 400
@@ -52,11 +53,8 @@ def test_documents_do_not_depend_on_the_number_of_processes(model, files, counts
         records = check_data(data, None, more=("rank",))
         source = EncodedRecords.of(records, str(model.parent), Policy("completion", eos=False))
         skipped: list[str] = []
-        if workers is None:
-            skip = lambda _, error: skipped.append(str(error))  # noqa: E731
-            given = documents_of(source.encoder, records.items(), 64, "error", key="rank", skip=skip)
-        else:
-            given = documents_together(source, 64, "error", key="rank", skipped=skipped, workers=workers)
+        rule, limit = RowRule(64, order="sorted", keys="rank"), len(list(records.items())) if workers is None else None
+        given = documents_together(source, rule, limit=limit, skipped=skipped, workers=workers)
         found = [(d.ids.tolist(), d.trained.tolist(), d.key) for d in given]
         return found, skipped, source.encoder.left_out
 
@@ -70,7 +68,7 @@ def test_the_first_record_that_cannot_be_used_is_named(model, files, counts):
     for workers in (1, 2):
         source = EncodedRecords.of(check_data(files[:1], None), str(model.parent), Policy())
         with pytest.raises(PackingError, match=r"a\.jsonl:71: "):
-            list(documents_together(source, 64, "error", workers=workers))
+            list(documents_together(source, RowRule(64), workers=workers))
 
 
 def test_train_and_bench_tokenise_by_several_processes(model, files, counts):
