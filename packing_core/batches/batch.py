@@ -16,10 +16,10 @@ import numpy as np
 from packing_core.batches import conventions, views
 from packing_core.batches import documents as by_document
 from packing_core.batches.derived import DerivedBatch, Int32
-from packing_core.batches.select import select, single_rows, slice_rows, without_padding
+from packing_core.batches.select import select, single_rows, without_padding
 from packing_core.errors import LayoutError
 from packing_core.storage.arrays import read_only
-from packing_core.storage.segment_indexing import Array, Int64, chosen, indexes
+from packing_core.storage.segment_indexing import Array, Int64, indexes
 
 
 class PackedBatch(DerivedBatch):
@@ -67,11 +67,7 @@ class PackedBatch(DerivedBatch):
 
     def __getitem__(self, rows: int | slice | Int64 | list[int]) -> PackedBatch:
         """The batch of some of the rows, in the order asked for: an int gives one row, a slice copies no tokens."""
-        if isinstance(rows, slice) and rows.step in (None, 1):
-            numbers = chosen(rows, len(self))
-            begin = int(numbers[0]) if len(numbers) else 0
-            return _unchecked(slice_rows(self, begin, begin + len(numbers)))
-        return PackedBatch(**select(self, rows))
+        return _unchecked(select(self, rows))
 
     def single_rows(self, first: int = 0) -> Iterator[PackedBatch]:
         """``batch[r]`` for each row r from ``first`` on, without copying tokens and at a tenth of the cost."""

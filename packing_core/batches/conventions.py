@@ -83,30 +83,13 @@ def _trl(batch: DerivedBatch) -> dict[str, Any]:
 
 
 def _grain(batch: DerivedBatch) -> dict[str, Any]:
-    targets, weights = _shifted(batch)
-    segment_ids, positions = batch.segment_ids, batch.position_ids
-    return {
-        "inputs": as_int32(batch.input_ids, "input_ids"),
-        "inputs_segment_ids": segment_ids,
-        "inputs_positions": positions,
-        "targets": targets,
-        "targets_segment_ids": segment_ids,
-        "targets_positions": positions,
-        "loss_weights": weights,
-    }
+    arrays, weights = _pairs(batch, "segment_ids", "positions")
+    return arrays | {"loss_weights": weights}
 
 
 def _maxtext(batch: DerivedBatch) -> dict[str, Any]:
-    targets, weights = _shifted(batch)
-    segment_ids, positions = batch.segment_ids, batch.position_ids
-    return {
-        "inputs": as_int32(batch.input_ids, "input_ids"),
-        "inputs_segmentation": segment_ids,
-        "inputs_position": positions,
-        "targets": targets,
-        "targets_segmentation": np.where(weights != 0, segment_ids, 0),
-        "targets_position": positions,
-    }
+    arrays, weights = _pairs(batch, "segmentation", "position")
+    return arrays | {"targets_segmentation": np.where(weights != 0, arrays["inputs_segmentation"], 0)}
 
 
 CONVENTIONS: dict[str, Callable[[DerivedBatch], dict[str, Any]]] = {
@@ -117,15 +100,22 @@ CONVENTIONS: dict[str, Callable[[DerivedBatch], dict[str, Any]]] = {
 }
 
 
-def _shifted(batch: DerivedBatch) -> tuple[Array, Array]:
-    """Targets int32 and weights float32, [R, capacity], each one token earlier; 0 where nothing is trained.
+def _pairs(batch: DerivedBatch, numbers: str, positions: str) -> tuple[dict[str, Array], Array]:
+    """Inputs and targets int32 with their segments, and weights float32, [R, capacity] each.
 
-    The weight of a segment's first token is 0, so shifting whole rows brings nothing across a boundary.
+    Targets and weights are one token earlier, 0 where nothing is trained. The weight of a segment's first token is 0,
+    so shifting whole rows brings nothing across a boundary.
+
+    Args:
+        numbers, positions: what the convention calls segment ids and positions, behind ``inputs_`` and ``targets_``.
     """
     targets, weights = np.zeros(batch.input_ids.shape, np.int32), np.zeros(batch.input_ids.shape, np.float32)
     weights[:, :-1] = batch.loss_weights[:, 1:]
     np.copyto(targets[:, :-1], as_int32(batch.targets, "targets")[:, 1:], where=weights[:, :-1] != 0)
-    return targets, weights
+    arrays = {"inputs": as_int32(batch.input_ids, "input_ids"), "targets": targets}
+    for name, array in ((numbers, batch.segment_ids), (positions, batch.position_ids)):
+        arrays |= {f"inputs_{name}": array, f"targets_{name}": array}
+    return arrays, weights
 
 
 def _columns(batch: DerivedBatch, convention: str) -> list[tuple[str, Any]]:

@@ -11,31 +11,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing_core.batches.stored import StoredBatch
-from packing_core.storage.arrays import read_only
+from packing_core.storage.arrays import frozen, read_only
 from packing_core.storage.segment_indexing import Int64, chosen, indexes, offsets_of
 
 
 def select(batch: StoredBatch, rows: int | slice | Int64 | list[int]) -> dict[str, Any]:
-    """The fields of the batch of these rows, in the order asked for; a slice copies no tokens."""
+    """The fields of the batch of these rows, in the order asked for; a slice of neighbours copies no tokens.
+
+    They need not be checked, as those of the batch were.
+    """
     numbers = chosen(rows, len(batch))
-    bounds = np.searchsorted(batch.rows, np.stack([numbers, numbers + 1]))
-    counts = bounds[1] - bounds[0]
-    picked = indexes(bounds[0], counts)
-    tokens = rows if isinstance(rows, slice) else numbers
-    given = {
-        "cu_seqlens": offsets_of(batch.lengths[picked]),
-        "rows": np.repeat(np.arange(len(numbers)), counts),
-        "parents": _moved(batch, picked, np.repeat(np.cumsum(counts) - counts - bounds[0], counts)),
-    }
-    return {entry.name: _part(batch, entry.name, tokens, picked) for entry in fields(batch)} | given
-
-
-def slice_rows(batch: StoredBatch, begin: int, end: int) -> dict[str, Any]:
-    """The fields of consecutive rows, without copying tokens. They need not be checked, as those of the batch were."""
-    first, last = np.searchsorted(batch.rows, (begin, end)).tolist()
-    entries, rows = batch.cu_seqlens[first : last + 1] - batch.cu_seqlens[first], batch.rows[first:last] - begin
-    tokens, picked = slice(begin, end), slice(first, last)
-    given = {"cu_seqlens": read_only(entries), "rows": read_only(rows), "parents": _moved(batch, picked, -first)}
+    picked: slice | Int64
+    if isinstance(rows, slice) and rows.step in (None, 1):
+        row = int(numbers[0]) if len(numbers) else 0
+        first, last = np.searchsorted(batch.rows, (row, row + len(numbers))).tolist()
+        picked, moved, tokens = slice(first, last), -first, rows
+        entries, of_segments = batch.cu_seqlens[first : last + 1] - batch.cu_seqlens[first], batch.rows[picked] - row
+    else:
+        begin, end = np.searchsorted(batch.rows, np.stack([numbers, numbers + 1]))
+        counts = end - begin
+        picked, tokens = indexes(begin, counts), numbers
+        moved = np.repeat(np.cumsum(counts) - counts - begin, counts)
+        entries, of_segments = offsets_of(batch.lengths[picked]), np.repeat(np.arange(len(numbers)), counts)
+    parents = _moved(batch, picked, moved)
+    given = {"cu_seqlens": frozen(entries), "rows": frozen(of_segments), "parents": parents}
     return {entry.name: _part(batch, entry.name, tokens, picked) for entry in fields(batch)} | given
 
 
@@ -55,11 +54,10 @@ def single_rows(batch: StoredBatch, first: int = 0) -> Iterator[dict[str, Any]]:
     columns, per_document, context = batch.columns.items(), batch.per_document.items(), batch.context
     for row, (begin, end) in enumerate(pairwise(bounds.tolist()), first):
         entries = cu_seqlens[begin : end + 1] - cu_seqlens[begin]
-        entries.flags.writeable = False
         made = absent | alike
         for name, array in tokens:
             made[name] = array[row : row + 1]
-        made["cu_seqlens"], made["rows"] = entries, zeros[: end - begin]
+        made["cu_seqlens"], made["rows"] = frozen(entries), zeros[: end - begin]
         made["sources"], made["starts"] = sources[begin:end], starts[begin:end]
         made["columns"] = {name: array[row : row + 1] for name, array in columns}
         made["per_document"] = {name: array[begin:end] for name, array in per_document}
@@ -92,9 +90,7 @@ def _moved(batch: StoredBatch, picked: slice | Int64, by: int | Int64) -> Int64 
 
 def _part(batch: StoredBatch, name: str, tokens: slice | Int64, picked: slice | Int64) -> Any:
     value = getattr(batch, name)
-    if name in ("input_ids", "labels", "loss_mask"):
-        return None if value is None else value[tokens]
+    places: Any = tokens if name in ("input_ids", "labels", "loss_mask", "columns") else picked
     if name in ("columns", "per_document"):
-        places: slice | NDArray[Any] = tokens if name == "columns" else picked
-        return {key: array[places] for key, array in value.items()}
-    return value[picked] if name in ("sources", "starts") or (name == "context" and value is not None) else value
+        return {key: frozen(array[places]) for key, array in value.items()}
+    return frozen(value[places]) if isinstance(value, np.ndarray) else value

@@ -21,7 +21,7 @@ from packing_core.errors import CapacityError, LayoutError, reading
 from packing_core.planning import bins as _bins
 from packing_core.planning.composition import Composition, composition
 from packing_core.planning.pieces import MOST_TOKENS, positive
-from packing_core.storage.arrays import as_int64, read_only
+from packing_core.storage.arrays import as_int64, frozen, read_only
 from packing_core.storage.segment_indexing import indexes, offsets_of, sliced
 
 Int64 = NDArray[np.int64]
@@ -182,7 +182,7 @@ class PackPlan:
         it there.
         """
         context = self.context if len(self.context) else np.zeros(self.n_pieces, np.int64)
-        return _frozen(context + (self.restarts & (context > 0)))
+        return frozen(context + (self.restarts & (context > 0)))
 
     @property
     def efficiency(self) -> float:
@@ -192,13 +192,13 @@ class PackPlan:
     @cached_property
     def row_tokens(self) -> Int64:
         """int64 [R] real tokens of each row."""
-        return _frozen(np.add.reduceat(self.length, self.row_offsets[:-1]))
+        return frozen(np.add.reduceat(self.length, self.row_offsets[:-1]))
 
     @cached_property
     def offset(self) -> Int64:
         """int64 [P] where each piece begins within its row."""
         begin = np.cumsum(self.length) - self.length
-        return _frozen(begin - np.repeat(begin[self.row_offsets[:-1]], np.diff(self.row_offsets)))
+        return frozen(begin - np.repeat(begin[self.row_offsets[:-1]], np.diff(self.row_offsets)))
 
     @cached_property
     def lower_bound(self) -> int:
@@ -333,11 +333,6 @@ class PackPlan:
             f"PackPlan({self.n_rows:,} rows of {self.capacity:,}, {self.n_pieces:,} pieces, {self.n_tokens:,} tokens, "
             f"efficiency {self.efficiency:.4f})"
         )
-
-
-def _frozen(array: Int64) -> Int64:
-    array.flags.writeable = False
-    return array
 
 
 def _first(wrong: NDArray[np.bool_]) -> int | None:

@@ -78,6 +78,12 @@ def read_only(array: AnyArray) -> AnyArray:
     return view
 
 
+def frozen(array: AnyArray) -> AnyArray:
+    """The same array, a new one of the caller's, which cannot be written from here on."""
+    array.flags.writeable = False
+    return array
+
+
 def row_number(index: Any, count: int, what: str = "row") -> int:
     """``index`` as a number from 0 to ``count`` - 1; negative ones count from the end.
 
