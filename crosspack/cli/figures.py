@@ -31,7 +31,7 @@ def compare_titles(result: TrainResult) -> tuple[str, str]:
 
 def compare_figure(result: TrainResult, schedule: Schedule, path: Path, *, title: str) -> None:
     """Write the picture of ``--compare``: loss over tokens, loss over seconds, and how full the rows are."""
-    figure = _figure(12, 8.4)
+    figure = require("matplotlib.figure", extra="plot").Figure(figsize=(12, 8.4), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=[1.15, 1])
     over_tokens, over_seconds = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
     for number, (run, records) in enumerate(result.records.items()):
@@ -57,7 +57,11 @@ def compare_figure(result: TrainResult, schedule: Schedule, path: Path, *, title
     for axes in (padded, packed):  # one scale: a token has the same size in both
         axes.set(xlim=(0, schedule.plans[0].capacity), ylim=(_SHOWN - 0.5, -0.5))
     _explain_colours(figure)
-    _save(figure, path, title)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 def _draw_padded(axes: Any, schedule: Schedule, waste: float) -> None:
@@ -107,15 +111,3 @@ def _strip(axes: Any, lines: int) -> None:
     axes.set_ylim(lines - 0.5, -0.5)
     axes.set_yticks([])
     axes.margins(x=0)
-
-
-def _figure(width: float, height: float) -> Any:
-    return require("matplotlib.figure", extra="plot").Figure(figsize=(width, height), layout="constrained")
-
-
-def _save(figure: Any, path: Path, title: str) -> None:
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=13, fontweight="bold")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)

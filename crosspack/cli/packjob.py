@@ -25,7 +25,7 @@ from crosspack.encoding.tokenizer import vocabulary_digest
 from crosspack.packing.journal import journal, read_journal
 from crosspack.packing.mixture import Mixed
 from crosspack.packing.run import Part, Run, Worker
-from crosspack.packing.unit import UNFINISHED, Key, OnError, Rules, bad_file, notes_file
+from crosspack.packing.unit import UNFINISHED, Key, OnError, Rules
 from crosspack.packing.workers import Inline, Pool, Processes, Work
 from crosspack.packing.writers import PACKED, Format
 from crosspack.reading import Records
@@ -348,7 +348,8 @@ def finish_job(
         writer = replace(run.worker, encoder=None)
         with opened_pool(writer, files, totals.size, options.workers, options.engine) as (pool, _):
             run.write_files(pool, sequence, job.rows_per_file)
-    for name, kind in ((NOTES, notes_file), (BAD, bad_file)):
+    kinds: tuple[tuple[str, Literal["notes", "bad"]], ...] = ((NOTES, "notes"), (BAD, "bad"))
+    for name, kind in kinds:
         lines = run.notes(folder_of, kind)
         if (first := next(lines, None)) is not None:
             with open(target.partial / name, "wb") as out:

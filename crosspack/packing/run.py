@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,10 +26,8 @@ from crosspack.packing.unit import (
     OnError,
     Outcome,
     Rules,
-    left_file,
     make_unit,
     pack_documents,
-    rows_file,
     write,
 )
 from crosspack.packing.workers import Failed, Finished, Pool
@@ -173,13 +171,8 @@ class Totals:
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, outcome: Outcome) -> None:
-        self.size += outcome.size
-        self.records += outcome.records
-        self.documents += outcome.documents
-        self.rows += outcome.rows
-        self.tokens += outcome.tokens
-        self.trained += outcome.trained
-        self.left_tokens += outcome.left_tokens
+        for name in ("size", "records", "documents", "rows", "tokens", "trained", "left_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(outcome, name))
         self.counts.update(outcome.counts)
 
 
@@ -255,7 +248,7 @@ class Run:
             The files of rows of all units, in order, and how many rows each has.
         """
         rules = self.worker.rules
-        sequence = [(rows_file(folder_of(key), key), self.outcomes[key].rows) for key in sorted(self.outcomes)]
+        sequence = [(key.file(folder_of(key), "rows"), self.outcomes[key].rows) for key in sorted(self.outcomes)]
         if rules.planned_at_once:
             return self._pack_at_once(folder_of)
         limit = max(PACKED_TOGETHER, 64 * rules.rows.capacity)
@@ -271,7 +264,7 @@ class Run:
 
         for key in sorted(self.outcomes):
             if self.outcomes[key].left:
-                held.append(Rows.load(left_file(folder_of(key), key)))
+                held.append(Rows.load(key.file(folder_of(key), "left")))
                 if sum(len(rows.ids) for rows in held) >= limit:
                     held = emit(last=False)
         if held:
@@ -292,12 +285,12 @@ class Run:
                 f"--order-by {rules.rows.keys} is a number at {first['number']} and a text at {first['text']}: give "
                 "every record a number, or every record a text"
             )
-        planned = planned_rows([left_file(folder_of(key), key) for key in keys], rules)
+        planned = planned_rows([key.file(folder_of(key), "left") for key in keys], rules)
         return [self._kept(rows, Key(len(self.stretches), number)) for number, rows in enumerate(planned)]
 
     def _kept(self, rows: Rows, key: Key) -> tuple[Path, int]:
         """Writes rows of no unit of the input, and counts them; returns their file and how many they are."""
-        path = rows_file(self.worker.units, key)
+        path = key.file(self.worker.units, "rows")
         write(path, rows)
         trained = int(np.count_nonzero(rows.targets))
         self.totals.add(Outcome(*key, rows=len(rows), tokens=len(rows.ids), trained=trained))
@@ -322,11 +315,10 @@ class Run:
             raise failed[0]
         self.files.sort(key=lambda file: file.name)
 
-    def notes(self, folder: Callable[[Key], Path], kind: Callable[[Path, Key], Path]) -> Iterator[bytes]:
+    def notes(self, folder: Callable[[Key], Path], kind: Literal["notes", "bad"]) -> Iterator[bytes]:
         """The contents of all units' notes, in order."""
         for key in sorted(self.outcomes):
-            path = kind(folder(key), key)
-            if path.exists():
+            if (path := key.file(folder(key), kind)).exists():
                 yield path.read_bytes()
 
 

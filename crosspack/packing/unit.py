@@ -45,9 +45,9 @@ class Key(NamedTuple):
     stretch: int
     piece: int
 
-    @property
-    def name(self) -> str:
-        return f"{self.stretch:07d}-{self.piece:07d}"
+    def file(self, folder: Path, kind: Literal["rows", "left", "notes", "bad"]) -> Path:
+        """Returns the file of a unit: its full rows, the documents it hands on, its notes, or its bad records."""
+        return folder / f"{self.stretch:07d}-{self.piece:07d}.{kind}"
 
 
 @dataclass(frozen=True)
@@ -106,22 +106,6 @@ class Outcome:
         return Key(self.stretch, self.piece)
 
 
-def rows_file(folder: Path, key: Key) -> Path:
-    return folder / f"{key.name}.rows"
-
-
-def left_file(folder: Path, key: Key) -> Path:
-    return folder / f"{key.name}.left"
-
-
-def notes_file(folder: Path, key: Key) -> Path:
-    return folder / f"{key.name}.notes"
-
-
-def bad_file(folder: Path, key: Key) -> Path:
-    return folder / f"{key.name}.bad"
-
-
 def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: OnError, folder: Path) -> Outcome:
     """Encode and pack a piece, and write what comes of it to ``folder``, complete or not at all.
 
@@ -167,13 +151,10 @@ def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: 
     outcome.rows, outcome.tokens, outcome.trained = len(full), len(full.ids), int(np.count_nonzero(full.targets))
     outcome.left, outcome.left_tokens = len(left), len(left.ids)
     outcome.counts = dict(Counter([*(note["what"] for note in notes), *("bad" for _ in bad)]))
-    if len(full):
-        write(rows_file(folder, key), full)
-    if len(left):
-        write(left_file(folder, key), left)
-    for path, lines in ((notes_file(folder, key), notes), (bad_file(folder, key), bad)):
-        if lines:
-            write(path, lines)
+    contents: dict[Any, Any] = {"rows": full, "left": left, "notes": notes, "bad": bad}
+    for kind, content in contents.items():
+        if len(content):
+            write(key.file(folder, kind), content)
     return outcome
 
 
