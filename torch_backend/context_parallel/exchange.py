@@ -1,9 +1,10 @@
-"""Differentiable exchanges between the ranks of a context-parallel group, each one all-to-all without padding.
+"""Differentiable exchanges between the ranks of a context-parallel group, without padding.
 
     earlier tokens   [T, ...] -> [T, ...] and [R, C]: the tokens of other ranks that this one needs
     heads            [T, H, ...] -> [N, H / W, ...] and back: whole straddling documents, of a part of the heads
     documents        [T, ...] -> [M, ...] and back: whole documents, each on one rank
     states           [n, ...] -> [m, ...]: those in which the pieces of other ranks ended
+    whole batch      [T, ...] -> [N, ...]: the tokens of all ranks, on every rank, for losses that read whole documents
 
 Every rank of the group takes part in each of them, in the forward and in the backward, whether it sends or not.
 """
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_backend.context_parallel.share import KeyLayout, TokenRun, WholeLayout
+from torch_backend.context_parallel.share import KeyLayout, RankShare, TokenRun, WholeLayout
 
 
 def with_earlier_tokens(
@@ -212,3 +213,33 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: An
     """Tokens [n, ...] by receiving rank -> tokens [m, ...] by sending rank; gradients go back the same way."""
     found: Tensor = _AllToAll.apply(x, list(send), list(receive), group)
     return found
+
+
+def own_tokens(x: Tensor, share: RankShare) -> Tensor:
+    """Values [N, ...] of the whole batch as those [T, ...] of the rank's tokens."""
+    return x.index_select(0, share.index.to(x.device))
+
+
+def whole_tokens(x: Tensor, share: RankShare) -> Tensor:
+    """Values [T, ...] of the rank's tokens as those [N, ...] of the whole batch, on every rank.
+
+    Gradients that are averaged over ranks are those of one process, if every rank takes the same loss of the result.
+    """
+    found: Tensor = _Whole.apply(x if x.is_floating_point() else x.long(), share)
+    return found.to(x.dtype)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: RankShare) -> Tensor:
+        ctx.share = share
+        whole = x.new_zeros(int(share.plan.lengths.sum()), *x.shape[1:])
+        whole.index_copy_(0, share.index.to(x.device), x)
+        dist.all_reduce(whole, group=share.group)  # of zeros but for the rank that has the token
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        share: RankShare = ctx.share
+        return own_tokens(gradient, share) * share.ranks, None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -145,3 +146,17 @@ def context_group(mesh: Any, config: Any, *, method: str = AUTO, recurrent: bool
         cost = Cost()
     attends = bool(cost.squares or cost.windows)
     return ContextGroup(mesh, method, cost, contiguous=recurrent and not attends)
+
+
+@contextmanager
+def draws_of_rank(share: RankShare) -> Iterator[None]:
+    """Inside, the rank draws other random numbers than the other ranks, though all may have been seeded alike.
+
+    By themselves such ranks would drop the same channels of the first token that each holds, of the second and so on,
+    and these may be tokens of one document. Afterwards the generator of the CPU has advanced by one draw on every rank,
+    and that of the device by none, so samplers that draw from them still agree.
+    """
+    seed = int(torch.randint(2**62, (), device="cpu")) + share.rank
+    with torch.random.fork_rng([share.device] if share.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
-from torch_backend.context_parallel.group import AUTO, ContextGroup, context_group
-from torch_backend.context_parallel.random_numbers import draws_of_rank
+from torch_backend.context_parallel.group import AUTO, ContextGroup, context_group, draws_of_rank
 from torch_backend.hf import router
 from torch_backend.hf.anatomy.families import both_ways_of
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of

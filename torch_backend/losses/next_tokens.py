@@ -21,7 +21,7 @@ from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.context_parallel.whole import own_tokens, whole_tokens
+from torch_backend.context_parallel.exchange import own_tokens, whole_tokens
 from torch_backend.ops.repeated import repeated
 from torch_backend.segments import to_device
 

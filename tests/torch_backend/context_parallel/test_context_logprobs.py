@@ -28,7 +28,7 @@ from tests.torch_backend.wrappers import (
     sharded_adapters,
 )
 from torch_backend import PackedCollator, normalise, patch, record_routing, reduce, replay_routing, token_logprobs
-from torch_backend.context_parallel import whole
+from torch_backend.context_parallel import exchange
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.losses import next_tokens
 from torch_backend.losses import token_logprobs as scoring
@@ -285,14 +285,14 @@ def _labels_of_a_part(self: Any, labels: Tensor) -> Tensor:
 
 
 def _unscaled(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return whole.own_tokens(gradient, ctx.share), None
+    return exchange.own_tokens(gradient, ctx.share), None
 
 
 BROKEN_CASE = "policy"
 BROKEN: dict[str, tuple[Any, str, Any]] = {
     "mean of means": (next_tokens, "whole_tokens", _own_alone),
     "shifted after the cut": (next_tokens.NextTokensOverRanks, "targets", _labels_of_a_part),
-    "gradients of a part": (whole._Whole, "backward", staticmethod(_unscaled)),
+    "gradients of a part": (exchange._Whole, "backward", staticmethod(_unscaled)),
 }
 
 

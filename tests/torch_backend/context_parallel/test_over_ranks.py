@@ -18,7 +18,7 @@ from tests.torch_backend.hf.test_conditions import model_of
 from tests.torch_backend.models import tiny
 from tests.torch_backend.vision_models import vision_model
 from torch_backend import patch
-from torch_backend.context_parallel.random_numbers import draws_of_rank
+from torch_backend.context_parallel.group import draws_of_rank
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.edits import rotary
 from torch_backend.hf.inputs.context import refuse_context

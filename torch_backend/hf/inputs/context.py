@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import UnsupportedError, UnsupportedModelError
+from torch_backend.context_parallel.exchange import own_tokens
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.context_parallel.whole import own_tokens
 from torch_backend.hf.anatomy.families import ALIBI, both_ways_of
 from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.model import Anatomy

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from torch_backend.context_parallel.exchange import whole_tokens
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.context_parallel.whole import whole_tokens
 from torch_backend.hf.anatomy.encoders import is_encoder
 from torch_backend.hf.anatomy.families import M_ROPE, PIXELS
 from torch_backend.hf.anatomy.structure import causal_lm, with_values

@@ -21,8 +21,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
+from torch_backend.context_parallel.exchange import own_tokens, whole_tokens
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.context_parallel.whole import own_tokens, whole_tokens
 from torch_backend.hf.edits.override import override, restore
 from torch_backend.hf.entry import running
 from torch_backend.hf.patch import state_of
