@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +32,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import has_ligers_forward, own_forward, without_library_arguments
 from torch_backend.hf.inputs.forests import TAKES_PARENTS
 from torch_backend.hf.patch import cut_over_ranks, state_of
-from torch_backend.losses.next_tokens import NextTokens, next_tokens_of
+from torch_backend.losses.next_tokens import next_tokens_of
 from torch_backend.losses.output_layer import Tail, output_layer_loss
 from torch_backend.ops.divisor import quotient
 
@@ -101,9 +101,8 @@ def causal_lm_loss(
 
 @torch.compiler.disable  # it exchanges modules; a compiled model inside is compiled all the same
 def _causal_lm_loss(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    output, shortcut = _call_for_loss(model, batch, weights)
-    assert shortcut.sums is not None
-    return loss_in(output) * shortcut.count, shortcut.sums[1]
+    output, (_, weight, count) = _call_for_loss(model, batch, weights)
+    return loss_in(output) * count, weight
 
 
 @torch.compiler.disable
@@ -118,17 +117,29 @@ def loss_and_router_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Te
         coefficient; the last is that loss itself. Gradients of all pass through the output of the model, as its
         wrappers want.
     """
-    output, shortcut = _call_for_loss(model, cut_over_ranks(model, batch), None)
-    assert shortcut.sums is not None
-    total, count = shortcut.sums
+    output, (total, count, _) = _call_for_loss(model, cut_over_ranks(model, batch), None)
     return total, count, loss_in(output) - quotient(total, count), output["aux_loss"]
 
 
-def _call_for_loss(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None) -> tuple[Any, _Loss]:
-    """The output of the model, with its loss, and the shortcut by which it was made."""
-    return call_with_shortcut(
-        model, batch, lambda root, head, tail: _Loss(root, head, tail, weights), caller="causal_lm_loss"
-    )
+def _call_for_loss(
+    model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None
+) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
+    """The output of the model, with its loss, and the sum that this is of, the weight and the number of its targets."""
+
+    pairs = next_tokens_of(batch)
+
+    def mean(shortcut: Shortcut, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Any:
+        if shift_labels is None:
+            hidden, targets, of_targets = pairs.trained(hidden, labels, weights)
+        else:
+            targets, of_targets = (x if x is None else x.to(hidden.device) for x in (shift_labels, weights))
+        total, weight = output_layer_loss(
+            shortcut.head, hidden, targets, weights=of_targets, tail=tail, entries=shortcut.entries
+        )
+        count = (targets != IGNORE_INDEX).sum()
+        return quotient(total, count), (total, weight, count)
+
+    return call_with_shortcut(model, batch, mean, caller="causal_lm_loss")
 
 
 def loss_in(output: Any) -> Tensor:
@@ -141,21 +152,21 @@ def loss_in(output: Any) -> Tensor:
     return loss
 
 
-S = TypeVar("S", bound="Shortcut")
+# (shortcut, hidden states [B, S, D], tail of the logits, labels [B, S] that the model was given, shifted ones or None)
+# -> a scalar, which the model takes for its loss, and what the caller wants
+Measure = Callable[["Shortcut", Tensor, Tail, Tensor, Tensor | None], tuple[Tensor, Any]]
 
 
-def call_with_shortcut(
-    model: nn.Module, batch: Mapping[str, Any], make: Callable[[Any, nn.Module, Tail | None], S], *, caller: str
-) -> tuple[Any, S]:
+def call_with_shortcut(model: nn.Module, batch: Mapping[str, Any], measure: Measure, *, caller: str) -> tuple[Any, Any]:
     """Call the model while a :class:`Shortcut` stands in for its output layer and its loss function.
 
     Args:
         model, batch: see :func:`causal_lm_loss`.
-        make: the shortcut of a causal language model, its output layer and what is known of its logits.
+        measure: computes the loss from the hidden states.
         caller: the function whose user reads the errors.
 
     Returns:
-        The model's output, and the shortcut that it went through.
+        The model's output, and what ``measure`` returned beside the loss.
 
     Raises: see :func:`causal_lm_loss`.
     """
@@ -163,12 +174,12 @@ def call_with_shortcut(
         raise LayoutError(f"{caller} takes a batch with labels, got {', '.join(batch)}")
     root = causal_lm(model)
     with _lock_of(root):
-        return _called_with_shortcut(model, root, batch, make, caller)
+        return _called_with_shortcut(model, root, batch, measure, caller)
 
 
 def _called_with_shortcut(
-    model: nn.Module, root: Any, batch: Mapping[str, Any], make: Callable[[Any, nn.Module, Tail | None], S], caller: str
-) -> tuple[Any, S]:
+    model: nn.Module, root: Any, batch: Mapping[str, Any], measure: Measure, caller: str
+) -> tuple[Any, Any]:
     head = root.get_output_embeddings()
     name = type(root).__name__
     if head is None:
@@ -179,8 +190,7 @@ def _called_with_shortcut(
     tail, of = _tails.get(root, (None, None))
     if (state := state_of(root)) is not None:
         state.require_fit()  # with its own output layer, through which a proof of what was added goes
-    shortcut = make(root, head, tail if of == known_of else None)
-    shortcut.pairs = next_tokens_of(batch)
+    shortcut = Shortcut(root, head, tail if of == known_of else None, measure)
     # The first call compares values, which a compiled model cannot do.
     eager = nullcontext() if shortcut.tail is not None else torch.compiler.set_stance("force_eager")
     if has_ligers_forward(root):
@@ -198,7 +208,12 @@ def _called_with_shortcut(
         raise UnsupportedModelError(f"{name} does not make its loss from its output layer by loss_function: {WAY_OUT}")
     assert shortcut.tail is not None
     _tails[root] = shortcut.tail, known_of
-    return output, shortcut
+    return output, shortcut.result
+
+
+def entries_of(root: Any, head: nn.Module) -> int:
+    """Counts the logits of each token of a causal language model with this output layer."""
+    return int(getattr(head, "out_features", 0) or root.config.get_text_config().vocab_size)
 
 
 class _StandIn(Tensor):
@@ -218,16 +233,17 @@ class _StandIn(Tensor):
 class Shortcut(nn.Module):
     """Replaces the output layer during one call, and keeps its input for :meth:`loss_function`."""
 
-    def __init__(self, root: Any, head: nn.Module, tail: Tail | None) -> None:
+    def __init__(self, root: Any, head: nn.Module, tail: Tail | None, measure: Measure) -> None:
         super().__init__()
         self.head = head  # a submodule, so that whatever walks through the model in the call still finds it
+        self.measure = measure
         self.stock_loss = root.loss_function
         self.model = type(root).__name__
-        self.entries = int(getattr(head, "out_features", 0) or root.config.get_text_config().vocab_size)
+        self.entries = entries_of(root, head)
         self.candidates = Tail.candidates(root.config)
         self.tail = tail
         self.hidden: Tensor | None = None
-        self.pairs = NextTokens({})
+        self.result: Any = None
         self.done = False
 
     def __getattr__(self, name: str) -> Any:
@@ -257,15 +273,11 @@ class Shortcut(nn.Module):
             raise UnsupportedModelError(f"{self.model} does not make one loss of one output layer: {WAY_OUT}")
         if self.tail is None:
             self.tail = self._tail_of(logits)
-        loss = self.loss_of(self.hidden, self.tail, labels, shift_labels)
+        loss, self.result = self.measure(self, self.hidden, self.tail, labels, shift_labels)
         self.done, _thread.before_loss = True, False
         return loss
 
     setattr(loss_function, TAKES_PARENTS, True)
-
-    def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
-        """A scalar made of the hidden states [B, S, D] and the labels [B, S] that the model was given."""
-        raise NotImplementedError
 
     def _probe(self) -> Tensor:
         assert self.hidden is not None
@@ -280,32 +292,6 @@ class Shortcut(nn.Module):
             if logits.shape == wanted.shape and torch.allclose(logits.float(), wanted, rtol=0, atol=tolerance):
                 return tail
         raise UnsupportedModelError(f"{self.model} does more to its logits than a scale and a softcap: {WAY_OUT}")
-
-
-class _Loss(Shortcut):
-    """The mean next-token loss."""
-
-    def __init__(self, root: Any, head: nn.Module, tail: Tail | None, weights: Tensor | None) -> None:
-        super().__init__(root, head, tail)
-        self.weights = weights
-        self.sums: tuple[Tensor, Tensor] | None = None
-        self.count: Tensor
-
-    def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
-        targets, weights = shift_labels, self.weights
-        if targets is None:
-            hidden, targets, weights = (
-                self.pairs.hidden(hidden),
-                self.pairs.targets(labels),
-                self.pairs.weights(weights),
-            )
-        targets = targets.to(hidden.device)
-        weights = None if weights is None else weights.to(hidden.device)
-        if shift_labels is None:
-            hidden, targets, weights = self.pairs.trained(hidden, targets, weights)
-        self.sums = output_layer_loss(self.head, hidden, targets, weights=weights, tail=tail, entries=self.entries)
-        self.count = (targets != IGNORE_INDEX).sum()
-        return quotient(self.sums[0], self.count)
 
 
 @contextmanager

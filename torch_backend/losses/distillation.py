@@ -22,11 +22,13 @@ from torch import Tensor, nn
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
+from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.patch import cut_over_ranks
-from torch_backend.losses.causal_lm import LOSS_WEIGHTS, Shortcut, call_with_shortcut, loss_in
+from torch_backend.losses.causal_lm import LOSS_WEIGHTS, Shortcut, call_with_shortcut, entries_of, loss_in
+from torch_backend.losses.next_tokens import next_tokens_of
 from torch_backend.losses.output_layer import Tail, linear_logits, output_layer_divergence
 from torch_backend.ops.divisor import quotient
-from torch_backend.ops.linear_divergence import LinearLogits, check_divergence
+from torch_backend.ops.linear_divergence import check_divergence
 
 
 def causal_lm_divergence(
@@ -66,74 +68,34 @@ def divergence_and_entropy(
         raise PackingError(f"temperature must be above 0, got {temperature}")
     if batch.get("shift_labels") is not None:
         raise LayoutError("causal_lm_divergence takes labels as they stand with the tokens: leave shift_labels out")
+    roots = (causal_lm(model) for model in (student, teacher))
+    check_divergence(*(entries_of(root, root.get_output_embeddings()) for root in roots), beta)
     inputs = {name: x for name, x in batch.items() if name != LOSS_WEIGHTS}
     device = next(teacher.parameters()).device
     moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    batch_of_teacher, batch_of_student = cut_over_ranks(teacher, moved), cut_over_ranks(student, inputs)
 
-    def of_teacher(root: Any, head: nn.Module, tail: Tail | None) -> _Teacher:
-        return _Teacher(root, head, tail, temperature)
+    def of_teacher(shortcut: Shortcut, hidden: Tensor, tail: Tail, labels: Tensor, _: Tensor | None) -> Any:
+        """A loss of 0, and the logits of trained tokens, not made yet."""
+        predicting, _, _ = next_tokens_of(batch_of_teacher).trained(hidden, labels, None)
+        return hidden.new_zeros(()), linear_logits(shortcut.head, predicting, tail.at_temperature(temperature))
 
-    def of_student(root: Any, head: nn.Module, tail: Tail | None) -> _Student:
-        shortcut = _Student(root, head, tail, temperature, expected.logits, beta, batch.get(LOSS_WEIGHTS))
-        check_divergence(shortcut.entries, expected.entries, beta)
-        return shortcut
+    def of_student(shortcut: Shortcut, hidden: Tensor, tail: Tail, labels: Tensor, _: Tensor | None) -> Any:
+        """The mean divergence from these; the number of targets, their weight and the entropy."""
+        pairs = next_tokens_of(batch_of_student)
+        hidden, targets, weights = pairs.trained(hidden, labels, batch.get(LOSS_WEIGHTS))
+        tail = tail.at_temperature(temperature)
+        per_token, entropies = output_layer_divergence(shortcut.head, hidden, tail, logits, beta=beta)
+        counted = targets.flatten() != IGNORE_INDEX
+        weights = counted.to(per_token.dtype) * (1 if weights is None else weights.flatten())
+        loss = quotient((torch.where(counted, per_token, 0) * weights).sum(), counted.sum())
+        return loss, (counted.sum(), weights.sum(), torch.where(counted, entropies, 0).sum())
 
     call = partial(call_with_shortcut, caller="causal_lm_divergence")
     with torch.no_grad():
-        _, expected = call(teacher, cut_over_ranks(teacher, moved), of_teacher)
-    output, measured = call(student, cut_over_ranks(student, inputs), of_student)
-    return loss_in(output) * measured.count, measured.weight, measured.entropy
-
-
-class _Teacher(Shortcut):
-    """Keeps the logits of trained tokens, not made yet; the model gets a loss of 0."""
-
-    logits: LinearLogits
-
-    def __init__(self, root: Any, head: nn.Module, tail: Tail | None, temperature: float) -> None:
-        super().__init__(root, head, tail)
-        self.temperature = temperature
-
-    def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
-        predicting, _, _ = self.trained(hidden, labels, None)
-        self.logits = linear_logits(self.head, predicting, tail.at_temperature(self.temperature))
-        return hidden.new_zeros(())
-
-    def trained(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The hidden states that predict, their targets, and the weights of these."""
-        weights = None if weights is None else self.pairs.weights(weights.to(hidden.device))
-        return self.pairs.trained(self.pairs.hidden(hidden), self.pairs.targets(labels).to(hidden.device), weights)
-
-
-class _Student(_Teacher):
-    """The mean divergence from the logits of a teacher."""
-
-    count: Tensor
-    weight: Tensor
-    entropy: Tensor
-
-    def __init__(
-        self,
-        root: Any,
-        head: nn.Module,
-        tail: Tail | None,
-        temperature: float,
-        teacher: LinearLogits,
-        beta: float,
-        weights: Tensor | None,
-    ) -> None:
-        super().__init__(root, head, tail, temperature)
-        self.teacher, self.beta, self.weights = teacher, beta, weights
-
-    def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
-        hidden, targets, weights = self.trained(hidden, labels, self.weights)
-        tail = tail.at_temperature(self.temperature)
-        per_token, entropies = output_layer_divergence(self.head, hidden, tail, self.teacher, beta=self.beta)
-        counted = targets.flatten() != IGNORE_INDEX
-        weights = counted.to(per_token.dtype) * (1 if weights is None else weights.flatten())
-        self.count, self.weight = counted.sum(), weights.sum()
-        self.entropy = torch.where(counted, entropies, 0).sum()
-        return quotient((torch.where(counted, per_token, 0) * weights).sum(), self.count)
+        _, logits = call(teacher, batch_of_teacher, of_teacher)
+    output, (count, weight, entropy) = call(student, batch_of_student, of_student)
+    return loss_in(output) * count, weight, entropy
 
 
 def distillation_loss(

@@ -20,8 +20,8 @@ from torch import Tensor
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError
-from torch_backend.context_parallel.share import RankShare
 from torch_backend.context_parallel.exchange import own_tokens, whole_tokens
+from torch_backend.context_parallel.share import RankShare
 from torch_backend.ops.repeated import repeated
 from torch_backend.segments import to_device
 
@@ -67,16 +67,14 @@ class NextTokens:
         """Labels [B, S] at their own tokens -> the targets of what :meth:`hidden` returns, -100 for none."""
         return self._moved(labels, IGNORE_INDEX)
 
-    def weights(self, weights: Tensor | None) -> Tensor | None:
-        """Weights [B, S] of labels, as :meth:`targets`."""
-        return None if weights is None else self._moved(weights, 0)
+    def trained(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states [B, S, D] -> those that predict; labels and weights [B, S] -> their targets and weights.
 
-    def trained(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states [B, S, D], targets and weights [B, S], with few of those that have no target: [1, N, ...].
-
-        For batches that say on the host how many targets they have at most. One that has more than it says gets NaN
-        for its weights, and so for its loss, because nothing is read back here.
+        Of batches that say on the host how many targets they have at most, with few of those that have none. One that
+        has more than it says gets NaN for its weights, and so for its loss, because nothing is read back here.
         """
+        hidden, targets = self.hidden(hidden), self.targets(labels).to(hidden.device)
+        weights = None if weights is None else self._moved(weights.to(hidden.device), 0)
         if self._most is None or self._places is not None:
             return hidden, targets, weights
         rows = max(1, -(-self._most // ROUNDED)) * ROUNDED

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch_backend.ops.linear_divergence import LinearLogits, linear_divergence
 from torch_backend.ops.linear_logprobs import linear_logprobs
 
 CHUNK_BYTES = 2**30  # float32 logits of one chunk
+_SHARDED = FSDPModule, FullyShardedDataParallel
 
 
 # The names by which configs of the known families keep the scale and softcap of their logits.
@@ -80,14 +82,19 @@ def output_layer_loss(
     if _is_linear(head):
 
         def fused(hidden: Tensor) -> tuple[Tensor, Tensor]:
-            return _fused(head, hidden, targets, weights, tail)
+            x, weight, bias = _operands(head, hidden)
+            options: dict[str, Any] = {"scale": tail.scale, "softcap": tail.softcap}
+            return linear_cross_entropy(x, weight, targets, bias=bias, weights=weights, **options)
 
-        # FSDP's hooks gather the weight before the call, and watch its result for the backward.
-        return _called_with(head, fused, hidden) if isinstance(head, FSDPModule) else fused(hidden)
-    if isinstance(head, FSDPModule | FullyShardedDataParallel):
-        # Every call communicates, so the number of calls must not depend on the rank's batch.
-        return _loss_of_logits(head, hidden, targets, weights, tail)
-    return _chunked(head, hidden, targets, weights, tail, rows=max(1, CHUNK_BYTES // (4 * entries)))
+        return _between_hooks(head, fused, hidden)
+
+    def of_logits(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return packed_cross_entropy(tail(logits), targets, weights=weights)
+
+    given = (targets,) if weights is None else (targets, weights)
+    again = not isinstance(head, _SHARDED)
+    loss_sum, weight_sum = _by_chunks(head, of_logits, hidden, *given, logit_bytes=4 * entries, again=again)
+    return loss_sum.sum(), weight_sum.sum()
 
 
 def output_layer_logprobs(
@@ -115,19 +122,17 @@ def output_layer_logprobs(
             found = linear_logprobs(x, weight, ids.flatten(0, 1), bias=bias, **options)
             return found[0].view(ids.shape), found[1].view(ids.shape[:2])
 
-        if isinstance(head, FSDPModule):
-            logprobs, entropies = _called_with(head, fused, hidden)
-            return logprobs, entropies
-        return fused(hidden)
-    rows = max(1, CHUNK_BYTES // (32 * entries))  # several tensors as large as the logits live at a time
-    if isinstance(head, FSDPModule | FullyShardedDataParallel):
-        rows = ids.shape[0] * ids.shape[1]  # every call communicates: see output_layer_loss
-    parts = (x.flatten(0, 1)[None].split(rows, 1) for x in (hidden, ids))
-    found = [
-        checkpoint(_logprobs_of_logits, head, *part, tail, entropy, use_reentrant=False)
-        for part in zip(*parts, strict=True)
-    ]
-    logprobs, entropies = (torch.cat(column, 1) for column in zip(*found, strict=True))
+        return _between_hooks(head, fused, hidden)
+
+    def of_logits(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = tail(logits.to(torch.promote_types(logits.dtype, torch.float32))).log_softmax(-1)
+        left_out = ids[..., 0] < 0
+        at_ids = log_p.gather(-1, ids.clamp(min=0)).masked_fill(left_out[..., None], 0)
+        entropies = -(log_p.exp() * log_p).sum(-1) if entropy else log_p.new_zeros(left_out.shape)
+        return at_ids, entropies.masked_fill(left_out, 0)
+
+    # several tensors as large as the logits live at a time
+    logprobs, entropies = _by_chunks(head, of_logits, hidden, ids, logit_bytes=32 * entries)
     return logprobs.view(ids.shape), entropies.view(ids.shape[:2])
 
 
@@ -154,24 +159,18 @@ def output_layer_divergence(
     head: nn.Module, hidden: Tensor, tail: Tail, teacher: LinearLogits, *, beta: float
 ) -> tuple[Tensor, Tensor]:
     """:func:`torch_backend.ops.linear_divergence.linear_divergence` of ``tail(head(hidden))``: [B * S] and [B * S]."""
-
-    if not (isinstance(head, FSDPModule) and _is_linear(head)):
-        return linear_divergence(linear_logits(head, hidden, tail), teacher, beta=beta)
-    divergence, entropy = _called_with(
-        head, lambda hidden: linear_divergence(_unmade(head, hidden, tail), teacher, beta=beta), hidden
+    logits = _unmade if isinstance(head, FSDPModule) and _is_linear(head) else linear_logits
+    return _between_hooks(
+        head, lambda hidden: linear_divergence(logits(head, hidden, tail), teacher, beta=beta), hidden
     )
-    return divergence, entropy
 
 
 @torch.no_grad()
 def most_likely(head: nn.Module, hidden: Tensor, k: int, *, entries: int) -> Tensor:
     """int64 [B, S, k]: the ids of the largest logits, largest first; a scale above 0 and a softcap keep their order."""
     _refuse_scattered(head)
-    rows = max(1, CHUNK_BYTES // (8 * entries))
-    if isinstance(head, FSDPModule | FullyShardedDataParallel):
-        rows = hidden.shape[0] * hidden.shape[1]
-    parts = hidden.flatten(0, 1)[None].split(rows, 1)
-    return torch.cat([_whole(head(part)).topk(k).indices for part in parts], 1).view(*hidden.shape[:2], k)
+    (ids,) = _by_chunks(head, lambda logits: (logits.topk(k).indices,), hidden, logit_bytes=8 * entries)
+    return ids.view(*hidden.shape[:2], k)
 
 
 def _is_linear(head: nn.Module) -> bool:
@@ -212,13 +211,46 @@ def _refuse_scattered(head: nn.Module) -> None:
         )
 
 
-def _called_with(head: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-    """``forward(*args)`` between the hooks of ``head``."""
+def _between_hooks(head: nn.Module, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+    """``forward(hidden)``; between FSDP2's hooks, which gather the weight and watch the result for the backward."""
+    if not isinstance(head, FSDPModule):
+        return forward(hidden)
     head.forward = forward
     try:
-        return head(*args)
+        return head(hidden)
     finally:
         del head.forward
+
+
+def _by_chunks(
+    head: nn.Module,
+    of_logits: Callable[..., tuple[Tensor, ...]],
+    hidden: Tensor,
+    *others: Tensor,
+    logit_bytes: int,
+    again: bool = True,
+) -> list[Tensor]:
+    """The results [1, N, ...] of ``of_logits`` on some tokens at a time.
+
+    Args:
+        of_logits: (logits, ``others``), of [1, n, ...] each -> [1, n, ...] or scalars, which are stacked.
+        hidden, others: [B, S, ...].
+        logit_bytes: of a token.
+        again: makes the logits again in the backward instead of keeping them.
+    """
+    rows = max(1, CHUNK_BYTES // logit_bytes)
+    if isinstance(head, _SHARDED):  # which communicates in calls: as many on every rank
+        rows = hidden.shape[0] * hidden.shape[1]
+
+    def of_part(hidden: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        logits = head(hidden)
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return of_logits(logits, *(x.to(logits.device) for x in others))
+
+    parts = zip(*(x.flatten(0, 1)[None].split(rows, 1) for x in (hidden, *others)), strict=True)
+    run = partial(checkpoint, of_part, use_reentrant=False) if again else of_part
+    results = zip(*(run(*part) for part in parts), strict=True)
+    return [torch.cat(column, 1) if column[0].ndim else torch.stack(column) for column in results]
 
 
 def _operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -226,47 +258,3 @@ def _operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
     return hidden.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
-
-
-def _fused(head: Any, hidden: Tensor, targets: Tensor, weights: Tensor | None, tail: Tail) -> tuple[Tensor, Tensor]:
-    hidden, weight, bias = _operands(head, hidden)
-    options: dict[str, Any] = {"scale": tail.scale, "softcap": tail.softcap}
-    return linear_cross_entropy(hidden, weight, targets, bias=bias, weights=weights, **options)
-
-
-def _chunked(
-    head: nn.Module, hidden: Tensor, targets: Tensor, weights: Tensor | None, tail: Tail, rows: int
-) -> tuple[Tensor, Tensor]:
-    """The loss of ``rows`` tokens at a time, whose logits are recomputed in the backward."""
-    parts = [
-        [None] * -(-targets.numel() // rows) if x is None else x.flatten(0, 1)[None].split(rows, 1)
-        for x in (hidden, targets, weights)
-    ]
-    sums = [checkpoint(_loss_of_logits, head, *part, tail, use_reentrant=False) for part in zip(*parts, strict=True)]
-    loss_sum, weight_sum = (torch.stack(column).sum() for column in zip(*sums, strict=True))
-    return loss_sum, weight_sum
-
-
-def _loss_of_logits(
-    head: nn.Module, hidden: Tensor, targets: Tensor, weights: Tensor | None, tail: Tail
-) -> tuple[Tensor, Tensor]:
-    logits = _whole(head(hidden))
-    targets, weights = targets.to(logits.device), None if weights is None else weights.to(logits.device)
-    return packed_cross_entropy(tail(logits), targets, weights=weights)
-
-
-def _logprobs_of_logits(
-    head: nn.Module, hidden: Tensor, ids: Tensor, tail: Tail, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    logits = _whole(head(hidden))
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_p = tail(logits).log_softmax(-1)
-    ids = ids.to(logits.device)
-    left_out = ids[..., 0] < 0
-    at_ids = log_p.gather(-1, ids.clamp(min=0)).masked_fill(left_out[..., None], 0)
-    entropies = -(log_p.exp() * log_p).sum(-1) if entropy else log_p.new_zeros(left_out.shape)
-    return at_ids, entropies.masked_fill(left_out, 0)
-
-
-def _whole(logits: Tensor) -> Tensor:
-    return logits.full_tensor() if isinstance(logits, DTensor) else logits

@@ -21,6 +21,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
 from torch_backend.hf.patch import context_of, cut_over_ranks
 from torch_backend.losses.causal_lm import Shortcut, call_with_shortcut, loss_in
+from torch_backend.losses.next_tokens import next_tokens_of
 from torch_backend.losses.output_layer import Tail, most_likely, output_layer_logprobs
 from torch_backend.segments import to_device
 
@@ -114,66 +115,38 @@ def _token_logprobs(
     top_k: int | None,
     candidates: Tensor | None,
 ) -> TokenLogprobs:
-    part = cut_over_ranks(model, batch)
-    context = context_of(model)
+    part, context = cut_over_ranks(model, batch), context_of(model)
+    pairs = next_tokens_of(part)
     if context is not None and (share := part.get(BatchKey.SHARE)) is not None:
         wanted = torch.empty(0, device=share.device) if candidates is None else to_device(candidates, share.device)
         context.require_same((temperature, entropy, top_k or 0, *wanted.shape), wanted, message=DIFFERENT_OPTIONS)
-    output, shortcut = call_with_shortcut(
-        model,
-        part,
-        lambda root, head, tail: _Logprobs(root, head, tail, temperature, entropy, top_k, candidates),
-        caller="token_logprobs",
-    )
-    logprobs, entropies, ids = shortcut.logprobs, shortcut.entropies, shortcut.ids
-    assert logprobs is not None and entropies is not None and ids is not None
+
+    def of_labels(shortcut: Shortcut, hidden: Tensor, tail: Tail, labels: Tensor, _: Tensor | None) -> Any:
+        """A loss of 0, and log-probabilities, entropies and ids, which stand here at the token that predicts."""
+        head, entries, hidden = shortcut.head, shortcut.entries, pairs.hidden(hidden)
+        ids = targets = pairs.targets(labels).to(hidden.device)[..., None]
+        if top_k is not None:
+            ids = torch.cat([targets, most_likely(head, hidden, top_k, entries=entries).to(hidden.device)], -1)
+        elif candidates is not None:
+            ids = torch.cat([targets, pairs.candidates(candidates.to(hidden.device))], -1)
+        ids = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, ids)
+        logprobs, entropies = output_layer_logprobs(
+            head, hidden, ids, tail=tail.at_temperature(temperature), entries=entries, entropy=entropy
+        )
+        loss = torch.where(torch.zeros_like(logprobs, dtype=torch.bool), logprobs, 0).sum()
+        return loss, (logprobs, entropies, ids)
+
+    output, (logprobs, entropies, ids) = call_with_shortcut(model, part, of_labels, caller="token_logprobs")
     auxiliary = loss_in(output)
     # Wrappers prepare their backward when the gradient of the model's output arrives, so this sends it zeros.
     logprobs = torch.where(torch.ones_like(logprobs, dtype=torch.bool), logprobs, auxiliary.to(logprobs.device))
     shape = batch["labels"].shape
-    logprobs = shortcut.pairs.at_labels(logprobs, shape)
+    logprobs = pairs.at_labels(logprobs, shape)
     has_candidates = logprobs.shape[-1] > 1
     return TokenLogprobs(
         logprobs[..., 0],
-        shortcut.pairs.at_labels(entropies, shape) if entropy else None,
-        shortcut.pairs.at_labels(ids[..., 1:].clamp(min=0), shape) if has_candidates else None,
+        pairs.at_labels(entropies, shape) if entropy else None,
+        pairs.at_labels(ids[..., 1:].clamp(min=0), shape) if has_candidates else None,
         logprobs[..., 1:] if has_candidates else None,
         auxiliary,
     )
-
-
-class _Logprobs(Shortcut):
-    """Log-probabilities, which stand here at the token that predicts; the model gets a loss of 0."""
-
-    def __init__(
-        self,
-        root: Any,
-        head: nn.Module,
-        tail: Tail | None,
-        temperature: float,
-        entropy: bool,
-        top_k: int | None,
-        candidates: Tensor | None,
-    ) -> None:
-        super().__init__(root, head, tail)
-        self.temperature, self.entropy, self.top_k, self.wanted = temperature, entropy, top_k, candidates
-        self.logprobs: Tensor | None = None
-        self.entropies: Tensor | None = None
-        self.ids: Tensor | None = None
-
-    def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
-        tail = tail.at_temperature(self.temperature)
-        hidden = self.pairs.hidden(hidden)
-        targets = self.pairs.targets(labels).to(hidden.device)[..., None]
-        self.ids = targets
-        if self.top_k is not None:
-            more = most_likely(self.head, hidden, self.top_k, entries=self.entries).to(hidden.device)
-            self.ids = torch.cat([targets, more], -1)
-        elif self.wanted is not None:
-            more = self.pairs.candidates(self.wanted.to(hidden.device))
-            self.ids = torch.cat([targets, more], -1)
-        self.ids = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, self.ids)
-        self.logprobs, self.entropies = output_layer_logprobs(
-            self.head, hidden, self.ids, tail=tail, entries=self.entries, entropy=self.entropy
-        )
-        return torch.where(torch.zeros_like(self.logprobs, dtype=torch.bool), self.logprobs, 0).sum()
