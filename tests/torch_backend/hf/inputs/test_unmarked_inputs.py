@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,76 +77,49 @@ def test_a_batch_that_looks_packed_and_carries_no_segments_is_refused(
         patched().train(train)(input_ids=torch.stack(documents((6, 6))), **change)
 
 
+UNPACKED: dict[str, dict[str, Tensor]] = {
+    "positions": {"position_ids": GROWING},
+    "offset": {"position_ids": GROWING + 100},
+    "in pairs": {"position_ids": torch.tensor([[0, 0, 1, 1, 2, 2]] * 2)},
+    "to and fro": {"position_ids": torch.tensor([[0, 1, 2, 2, 1, 3]] * 2), "attention_mask": torch.ones(2, 6)},
+    "falling": {"position_ids": GROWING.flip(1)},
+    "equal": {"position_ids": torch.zeros(1, 6, dtype=torch.long)},
+    "right padding": {"attention_mask": torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])},
+    "left padding by mask": {"attention_mask": torch.tensor([[True] * 6, [False] * 2 + [True] * 4])},
+    "left padding": left_padded(),
+    "4d and positions": {"attention_mask": torch.zeros(2, 1, 6, 6), "position_ids": RESTARTING},
+    "4d": {"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()},
+}
+
+
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"position_ids": GROWING},
-        {"position_ids": GROWING + 100},
-        {"position_ids": torch.tensor([[0, 0, 1, 1, 2, 2]] * 2)},
-        {"position_ids": torch.tensor([[0, 1, 2, 2, 1, 3]] * 2), "attention_mask": torch.ones(2, 6)},
-        {"position_ids": GROWING.flip(1)},
-        {"position_ids": torch.zeros(1, 6, dtype=torch.long)},
-        {"attention_mask": torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])},
-        {"attention_mask": torch.tensor([[True] * 6, [False] * 2 + [True] * 4])},
-        left_padded(),
-        {"attention_mask": torch.zeros(2, 1, 6, 6), "position_ids": RESTARTING},
-        {"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()},
-    ],
-    ids=[
-        "positions",
-        "offset",
-        "in_pairs",
-        "to_and_fro",
-        "falling",
-        "equal",
-        "right_padding",
-        "left_padding_mask",
-        "left_padding",
-        "4d_and_positions",
-        "4d",
-    ],
-)
-def test_a_batch_that_is_not_packed_is_left_alone(change: dict[str, Any], train: bool) -> None:
+@pytest.mark.parametrize("name", UNPACKED)
+def test_a_batch_that_is_not_packed_is_left_alone(name: str, train: bool) -> None:
     model = tiny("llama").train(train)
-    inputs = {"input_ids": torch.stack(documents((6, 6))), **change}
+    inputs = {"input_ids": torch.stack(documents((6, 6))), **UNPACKED[name]}
     want = model(**inputs).logits
     torch_backend.patch(model, verify=False)
     assert torch.equal(model(**inputs).logits, want)
 
 
-@pytest.mark.parametrize(
-    ("positions", "restarts"),
-    [
-        (axes([0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]), False),  # an image of 2 x 2
-        (axes([0, 1, 9, 1, 9, 3], [0, 1, 1, 2, 2, 3], [0, 1, 1, 1, 1, 3]), False),  # frames far apart, then text
-        (axes([0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]), True),
-        (axes([0, 1, 1, 1, 0, 1], [0, 1, 1, 2, 0, 1], [0, 1, 2, 2, 0, 1]), True),
-        (axes([0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]), True),
-        (axes([0, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4]), True),
-        (axes([0, 0, 0, 0, 0, 1], [0, 0, 1, 1, 0, 1], [0, 1, 0, 1, 0, 1]), True),
-        (axes([0, 0, 0, 0, 2, 3], [0, 0, 1, 1, 2, 3], [0, 1, 0, 1, 2, 3]), False),
-        (torch.zeros(3, 2, 6), False),
-    ],
-    ids=[
-        "image",
-        "video",
-        "text",
-        "after_an_image",
-        "time_alone",
-        "document_of_one_token",
-        "after_an_image_at_the_beginning",
-        "image_at_the_beginning",
-        "no_positions",
-    ],
-)
+# time, height and width -> whether they restart
+THREE_AXES: list[tuple[Tensor, bool]] = [
+    (axes([0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]), False),  # an image of 2 x 2
+    (axes([0, 1, 9, 1, 9, 3], [0, 1, 1, 2, 2, 3], [0, 1, 1, 1, 1, 3]), False),  # frames far apart, then text
+    (axes([0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]), True),  # text
+    (axes([0, 1, 1, 1, 0, 1], [0, 1, 1, 2, 0, 1], [0, 1, 2, 2, 0, 1]), True),  # text after an image
+    (axes([0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]), True),  # time alone
+    (axes([0, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4]), True),  # a document of one token
+    (axes([0, 0, 0, 0, 0, 1], [0, 0, 1, 1, 0, 1], [0, 1, 0, 1, 0, 1]), True),  # an image at the beginning, then text
+    (axes([0, 0, 0, 0, 2, 3], [0, 0, 1, 1, 2, 3], [0, 1, 0, 1, 2, 3]), False),  # an image at the beginning
+    (torch.zeros(3, 2, 6), False),  # no positions
+]
+
+
+@pytest.mark.parametrize(("positions", "restarts"), THREE_AXES)
 def test_positions_on_three_axes_restart_where_a_document_may_begin(positions: Tensor, restarts: bool) -> None:
-    batch = {"input_ids": torch.zeros(2, 6), "position_ids": positions}
-    if restarts:
-        with pytest.raises(LayoutError, match="position_ids restart inside a row"):
-            check_unmarked(batch, Guard())
-    else:
-        check_unmarked(batch, Guard())
+    with pytest.raises(LayoutError, match="position_ids restart inside a row") if restarts else nullcontext():
+        check_unmarked({"input_ids": torch.zeros(2, 6), "position_ids": positions}, Guard())
 
 
 @pytest.mark.parametrize(
