@@ -15,10 +15,12 @@ from tests.torch_backend.hf.test_conditions import CHANGES
 from tests.torch_backend.models import PLAIN_SGD, tiny
 from torch_backend.auditing.compare import gradients_error, relative_error
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.trainers.enable_packing import enable_packing
 
 GRADIENT = "gradient of "
 ROUTES = ("qwen3", "gpt_oss", "qwen3_5_text", "phi3", "falcon_alibi")
 WORDS = 96
+MoreOf = Callable[[Tensor, Tensor, dict[str, Any]], list[dict[str, Any]]]
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -66,9 +68,7 @@ def arguments(kind: Any, path: Any, **options: Any) -> Any:
     return kind(output_dir=str(path), **{**PLAIN_SGD, **defaults, **options})
 
 
-def one_document_per_call(
-    model: nn.Module, more_of: Callable[[Tensor, Tensor, dict[str, Any]], list[dict[str, Any]]] | None = None
-) -> None:
+def one_document_per_call(model: nn.Module, more_of: MoreOf | None = None) -> None:
     """Make a model run the rows of each padded batch one by one, without their padding.
 
     ``more_of(input_ids, mask, kwargs)`` gives the further arguments of each row; by default each has those of the call.
@@ -143,3 +143,24 @@ def assert_same_training(got: Any, want: Any, tolerance: float = 1e-5) -> None:
         assert log.keys() == truth.keys()
         for name, value in truth.items():
             assert abs(log[name] - value) <= 10 * tolerance * max(1.0, abs(value)), f"{name}: {log[name]} {value}"
+
+
+def divide(trainer: Any, more_of: MoreOf | None = None) -> Any:
+    """Lets the models of a trainer run every document in a forward of its own."""
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        if model is not None:
+            one_document_per_call(model, more_of)
+    return trainer
+
+
+def alone(trainer: Any) -> Any:
+    return trained(divide(trainer))
+
+
+def packed(trainer: Any, **options: Any) -> Any:
+    return trained(enable_packing(trainer, verify=False, **options))
+
+
+def assert_packed_is_alone(make: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """A trainer that is packed trains as one whose documents are alone."""
+    assert_same_training(packed(make(*args, **options)), alone(make(*args, **options)))

@@ -9,8 +9,8 @@ import torch
 
 import torch_backend
 from packing_core.errors import PackingError, UnsupportedError
-from tests.torch_backend.trainers.test_preference import dpo, pairs
-from tests.torch_backend.trainers.test_scored_trainers import kto, policy
+from tests.torch_backend.preference import pairs
+from tests.torch_backend.scored_trainers import dpo, kto, policy
 from torch_backend.hf.inputs import unpadding
 from torch_backend.trainers.enable_packing import enable_packing
 

@@ -18,9 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.torch_backend.context_parallel.test_context_trainer import restarting, straddling
 from tests.torch_backend.preference import text
 from tests.torch_backend.ranks import on_ranks, refused
-from tests.torch_backend.trainers.test_preference import dpo, peft
-from tests.torch_backend.trainers.test_reward import reward
-from tests.torch_backend.trainers.test_scored_trainers import kto, policy
+from tests.torch_backend.scored_trainers import dpo, kto, peft, policy, reward
 from tests.torch_backend.wrappers import assert_same_weights, on_accelerators, weights_of
 from torch_backend import audit, enable_packing, patch
 from torch_backend.context_parallel.share import RankShare

@@ -21,9 +21,8 @@ from tests.torch_backend.hf.test_document_heads import classifier, features
 from tests.torch_backend.hf.test_encoders import encoder
 from tests.torch_backend.models import documents, error, tiny
 from tests.torch_backend.preference import assert_same_training, trained
+from tests.torch_backend.scored_trainers import dpo, reward
 from tests.torch_backend.trainers.test_classification_trainer import trainer as classifying
-from tests.torch_backend.trainers.test_preference import dpo
-from tests.torch_backend.trainers.test_reward import reward
 from torch_backend import PackedCollator, explain, make_train_step, patch
 from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import state_of

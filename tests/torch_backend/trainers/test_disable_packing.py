@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from packing_core.errors import PackingError
 from tests.imports import ROOT
 from tests.torch_backend.preference import tokenizer
-from tests.torch_backend.trainers.test_preference import dpo
+from tests.torch_backend.scored_trainers import dpo
 from tests.torch_backend.trainers.test_trainer import CAPACITY, arguments, documents, llama
 from tests.torch_backend.trainers.test_tree_rows import TREE_ATTENTION, packing, tiny, trainer_of
 from torch_backend import PackedCollator

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torch_backend.preference import one_document_per_call
+from tests.torch_backend.preference import divide
 from tests.torch_backend.ranks import on_ranks
+from tests.torch_backend.scored_trainers import dpo, kto, policy, reward, same_completions
 from tests.torch_backend.trainers.test_classification_trainer import headed
 from tests.torch_backend.trainers.test_distillation_trainers import on_policy
-from tests.torch_backend.trainers.test_preference import dpo
-from tests.torch_backend.trainers.test_reward import reward
-from tests.torch_backend.trainers.test_scored_trainers import kto, policy, same_completions
 from torch_backend.trainers.enable_packing import enable_packing
 
 pytestmark = pytest.mark.slow  # starts processes that train
@@ -66,9 +64,8 @@ def on_rank(name: str, folder: Path) -> dict[str, Any]:
 def test_two_ranks_train_as_every_document_alone(name: str, tmp_path: Path) -> None:
     ranks = on_ranks(on_rank, name, tmp_path)
     trainer = build(name, tmp_path, **(WHOLE if name.isupper() else {}))
-    for model in (trainer.model, getattr(trainer, "ref_model", None)):
-        if model is not None and name.isupper():
-            one_document_per_call(model)
+    if name.isupper():
+        divide(trainer)
     before = {key: x.clone() for key, x in trainer.model.state_dict().items()}
     trainer.train()
     # The loss of RLOO is 0 before the first update, whose advantages cancel.

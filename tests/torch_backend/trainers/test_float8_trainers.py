@@ -26,7 +26,7 @@ from tests.torch_backend.job.test_train_options import HALF
 from tests.torch_backend.models import collate, error, tiny
 from tests.torch_backend.models import documents as tiny_documents
 from tests.torch_backend.ranks import Raised, on_ranks
-from tests.torch_backend.trainers.test_preference import dpo
+from tests.torch_backend.scored_trainers import dpo
 from tests.torch_backend.trainers.test_trainer import CAPACITY, arguments, documents, llama
 from tests.torch_backend.wrappers import sharded_by_fsdp_1
 from torch_backend import audit, disable_packing, enable_packing, explain, make_train_step, patch

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torch_backend.trainers.test_scored_trainers import policy
+from tests.torch_backend.scored_trainers import policy
 from torch_backend import record_routing
 from torch_backend.hf import experts as packed_experts
 from torch_backend.trainers.enable_packing import enable_packing

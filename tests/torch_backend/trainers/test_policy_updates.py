@@ -14,9 +14,9 @@ import torch
 from packing_core.errors import LayoutError
 from tests.torch_backend.graphs import compiled as compiled
 from tests.torch_backend.graphs import graphs as graphs
-from tests.torch_backend.preference import arguments, assert_same_training, model_of, tokenizer, trained
+from tests.torch_backend.preference import arguments, assert_same_training, model_of, packed, tokenizer, trained
+from tests.torch_backend.scored_trainers import LORA
 from tests.torch_backend.steps.test_packed_calls import possible as possible
-from tests.torch_backend.trainers.test_scored_trainers import LORA
 from torch_backend import audit
 from torch_backend.steps.dynamic_compile import RECORDED
 from torch_backend.trainers.enable_packing import enable_packing
@@ -85,10 +85,6 @@ def policy(
         trainer.use_vllm, trainer._last_loaded_step = True, -1
         trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
     return trainer
-
-
-def packed(trainer: Any, **options: Any) -> Any:
-    return trained(enable_packing(trainer, verify=False, **options))
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}

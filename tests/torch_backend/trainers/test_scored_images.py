@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelError
-from tests.torch_backend.preference import arguments, assert_same_training, one_document_per_call, text, trained
+from tests.torch_backend.preference import arguments, assert_same_training, divide, packed, text, trained
 from tests.torch_backend.processors import picture, tiny_processor
 from tests.torch_backend.vision_models import IMAGE, vision_model
 from torch_backend import audit
@@ -150,14 +150,10 @@ def images_of(family: str) -> Callable[[Tensor, Tensor, dict[str, Any]], list[di
 
 
 def assert_packed_is_alone(made: Callable[[], Any], family: str) -> None:
-    truth = made()
-    for model in (truth.model, truth.ref_model):
-        if model is not None:
-            one_document_per_call(model, images_of(family))
-    want = trained(truth)
+    want = trained(divide(made(), images_of(family)))
     tower = [name for name, x in want[0].items() if "visi" in name.replace("visual", "vision") and bool(x.any())]
     assert tower, "no weight of the tower has a gradient"
-    assert_same_training(trained(enable_packing(made(), verify=False)), want)
+    assert_same_training(packed(made()), want)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

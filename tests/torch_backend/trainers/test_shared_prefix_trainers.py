@@ -8,26 +8,30 @@ import numpy as np
 import pytest
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
-from tests.torch_backend.preference import arguments, assert_same_training, model_of, text, tokenizer, trained
-from tests.torch_backend.trainers import test_preference as preference
-from tests.torch_backend.trainers import test_scored_trainers as scored
-from tests.torch_backend.trainers.test_preference import divide
-from tests.torch_backend.trainers.test_scored_trainers import alone as policy_alone
+from tests.torch_backend import scored_trainers
+from tests.torch_backend.preference import (
+    alone,
+    arguments,
+    assert_same_training,
+    model_of,
+    packed,
+    text,
+    tokenizer,
+    trained,
+)
+from tests.torch_backend.scored_trainers import datasets, trl
 from torch_backend import PackedCollator, audit, explain
 from torch_backend.hf import shared_rows
 from torch_backend.hf.inputs import prefixes
 from torch_backend.ops.attention import load
 from torch_backend.trainers.enable_packing import enable_packing
 
-datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
-trl = pytest.importorskip("trl", reason="the trainers are TRL's")
-
 FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text")
 
 
 def policy(name, path, family="qwen3", **options):
     """Two prompts of 30 words a micro-batch, with four completions each."""
-    return scored.policy(name, path, family, words=(30, 31), **{"per_device_train_batch_size": 8, **options})
+    return scored_trainers.policy(name, path, family, words=(30, 31), **{"per_device_train_batch_size": 8, **options})
 
 
 def dpo(path, family="qwen3", answers=(2, 30), **options):
@@ -37,7 +41,7 @@ def dpo(path, family="qwen3", answers=(2, 30), **options):
         {"prompt": text(rng, 70, 71), "chosen": f" {text(rng, *answers)} w2", "rejected": f" {text(rng, *answers)} w2"}
         for _ in range(6)
     ]
-    return preference.dpo(path, family, data=datasets.Dataset.from_list(rows), **options)
+    return scored_trainers.dpo(path, family, data=datasets.Dataset.from_list(rows), **options)
 
 
 def kto(path, **options):
@@ -45,7 +49,7 @@ def kto(path, **options):
     rng = np.random.default_rng(0)
     prompts = [text(rng, 70, 71) for _ in range(2)]
     rows = [{"prompt": prompts[i // 2], "completion": f" {text(rng, 5, 30)} w2", "label": i % 2 == 0} for i in range(4)]
-    return scored.kto(path, data=rows, per_device_train_batch_size=4, **options)
+    return scored_trainers.kto(path, data=rows, per_device_train_batch_size=4, **options)
 
 
 def test_the_policy_and_its_reference_find_prefixes_once_on_the_host(tmp_path, monkeypatch):
@@ -83,7 +87,7 @@ def test_an_audit_exchanges_documents_whose_prefixes_the_collator_found(tmp_path
 
 def shared(trainer, least_saved=0.3, **options):
     """Trains with shared prefixes; ``explain`` must say that they saved that part of the tokens at least."""
-    found = trained(enable_packing(trainer, verify=False, **options))
+    found = packed(trainer, **options)
     prefixes = trainer.model_wrapped and trainer.packed_step.parts["shared prefixes"]
     assert f"shared prefixes of the step: {prefixes}" in str(explain(trainer))
     saved, given = (int(part.split()[0].replace(",", "")) for part in prefixes.split(" of "))
@@ -94,37 +98,37 @@ def shared(trainer, least_saved=0.3, **options):
 @pytest.mark.parametrize(("name", "family"), [("GRPO", "gpt_oss"), ("RLOO", "qwen3_5_text")])
 def test_an_update_of_a_policy_is_that_of_each_document_alone(tmp_path, name, family) -> None:
     found = shared(policy(name, tmp_path, family), share_prefix=True)
-    assert_same_training(found, policy_alone(policy(name, tmp_path, family)))
+    assert_same_training(found, alone(policy(name, tmp_path, family)))
 
 
 def test_an_update_of_gmpo_is_that_of_each_document_alone(tmp_path) -> None:
     pytest.importorskip("trl.experimental.gmpo", reason="TRL 1.16 and newer have it")
     options = {"num_iterations": 2, "max_steps": 2}
     found = shared(policy("GMPO", tmp_path, **options), share_prefix=True)
-    assert_same_training(found, policy_alone(policy("GMPO", tmp_path, **options)))
+    assert_same_training(found, alone(policy("GMPO", tmp_path, **options)))
 
 
 def test_an_update_of_kto_whose_answers_have_one_prompt_is_that_of_each_document_alone(tmp_path) -> None:
-    assert_same_training(shared(kto(tmp_path), share_prefix=True), trained(divide(kto(tmp_path))))
+    assert_same_training(shared(kto(tmp_path), share_prefix=True), alone(kto(tmp_path)))
 
 
 def test_a_policy_of_several_iterations_and_all_weights(tmp_path) -> None:
     options = {"adapter": False, "num_iterations": 2, "max_steps": 2, "beta": 0.0}
     found = shared(policy("GRPO", tmp_path, **options), share_prefix=True)
-    assert_same_training(found, policy_alone(policy("GRPO", tmp_path, **options)))
+    assert_same_training(found, alone(policy("GRPO", tmp_path, **options)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_update_of_dpo_is_that_of_each_document_alone(tmp_path, family) -> None:
-    assert_same_training(shared(dpo(tmp_path, family), share_prefix=True), trained(divide(dpo(tmp_path, family))))
+    assert_same_training(shared(dpo(tmp_path, family), share_prefix=True), alone(dpo(tmp_path, family)))
 
 
 def test_long_prompts_are_shared_by_default_and_short_ones_are_not(tmp_path) -> None:
     shared(dpo(tmp_path), least_saved=0.2)
     short = policy("GRPO", tmp_path)
-    found = trained(enable_packing(short, verify=False))
+    found = packed(short)
     assert short.packed_step.parts["shared prefixes"].startswith("0 of ")
-    assert_same_training(found, policy_alone(policy("GRPO", tmp_path)))
+    assert_same_training(found, alone(policy("GRPO", tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -136,15 +140,15 @@ def test_long_prompts_are_shared_by_default_and_short_ones_are_not(tmp_path) -> 
 )
 def test_what_would_not_be_exact_is_left_out_by_auto_and_refused_on_demand(tmp_path, family, options, reason) -> None:
     trainer = policy("GRPO", tmp_path, family, **options)
-    trained(enable_packing(trainer, verify=False))
+    packed(trainer)
     assert re.match(f"not shared: {reason}", trainer.packed_step.parts["shared prefixes"])
     with pytest.raises(UnsupportedModelError, match=reason):
-        trained(enable_packing(policy("GRPO", tmp_path, family, **options), verify=False, share_prefix=True))
+        packed(policy("GRPO", tmp_path, family, **options), share_prefix=True)
 
 
 def test_auto_declines_what_saves_little(tmp_path) -> None:
     trainer = dpo(tmp_path, answers=(400, 410))
-    trained(enable_packing(trainer, verify=False))
+    packed(trainer)
     said = trainer.packed_step.parts["shared prefixes"]
     assert re.match(r"0 of .*calls that would save less than 10% of their work are left as they are, the last", said)
 
@@ -157,7 +161,7 @@ def test_attention_without_shared_prefixes_is_used_as_it_is(tmp_path, monkeypatc
     assert trainer.packed_step.parts["shared prefixes"] == f"not shared: {reason}"
     assert PackedCollator(trainer.model, share_prefix="auto").share_prefix is False
     with pytest.raises(UnsupportedModelError, match=f"cannot run shared prefixes: {reason}"):
-        trained(enable_packing(dpo(tmp_path), verify=False, implementation="sdpa", share_prefix=True))
+        packed(dpo(tmp_path), implementation="sdpa", share_prefix=True)
 
 
 def test_false_shares_nothing_and_other_values_are_refused(tmp_path) -> None:
