@@ -107,7 +107,7 @@ def packed_attention(
     if (segments := kwargs.pop(TOWER_SEGMENTS, None)) is not None:
         scale, dropout = kwargs.get("scaling"), kwargs.get("dropout", 0.0)
         tower = kwargs.get(PACKED)
-        asked = None if tower is None else tower.forward.tower_requests
+        asked = None if tower is None else tower.forward.tower_requests[tower.kind]
         return _of_tower(query, key, value, segments, asked, scale=scale, dropout=dropout), None
     if not isinstance(attention_mask, PackedForward):
         refuse_without_carrier(module, kwargs)

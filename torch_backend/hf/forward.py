@@ -8,6 +8,7 @@ thread the backward runs.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ class PackedForward(BlockMask):
         shared_row: the documents of the row whose common beginnings the layers compute once; None without.
         layers_of_spans: the kind of layers in which spans of the segments see both ways; None for all.
         image_sizes: sizes and grids of the images on the host, by the name of the argument, as the batch carries them.
-        tower_requests: the attention requests of the vision tower's layers that left a record.
+        tower_requests: the attention requests of the layers of towers, by the kind of tower, that left a record.
         long: the documents above the budget of the model's indexers; None where all of them see all of their keys.
         index_losses: the loss of each document by attention layer, by ``id``, shared by the copies; None if no config
             asks for it. scored: what the scores of the layer's indexer were made of, until its attention runs.
@@ -162,7 +163,7 @@ class PackedForward(BlockMask):
         self.real: Tensor | None = None
         self.experts: dict[int, Any] = {}
         self.image_sizes: dict[str, Tensor] = {}
-        self.tower_requests: set[AttentionRequest] = set()
+        self.tower_requests: dict[str, set[AttentionRequest]] = defaultdict(set)
         self.implementation = implementation
         self.sizes = sizes
         self.choices: dict[int, Choice] = {}

@@ -8,6 +8,7 @@ without boundaries takes the path it took before.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -154,7 +155,7 @@ class Patched(BatchReader):
         runner: ``output = runner(run, forward, kwargs)`` runs the layers of a packed call in place of ``run(forward,
             kwargs)``, faster (:mod:`torch_backend.steps.dynamic_compile`); None where nobody does.
         choices: what each layer chose in the last packed forward, by id; for ``explain`` alone.
-        tower_requests: the attention requests of the vision tower, in all packed forwards.
+        tower_requests: the attention requests of each tower, by its kind, in all packed forwards.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class Patched(BatchReader):
         self.unpadding: Any = None
         self.runner: Any = None
         self.choices: dict[int, Choice] = {}
-        self.tower_requests: set[AttentionRequest] = set()
+        self.tower_requests: dict[str, set[AttentionRequest]] = defaultdict(set)
 
     def install(self) -> None:
         """Apply all edits, or none if one of them raises."""
@@ -366,7 +367,8 @@ class Patched(BatchReader):
         if torch.compiler.is_compiling():
             return
         self.expert_choices = forward.experts or self.expert_choices
-        self.tower_requests |= forward.tower_requests
+        for kind, requests in forward.tower_requests.items():
+            self.tower_requests[kind] |= requests
         if not forward.choices and has_compiled_layers(self.decoder):
             return  # they leave no record
         self.choices = forward.choices

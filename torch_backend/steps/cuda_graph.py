@@ -31,7 +31,7 @@ from torch_backend.hf.forward import forward_among
 from torch_backend.hf.patch import state_of
 from torch_backend.steps.memory import Level, marked
 from torch_backend.steps.progress import announced
-from torch_backend.steps.tower_blocks import compile_tower
+from torch_backend.steps.tower_blocks import compile_towers
 
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.
 DEVICE = "cuda"
@@ -81,7 +81,7 @@ def compile_layers(
         if dynamic is None:
             compiled: Any = module._compiled_call_impl
             module._compiled_call_impl = partial(_of_any_length, compiled)
-    compile_tower(root, state.tower_requests, backend=chosen)
+    compile_towers(root, state.tower_requests, backend=chosen)
 
 
 def _of_any_length(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

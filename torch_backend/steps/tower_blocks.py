@@ -8,7 +8,7 @@ before. Calls that are not packed run the blocks as they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,15 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, DecoderLayer
-from torch_backend.hf.edits.clips import row_encoder_of
-from torch_backend.hf.edits.towers import BOUNDARIES, TowerCall, compiles, tower_layers, tower_of
+from torch_backend.hf.edits.clips import encoder_blocks
+from torch_backend.hf.edits.towers import BOUNDARIES, CALL, TowerCall, compiles, tower_layers, tower_of
 from torch_backend.ops.attention import AttentionRequest, needs_host_lengths, prepare, select
 from torch_backend.segments import PackedMetadata
 from torch_backend.steps.graph_limits import GRAPHS, whole_layers
 
 log = logging.getLogger("crosspack")
 
+LONGEST = "max_seqlen"  # the keyword of the longest window, which blocks read from their segments
 IMAGE = 1024  # patches of an image, where the fastest attention is looked for before there are images
 
 
@@ -91,12 +92,15 @@ class TowerBlock:
         self.tower, self.plain, self.compiled = tower, block._call_impl, compiled
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        call, boundaries = kwargs.get(PACKED), kwargs.get(BOUNDARIES)
+        if len(args) == 1:
+            args, kwargs = (), {BOUNDARIES: args[0], **kwargs}
+        boundaries = kwargs.get(BOUNDARIES)
+        call = kwargs.get(PACKED) or getattr(boundaries, CALL, None)
         if not isinstance(call, TowerCall) or not isinstance(boundaries, Tensor) or args or not self.tower.ready:
             return self.plain(hidden, *args, **kwargs)
         segments = self.tower.segments_of(call, boundaries, hidden)
         given = {name: x for name, x in kwargs.items() if name != PACKED}
-        given |= {BOUNDARIES: None, TOWER_SEGMENTS: segments}
+        given |= {BOUNDARIES: None, TOWER_SEGMENTS: segments} | dict.fromkeys({LONGEST} & {*given})
         if hidden._is_view():
             hidden = hidden.clone()  # as some families make the first block's input, which would get graphs of its own
         for x in (hidden, *(kwargs.get("position_embeddings") or ())):
@@ -109,32 +113,29 @@ class TowerBlock:
             return self.plain(hidden, *args, **kwargs)
 
 
-def compile_tower(root: Any, requests: set[AttentionRequest], *, backend: str | Callable[..., Any]) -> None:
-    """Compile the blocks of a model's tower in place, where its attention reads nothing back.
+def compile_towers(
+    root: Any, requests: Mapping[str, set[AttentionRequest]], *, backend: str | Callable[..., Any]
+) -> None:
+    """Compile the blocks of a model's towers in place, where their attention reads nothing back.
 
     Args:
         root: a patched model.
-        requests: filled by the first call of the tower, which runs as it is.
+        requests: of each kind of tower, filled by its first call, which runs as it is.
         backend: of ``torch.compile``.
     """
-    blocks = tower_blocks(root)
-    owner = CompiledTower(requests)
-    for block in blocks:
-        block.compile(backend=backend, dynamic=None)
-        compiled: Any = block._compiled_call_impl
-        block._compiled_call_impl = TowerBlock(owner, block, compiled)
+    for kind, blocks in tower_blocks(root).items():
+        owner = CompiledTower(requests[kind])
+        for block in blocks:
+            block.compile(backend=backend, dynamic=None)
+            compiled: Any = block._compiled_call_impl
+            block._compiled_call_impl = TowerBlock(owner, block, compiled)
 
 
-def tower_blocks(root: Any) -> list[nn.Module]:
-    """Returns the blocks of a model's tower that can be compiled; none under FSDP, which gathers weights in them."""
-    tower, encoder = tower_of(root), row_encoder_of(root)
+def tower_blocks(root: Any) -> dict[str, list[nn.Module]]:
+    """Returns the blocks of a model's towers that can be compiled; none under FSDP, which gathers weights in them."""
     if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in root.modules()):
-        return []
-    if encoder is not None:
-        return [module for module in encoder.modules() if isinstance(module, DecoderLayer)]
-    if tower is None:
-        return []
-    attention = list(tower_layers(tower))
-    if not attention or not all(map(compiles, attention)):
-        return []
-    return [module for module in tower.modules() if isinstance(module, DecoderLayer)]
+        return {}
+    tower, vision = tower_of(root), []
+    if tower is not None and all(map(compiles, tower_layers(tower))):
+        vision = [module for module in tower.modules() if isinstance(module, DecoderLayer)]
+    return {"vision": vision, "audio": encoder_blocks(root)}

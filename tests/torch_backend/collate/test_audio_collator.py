@@ -24,7 +24,7 @@ from torch_backend.hf.blank_images import absent_media
 from torch_backend.hf.patch import state_of
 from torch_backend.ops.attention import dispatch
 from torch_backend.steps.eligibility import holds_images
-from torch_backend.steps.tower_blocks import compile_tower
+from torch_backend.steps.tower_blocks import compile_towers
 
 TOLERANCE = 1e-5
 
@@ -245,14 +245,15 @@ def test_unpacked_calls_of_a_patched_model_are_transformers_own() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_blocks_of_an_encoder_share_a_graph_for_any_number_of_clips(monkeypatch: Any) -> None:
-    model, rows = torch_backend.patch(audio_model("audioflamingo3"), verify=False), audio_documents("audioflamingo3")
+@pytest.mark.parametrize("case", ["audioflamingo3", "qwen2_5_omni_thinker", "qwen3_asr"])
+def test_blocks_of_an_encoder_share_a_graph_for_any_number_of_clips(case: str, monkeypatch: Any) -> None:
+    model, rows = torch_backend.patch(audio_model(case), verify=False), audio_documents(case)
     batches = [collator_of_processed(model, 400)(features_of(row)) for row in (rows[0][:3], rows[1][:2])]
     assert all(map(holds_images, batches))  # so no CUDA graph records their clips
     want = [update(model, [batch]) for batch in batches]
     monkeypatch.setattr(dispatch, "order", lambda request, load: ("triton",))
     counter = CompileCounterWithBackend("eager")
-    compile_tower(model, state_of(model).tower_requests, backend=counter)
+    compile_towers(model, state_of(model).tower_requests, backend=counter)
     for batch, truth in zip(batches, want, strict=True):
         assert_same(update(model, [batch]), truth)
         assert counter.frame_count == 1

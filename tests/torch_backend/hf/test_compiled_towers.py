@@ -17,7 +17,7 @@ from torch_backend.hf.edits import patches
 from torch_backend.hf.patch import state_of
 from torch_backend.ops.attention import dispatch
 from torch_backend.steps import dynamic_compile
-from torch_backend.steps.tower_blocks import CompiledTower, compile_tower
+from torch_backend.steps.tower_blocks import CompiledTower, compile_towers
 
 
 def gradients_of(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -35,7 +35,7 @@ def test_blocks_of_a_tower_share_graphs_for_any_number_of_patches(monkeypatch: p
     want = [gradients_of(model, batch) for batch in images]
     monkeypatch.setattr(dispatch, "order", lambda request, load: ("triton",))
     counter = CompileCounterWithBackend("eager")
-    compile_tower(model, state_of(model).tower_requests, backend=counter)
+    compile_towers(model, state_of(model).tower_requests, backend=counter)
     frames = []
     for batch, truth in zip(images, want, strict=True):
         got = gradients_of(model, batch)
@@ -53,7 +53,7 @@ def test_blocks_find_their_attention_as_on_a_gpu(capability: tuple[int, int], mo
     """Requests are kept without the sizes of their batches, by which the order of a GPU asks."""
     model, (_, _, batch, _) = batches_of("qwen2_5_vl", implementation="sdpa")
     model(**batch)
-    (request,) = state_of(model).tower_requests
+    (request,) = state_of(model).tower_requests["vision"]
     on_gpu = replace(request, device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     serving = []

@@ -8,7 +8,7 @@ it alone: the frames behind its end that the processor gave it, and zeros in fro
 count in each clip, attention runs inside clips, and frames are averaged two by two inside them.
 
 Encoders with windows keep their own forward. They take boundaries of windows, which are made on the host here and carry
-their segments, so that each layer attends to all windows at once. Where clips of different length would see different
+their call, so that each layer attends to all windows at once. Where clips of different length would see different
 padding, each length runs by itself.
 
 How many frames each clip has is carried by batches of our collators, which have checked their placeholders; of others
@@ -28,15 +28,21 @@ from torch import Tensor, nn
 from packing_core.errors import LayoutError
 from torch_backend.hf.anatomy.audio import FEATURES, FRAMES, LONGEST, Audio, audio_of
 from torch_backend.hf.anatomy.families import PIXELS, SPELL_OUT_LOSS
-from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS
+from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, DecoderLayer
 from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook
 from torch_backend.hf.edits.override import LayerOverride
-from torch_backend.hf.edits.towers import AT_ONCE, BOUNDARIES, TowerCall, compiles, layer_attributes, tower_layers
+from torch_backend.hf.edits.towers import (
+    BOUNDARIES,
+    CALL,
+    TowerCall,
+    attend_at_once,
+    compiles,
+    layer_attributes,
+    tower_layers,
+)
 from torch_backend.hf.forward import PackedForward
 from torch_backend.ops.conv.clips import ClipRows, convolve_clips
 from torch_backend.segments import PackedMetadata, to_device
-
-_SEGMENTS = "crosspack_segments"  # the attribute of boundaries that holds the segments between them
 
 
 def clip_edits(root: Any, current: Callable[[], PackedForward | None]) -> Iterator[Edit]:
@@ -109,7 +115,7 @@ def encode_clips(audio: Audio, model: Any, forward: PackedForward, features: Ten
         of_length = [frames[number] for number in numbers]
         chosen = slice(None) if len(numbers) == len(frames) else torch.tensor(numbers, device=features.device)
         spans = [span for count in of_length for span in audio.spans(count)]
-        boundaries = _boundaries(spans, features.device)
+        boundaries = _boundaries(WindowCall(forward, spans, features.device))
         options = {BOUNDARIES: boundaries, "max_seqlen": max(spans), "return_dict": True}
         assert mask is not None
         clips = model.get_audio_features(features[chosen], mask[chosen], **options).pooler_output
@@ -165,6 +171,8 @@ class ClipCall(TowerCall):
         boundaries: int32 [clips + 1] of the clips behind the convolutions, the key of their segments.
     """
 
+    kind = "audio"
+
     def __init__(self, forward: PackedForward, frames: Sequence[int], width: int, device: torch.device) -> None:
         super().__init__(forward, torch.zeros(0, 3, dtype=torch.int64), device)
         self.rows = ClipRows(frames, width)
@@ -196,25 +204,45 @@ def encode_row(tower: Any, features: Tensor, clips: ClipCall) -> Tensor:
     return normed
 
 
-def row_encoder_of(root: Any) -> nn.Module | None:
-    """Returns the encoder of a model whose clips lie in one row; its blocks can be compiled."""
-    audio = audio_of(root.config)
-    return root.base_model.audio_tower if audio is not None and audio.encoder == "row" else None
-
-
 # -- encoders with windows ---------------------------------------------------------------------------------------------
 
 
-def _boundaries(spans: Sequence[int], device: torch.device) -> Tensor:
-    """int32 [spans + 1] boundaries that carry their segments; checkpoints keep them by the tensor."""
-    ends = to_device(torch.tensor([0, *np.cumsum(spans).tolist()], dtype=torch.int32), device)
-    setattr(ends, _SEGMENTS, PackedMetadata.from_lengths(list(spans), device=device))
+class WindowCall(TowerCall):
+    """One packed call of an encoder with windows, which carries it by the boundaries of its windows.
+
+    So it does not keep the boundaries.
+    """
+
+    kind = "audio"
+
+    def __init__(self, forward: PackedForward, spans: Sequence[int], device: torch.device) -> None:
+        super().__init__(forward, torch.zeros(0, 3, dtype=torch.int64), device)
+        self.windows = PackedMetadata.from_lengths(list(spans), device=device)
+
+    def segments_between(self, boundaries: Tensor, patches: int, device: torch.device) -> PackedMetadata:
+        return self.windows.to(device)
+
+
+def _boundaries(call: WindowCall) -> Tensor:
+    """int32 [spans + 1] boundaries that carry their call; checkpoints keep it by the tensor."""
+    ends = call.windows.cu_seqlens.clone()
+    setattr(ends, CALL, call)
     return ends
 
 
-def _all_windows(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _all_windows(layer: nn.Module, call: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The call of an attention layer, of all windows of a packed call at once."""
-    segments = getattr(kwargs.get(BOUNDARIES), _SEGMENTS, None)
-    if segments is None or not compiles(layer):
-        return call(*args, **kwargs)
-    return layer.__dict__[AT_ONCE](layer, *args, **kwargs, **{TOWER_SEGMENTS: segments})
+    if (windows := getattr(kwargs.get(BOUNDARIES), CALL, None)) is not None:
+        kwargs[PACKED] = windows
+    return attend_at_once(layer, call, hidden_states, *args, **kwargs)
+
+
+def encoder_blocks(root: Any) -> list[nn.Module]:
+    """Returns the blocks of a model's audio encoder that can be compiled."""
+    audio = audio_of(root.config)
+    if audio is None or audio.encoder == "equal":
+        return []
+    encoder = root.base_model.audio_tower
+    if audio.encoder == "windows" and not all(map(compiles, tower_layers(encoder))):
+        return []
+    return [module for module in encoder.modules() if isinstance(module, DecoderLayer)]

@@ -42,6 +42,7 @@ from torch_backend.hf.forward import PackedForward
 from torch_backend.segments import PackedMetadata, to_device
 
 BOUNDARIES = "cu_seqlens"
+CALL = "crosspack_call"  # the attribute of boundaries that holds the TowerCall, where a tower passes nothing else on
 _FROM_HOST, AT_ONCE = "_crosspack_from_host", "_crosspack_at_once"  # copies of a tower's and of a layer's forward
 _ASKS_FOR_FLASH = "is_flash_attention_requested"
 
@@ -60,7 +61,7 @@ def tower_edits(
     names = {"image_sizes"} & set(EXACT_KEYS.get(root.config.model_type, ()))
     if (tower := tower_of(root)) is not None:
         names |= set(GRIDS.values())
-        edits += [LayerOverride(layer, _attend_at_once, layer_attributes) for layer in tower_layers(tower)]
+        edits += [LayerOverride(layer, attend_at_once, layer_attributes) for layer in tower_layers(tower)]
         edits += [LayerOverride(tower, _from_host, _tower_attributes), *product_edits(tower, current)]
     elif (tower := pixtral_of(root)) is not None:
         edits.append(LayerOverride(tower, _without_mask))
@@ -147,6 +148,7 @@ class TowerCall:
     A plain class, because wrappers of modules rebuild the dataclasses among their arguments.
 
     Attributes:
+        kind: "vision" or "audio".
         forward: of the model.
         device: of the patches.
         grid: int64 [images, 3] on the device, and grid_on_host the same on the host.
@@ -154,6 +156,8 @@ class TowerCall:
         segments: of the patches, by the id of their boundaries, which are kept beside them.
         prepared: ids of the boundaries whose segments have what compiled blocks read.
     """
+
+    kind = "vision"
 
     def __init__(self, forward: PackedForward, grid: Tensor, device: torch.device) -> None:
         self.forward = forward
@@ -244,7 +248,7 @@ def compiles(layer: nn.Module) -> bool:
     return layer.__dict__.get(AT_ONCE) is not None and not has_own_forward(layer)
 
 
-def _attend_at_once(layer: nn.Module, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+def attend_at_once(layer: nn.Module, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The call of an attention layer of a tower, of all images of a packed call at once."""
     if kwargs.get(TOWER_SEGMENTS) is None:  # outside of compiled blocks
         tower, boundaries = kwargs.get(PACKED), kwargs.get(BOUNDARIES)
