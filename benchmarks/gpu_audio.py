@@ -10,7 +10,8 @@ Random weights in bfloat16, fused AdamW, all parameters trained. A record is one
 to 96 tokens in all; lengths of clips are log-normal about a median of 7 seconds, as those of speech corpora, or spread
 ``even``ly. Ours are rows of 8,192 tokens by ``make_train_step``, and of 16,384; the others are transformers' own model
 on batches of eight records, padded to the longest text, whose clips are padded to 30 seconds, as its processor does, or
-to the longest of the batch, for which the encoder is given as many position embeddings. Tokens per second count real
+to the longest of the batch, for which the encoder is given as many position embeddings. Batches of every contender
+are pinned before, as the thread of a DataLoader with workers and ``pin_memory=True`` does. Tokens per second count real
 tokens; every contender runs the timed batches once before, because cuDNN looks for an algorithm at each new length.
 
 First, on a model of two layers in float32, the loss and all gradients of a packed row are compared with those of each
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from benchmarks.gpu import collected, parsed, parser, survived
 from benchmarks.gpu_clock import (
@@ -184,7 +186,7 @@ def _update(model: Any, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def _on_device(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    return {name: x.to(DEVICE, non_blocking=True) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
@@ -211,6 +213,7 @@ def train(contender: str, layers: int, encoder_layers: int, clips: str, steps: i
             optimizer.zero_grad()
             return {"loss": loss}
 
+    batches = list(DataLoader(batches, batch_size=None, pin_memory=not TOY))
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
     for number in range(steps):  # the timed batches, so that cuDNN and the allocator know their shapes
