@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedError
+from torch_backend.context_parallel.exchange import whole_tokens
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.context_parallel.exchange import whole_tokens
 from torch_backend.hf.patch import context_of, cut_over_ranks
 from torch_backend.ops.divisor import Divisor
 
