@@ -56,8 +56,8 @@ def blank_media(root: Any, decoder: nn.Module, kwargs: Mapping[str, Any]) -> tup
     return absent if trained and not text_trained else ()
 
 
-def tie_blank_image(root: Any, forward: PackedForward, embeddings: Tensor) -> Tensor:
-    """Runs the tower of a model on a blank image, and returns the embeddings, on which its gradients now wait."""
+def tie_blank_image(root: Any, forward: PackedForward, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
+    """A hook: runs the tower on a blank image, if a call waits for one, and ties its gradients to the embeddings."""
     absent, forward.blank = forward.blank, ()  # some models embed tokens more than once
     features: list[Tensor] = []
     if "audio" in absent and (audio := audio_of(root.config)) is not None:

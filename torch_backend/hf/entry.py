@@ -83,8 +83,13 @@ def running(patched: object) -> Running | None:
     return call
 
 
+def current_forward() -> PackedForward | None:
+    """The packed forward of the innermost call on this thread; None outside of packed calls."""
+    return None if _thread.call is None else _thread.call.forward
+
+
 def run_inside(patched: Entered, forward: PackedForward | None, call: Call, *args: Any, **kwargs: Any) -> Any:
-    """``call(*args, **kwargs)``, in which :func:`running` finds ``forward``."""
+    """``call(*args, **kwargs)``, in which :func:`current_forward` is ``forward``."""
     outer = _thread.call
     _thread.call = Running(patched, forward, outer)
     try:

@@ -102,7 +102,7 @@ class PackedForward(BlockMask):
         implementation: of attention, as the user named it.
         sizes: padded lengths per octave of layers that run on batches of documents, see ``ops.documents``.
         choices: what each layer chose, by ``id``; shared by the copies on other devices.
-        reached: names of the layers that ran; shared likewise.
+        reached: ids of the layers that ran; shared likewise.
         handed_over: whether the decoder has put it in place.
         prepared: whether everything is derived that compiled layers read.
         numbers: of each document's segments, in source order; None if the batch does not say.
@@ -167,7 +167,7 @@ class PackedForward(BlockMask):
         self.implementation = implementation
         self.sizes = sizes
         self.choices: dict[int, Choice] = {}
-        self.reached: set[str] = set()
+        self.reached: set[int] = set()
         self.handed_over = self.prepared = self.pools_after = False
         self.blank: tuple[str, ...] = ()
         self._shape = (shape[0], 1, shape[1], shape[1])

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
@@ -24,7 +24,7 @@ from torch_backend.hf import router
 from torch_backend.hf.anatomy.families import both_ways_of
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.structure import STATE, causal_lm, has_compiled_layers, refuse_sharding_inside
-from torch_backend.hf.attention import KIND, PACKED, kind_of, register, softcap_of
+from torch_backend.hf.attention import KIND, kind_of, register, softcap_of
 from torch_backend.hf.batch_reader import BatchReader
 from torch_backend.hf.blank_images import blank_media, takes_media, tie_blank_image
 from torch_backend.hf.edits import own_attention
@@ -36,14 +36,21 @@ from torch_backend.hf.edits.latents import latent_edits
 from torch_backend.hf.edits.mixers import mixer_edits, run_per_document
 from torch_backend.hf.edits.override import Attribute, LayerOverride, is_reached
 from torch_backend.hf.edits.rotary import (
-    CURRENT,
     frequencies_per_document,
     rotated_by_triton,
     rotation_attributes,
     why_own_rotation,
 )
 from torch_backend.hf.edits.towers import tower_edits
-from torch_backend.hf.entry import Call, entry_edits, refuse_transforms, require_entry, run_inside, running
+from torch_backend.hf.entry import (
+    Call,
+    current_forward,
+    entry_edits,
+    refuse_transforms,
+    require_entry,
+    run_inside,
+    running,
+)
 from torch_backend.hf.experts import ExpertsChoice
 from torch_backend.hf.float8 import to_bfloat16
 from torch_backend.hf.foreign_kernels import refuse_replaced_layers
@@ -210,7 +217,6 @@ class Patched(BatchReader):
             yield from mixer_edits(self.decoder, self.anatomy.mixers.values(), around)
             yield from self.experts
         for rotary in self.anatomy.rotaries.values():
-            yield Attribute(rotary, CURRENT, self.current)
             yield LayerOverride(rotary, frequencies_per_document)
         for name, layer in self.anatomy.attention.items():
             if name not in self.anatomy.mixers and own_attention.keeps_its_forward(layer):
@@ -219,17 +225,17 @@ class Patched(BatchReader):
                 else:
                     self.own_rotation[name] = reason
         yield from entry_edits(self)
-        yield from self.rows.edits(self.current)
+        yield from self.rows.edits()
         if takes_media(self.root.config):
-            yield Hook(partial(self.root.get_input_embeddings().register_forward_hook, self._tie_blank_image))
-        yield from tower_edits(self.root, self._hand_to_tower, self.current)
-        yield from clip_edits(self.root, self.current)
+            yield Hook(self.root.get_input_embeddings().register_forward_hook, partial(tie_blank_image, self.root))
+        yield from tower_edits(self.root)
+        yield from clip_edits(self.root)
         if both_ways_of(self.root.config) is not None:
             between = self.root.base_model  # it would make masks [S, S] of every batch, for layers that read none
-            yield Hook(partial(between.register_forward_pre_hook, self._hand_over, with_kwargs=True))
-        for name, layer in self.anatomy.layers.items():
+            yield Hook(between.register_forward_pre_hook, _hand_over, with_kwargs=True)
+        for layer in self.anatomy.layers.values():
             if layer is not self.decoder:
-                yield Hook(partial(layer.register_forward_pre_hook, partial(self._reach, name)))
+                yield Hook(layer.register_forward_pre_hook, _reach, as_it_is=True)
 
     def suspend(self) -> None:
         """Put the attention names back until the next packed forward."""
@@ -372,41 +378,13 @@ class Patched(BatchReader):
         if not forward.choices and has_compiled_layers(self.decoder):
             return  # they leave no record
         self.choices = forward.choices
-        layers = self.anatomy.layers
-        lost = sorted(name for name in forward.reached if id(layers[name]) not in forward.choices)
+        layers = self.anatomy.layers.items()
+        lost = sorted(name for name, layer in layers if id(layer) in forward.reached.difference(forward.choices))
         if lost or not forward.choices:
             which = ", ".join(lost[:3]) + ("..." if len(lost) > 3 else "") if lost else "every layer"
             raise UnsupportedModelError(
                 f"{type(self.root).__name__} did not hand the segments to {which}: its documents would see each other"
             )
-
-    def _reach(self, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        # a graph that read the segments through this hook would be guarded on their numbers as on those of a module
-        if not torch.compiler.is_compiling() and (forward := self.current()) is not None:
-            forward.reached.add(name)
-
-    def _tie_blank_image(self, embedding: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        forward = self.current()
-        if forward is None or not forward.blank:
-            return None
-        return tie_blank_image(self.root, forward, output)
-
-    def _hand_to_tower(
-        self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        forward = self.current()
-        return args, kwargs if forward is None else {**kwargs, PACKED: forward}
-
-    def _hand_over(
-        self, between: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        forward = self.current()
-        return args, kwargs if forward is None else {**kwargs, "attention_mask": forward}
-
-    def current(self) -> PackedForward | None:
-        """The packed forward that runs on this thread, None outside of one."""
-        call = running(self)
-        return None if call is None else call.forward
 
     @property
     def adds_softcap(self) -> str | None:
@@ -424,6 +402,17 @@ class Patched(BatchReader):
         self.__dict__.update(state)
         for name in self._attention_names():
             register(name.over)  # in the process that loads a pickled model
+
+
+def _reach(layer: nn.Module, args: tuple[Any, ...]) -> None:
+    if not torch.compiler.is_compiling() and (forward := current_forward()) is not None:
+        forward.reached.add(id(layer))
+
+
+def _hand_over(
+    forward: PackedForward, between: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**kwargs, "attention_mask": forward}
 
 
 def _init_continuous_batching(root: Any, suspend: Callable[[], None], *args: Any, **kwargs: Any) -> Any:

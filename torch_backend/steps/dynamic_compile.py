@@ -19,6 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.entry import current_forward
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.hf.patch import Patched, state_of
@@ -131,16 +132,12 @@ class _Call:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Checkpointing recomputes a layer outside of the model's call, so its own arguments decide first.
-        forward = forward_among((*args, *kwargs.values())) or self._current()
+        forward = forward_among((*args, *kwargs.values())) or current_forward()
         if self.owner.failed or forward is None or not forward.prepared or forward.long is not None:
             return self.module._call_impl(*args, **kwargs)
         limit = torch._dynamo.config.patch(recompile_limit=GRAPHS)
         with limit, whole_layers(), without_kernels(self.foreign), traceable_weights(self.quantised):
             return self.owner.calls[self.owner.level][self.module](*args, **kwargs)
-
-    def _current(self) -> PackedForward | None:
-        state = self.owner.state
-        return None if state is None else state.current()
 
 
 def run_plain_layers(model: nn.Module) -> None:

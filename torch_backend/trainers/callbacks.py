@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from packing_core.errors import UnsupportedError, plural
 from packing_core.extras import require
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.patch import state_of
+from torch_backend.hf.entry import current_forward
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.epoch_rows import EpochRows, RowStream
 
@@ -61,8 +61,7 @@ class DocumentNoise(TrainerCallback):
         """The embeddings [B, S, D] with noise, in training."""
         if not module.training:
             return embedded
-        state = state_of(self.root)
-        forward = None if state is None else state.current()
+        forward = current_forward()
         rows, tokens, channels = embedded.shape
         if forward is None:
             lengths = torch.full((rows, tokens), tokens, device=embedded.device)

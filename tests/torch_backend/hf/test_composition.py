@@ -21,6 +21,7 @@ from tests import processes
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
 from torch_backend.hf.attention import PREFIX
 from torch_backend.hf.edits.mixers import find_mixers
+from torch_backend.hf.entry import current_forward
 from torch_backend.hf.patch import state_of
 
 ROUTES = ["qwen3", "qwen3_next", "mamba", "bloom", "falcon_alibi"]
@@ -205,12 +206,12 @@ def test_an_exception_inside_a_forward_leaves_nothing_behind() -> None:
     with pytest.raises(RuntimeError, match="a fault"):
         model(**collate(docs))
     handle.remove()
-    assert state_of(model).current() is None
+    assert current_forward() is None
     model(input_ids=docs[0][None])  # not packed, and must not be taken for the batch before
     assert_same(packed(model, docs), want, 0.0)
     with pytest.raises(LayoutError):
         model(input_ids=docs[0][None], packed_lengths=(1, 2))
-    assert state_of(model).current() is None
+    assert current_forward() is None
     assert_same(packed(model, docs), want, 0.0)
 
 

@@ -347,7 +347,7 @@ def test_a_blank_image_of_each_form_runs_through_its_tower(dtype: torch.dtype) -
     """Patches in rows, with places, with a mask; pixels with sizes, in tiles, of a width and height, in rows."""
     for case in (*FORMS, AS_IT_COMES):
         model, embeddings = vision_model(case).to(dtype), torch.ones(1, 3, 64, dtype=dtype, requires_grad=True)
-        tied = tie_blank_image(model, SimpleNamespace(blank=("image",)), embeddings)
+        tied = tie_blank_image(model, SimpleNamespace(blank=("image",)), model.get_input_embeddings(), (), embeddings)
         assert torch.equal(tied, embeddings), case
         tied.sum().backward()
         waiting = [p.grad for p in model.parameters() if p.grad is not None]

@@ -45,13 +45,8 @@ from torch_backend.ops.conv.clips import ClipRows, convolve_clips
 from torch_backend.segments import PackedMetadata, to_device
 
 
-def clip_edits(root: Any, current: Callable[[], PackedForward | None]) -> Iterator[Edit]:
-    """The edits of a model's audio encoder; none if it takes no audio packed.
-
-    Args:
-        root: the model.
-        current: returns the packed forward that runs on this thread.
-    """
+def clip_edits(root: Any) -> Iterator[Edit]:
+    """The edits of a model's audio encoder; none if it takes no audio packed."""
     audio, model = audio_of(root.config), root.base_model
     if audio is None or model is root:  # of old versions, whose batches with clips are refused
         return
@@ -62,21 +57,16 @@ def clip_edits(root: Any, current: Callable[[], PackedForward | None]) -> Iterat
     elif audio.encoder == "windows" and "flash" not in (tower.config._attn_implementation or ""):
         yield AttentionName(tower.config)
         yield from (LayerOverride(layer, _all_windows, layer_attributes) for layer in tower_layers(tower))
-    hook = partial(_embed_clips, audio, current)
-    yield Hook(partial(model.register_forward_pre_hook, hook, with_kwargs=True))
+    yield Hook(model.register_forward_pre_hook, partial(_embed_clips, audio), with_kwargs=True)
 
 
 def _embed_clips(
-    audio: Audio,
-    current: Callable[[], PackedForward | None],
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward pre-hook: the call with embedded clips in place of their features."""
-    forward, features = current(), kwargs.get(FEATURES)
-    if forward is None or features is None or kwargs.get("input_ids") is None:
-        return args, kwargs
+    audio: Audio, forward: PackedForward, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A hook: the call with embedded clips in place of their features."""
+    features = kwargs.get(FEATURES)
+    if features is None or kwargs.get("input_ids") is None:
+        return None
     ids = kwargs["input_ids"]
     embedded = model.get_input_embeddings()(ids)
     mask = None if audio.mask is None else kwargs.get(audio.mask)

@@ -11,7 +11,6 @@ token, with a head or without one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from packing_core.errors import LayoutError, UnsupportedModelError
 from torch_backend.hf.anatomy.heads import Head, reads_last_token, targets_among
 from torch_backend.hf.attention import PreTrainedModel
-from torch_backend.hf.edits.kinds import Edit, Hook
+from torch_backend.hf.edits.kinds import Hook
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.inputs.arguments import forward_names
 from torch_backend.ops.divisor import part_of_mean
@@ -69,23 +68,16 @@ class HeadRows:
         """Returns whether the lengths of documents are needed on the host."""
         return self.head == "document" or self.pooler is not None
 
-    def edits(self, current: Any) -> Iterator[Edit]:
-        """The hooks inside the model; ``current()`` is the packed forward that is running."""
-        yield from self._pooling(current)  # before the hidden states become rows of documents
+    def edits(self) -> Iterator[Hook]:
+        """The hooks inside the model."""
+        if self.pooler is not None and not self.per_document:  # else see pooled; before hidden states become rows
+            if (encoder := getattr(self.decoder, "encoder", None)) is not None:
+                yield Hook(encoder.register_forward_hook, _keep_encoded)
+            yield Hook(self.pooler.register_forward_pre_hook, _pool)
+            yield Hook(self.pooler.register_forward_hook, _keep_pooled)
         if self.head == "document":
-            restore, by_document = partial(self._restore, current), partial(self._by_document, current)
-            yield Hook(partial(self.body.register_forward_pre_hook, restore, with_kwargs=True))
-            yield Hook(partial(self.body.register_forward_hook, by_document))
-
-    def _pooling(self, current: Any) -> Iterator[Edit]:
-        if self.pooler is None:
-            return
-        if self.per_document:
-            return  # see pooled
-        if (encoder := getattr(self.decoder, "encoder", None)) is not None:
-            yield Hook(partial(encoder.register_forward_hook, partial(self._encoded, current)))
-        yield Hook(partial(self.pooler.register_forward_pre_hook, partial(self._pool, current)))
-        yield Hook(partial(self.pooler.register_forward_hook, partial(self._keep_pooled, current)))
+            yield Hook(self.body.register_forward_pre_hook, _restore, with_kwargs=True)
+            yield Hook(self.body.register_forward_hook, _by_document)
 
     def begin(self, forward: PackedForward, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the model, as its head shall see them.
@@ -130,45 +122,45 @@ class HeadRows:
             output.loss = part_of_mean(output.loss, share)
         return output
 
-    def _restore(self, current: Any, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forward: PackedForward | None = current()
-        if forward is None or not forward.waiting:
-            return args, kwargs
-        names = forward_names(body)
-        named = dict(zip(names, args, strict=False)) | kwargs
-        return args[len(names) :], named | {name: x for name, x in forward.waiting.items() if name in names}
-
-    def _by_document(self, current: Any, body: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        forward: PackedForward | None = current()
-        if forward is None:
-            return output
-        if isinstance(output, tuple):
-            return forward.documents.hidden(output[0]), *output[1:]
-        output.last_hidden_state = forward.documents.hidden(output.last_hidden_state)
-        return output
-
-    def _encoded(self, current: Any, encoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if (forward := current()) is not None:
-            forward.encoded = output[0]
-
-    def _pool(self, current: Any, pooler: nn.Module, args: tuple[Any, ...]) -> Any:
-        """The first token of each document where a pooler takes [B, S, D], or the first token of each row [B, D]."""
-        forward: PackedForward | None = current()
-        if forward is None or forward.pools_after:
-            return args
-        if args[0].ndim == 3:
-            return forward.documents.first(args[0]), *args[1:]
-        assert forward.encoded is not None
-        return forward.documents.first(forward.encoded)[:, 0], *args[1:]
-
-    def _keep_pooled(self, current: Any, pooler: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        forward: PackedForward | None = current()
-        if forward is not None and forward.pools_after:
-            forward.pooled = output
-
     def pooled(self, forward: PackedForward, output: Any) -> Any:
         """The output of a decoder, its documents pooled if its own forward did not pool them."""
         after = self.per_document or forward.pools_after
         if after and self.pooler is not None and not isinstance(output, tuple):
             output["pooler_output"] = self.pooler(forward.documents.first(output.last_hidden_state))
         return output
+
+
+# -- hooks in packed calls ---------------------------------------------------------------------------------------------
+
+
+def _restore(forward: PackedForward, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments that waited while the head got rows of documents."""
+    names = forward_names(body) if forward.waiting else ()
+    named = dict(zip(names, args, strict=False)) | kwargs
+    return args[len(names) :], named | {name: x for name, x in forward.waiting.items() if name in names}
+
+
+def _by_document(forward: PackedForward, body: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    if isinstance(output, tuple):
+        return forward.documents.hidden(output[0]), *output[1:]
+    output.last_hidden_state = forward.documents.hidden(output.last_hidden_state)
+    return output
+
+
+def _keep_encoded(forward: PackedForward, encoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    forward.encoded = output[0]
+
+
+def _pool(forward: PackedForward, pooler: nn.Module, args: tuple[Any, ...]) -> Any:
+    """The first token of each document where a pooler takes [B, S, D], or the first token of each row [B, D]."""
+    if forward.pools_after:
+        return None
+    if args[0].ndim == 3:
+        return forward.documents.first(args[0]), *args[1:]
+    assert forward.encoded is not None
+    return forward.documents.first(forward.encoded)[:, 0], *args[1:]
+
+
+def _keep_pooled(forward: PackedForward, pooler: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if forward.pools_after:
+        forward.pooled = output

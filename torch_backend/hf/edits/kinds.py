@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
+from torch import nn
+
 from torch_backend.hf.attention import PREFIX, register, stands_over, unregistered
+from torch_backend.hf.entry import current_forward
 
 
 class Edit(Protocol):
@@ -51,13 +55,32 @@ class AttentionName:
 
 @dataclass
 class Hook:
-    """A forward hook; ``register`` returns its handle."""
+    """A forward hook, or a hook before it, that runs in packed calls alone.
 
-    register: Callable[[], Any]
+    Attributes:
+        register: the method of a module that registers it.
+        run: ``run(forward, module, *of_the_call)``, with the packed forward before the arguments of every such hook;
+            not a closure, so that the model can be pickled.
+        with_kwargs: whether it gets, and returns, the keywords of the call too.
+        as_it_is: whether ``run`` is registered itself, as any hook, and asks for the packed forward: a compiled layer
+            would be guarded on what this reads.
+        handle: by which it is removed.
+    """
+
+    register: Callable[..., Any]
+    run: Callable[..., Any]
+    with_kwargs: bool = False
+    as_it_is: bool = False
     handle: Any = None
 
     def apply(self) -> None:
-        self.handle = self.register()
+        options = {"with_kwargs": True} if self.with_kwargs else {}
+        self.handle = self.register(self.run if self.as_it_is else partial(_in_packed_calls, self.run), **options)
 
     def undo(self) -> None:
         self.handle.remove()
+
+
+def _in_packed_calls(run: Callable[..., Any], module: nn.Module, *of_the_call: Any) -> Any:
+    forward = current_forward()
+    return None if forward is None else run(forward, module, *of_the_call)

@@ -15,26 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_backend.hf.edits.kinds import Edit
-from torch_backend.hf.edits.override import Attribute, LayerOverride
-from torch_backend.hf.forward import PackedForward
+from torch_backend.hf.edits.override import LayerOverride
+from torch_backend.hf.entry import current_forward
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.rope import apply_rope
 from torch_backend.ops.rope.reference import rotate
 
-_CURRENT = "_crosspack_current"
 _ROTATION = "apply_rotary_pos_emb_vision"
-Current = Callable[[], PackedForward | None]
 
 
 # -- the embedding ---------------------------------------------------------------------------------------------------
 
 
-def product_edits(tower: nn.Module, current: Current) -> Iterator[Edit]:
-    """The edits of a tower's convolutions over whole patches; ``current`` returns the packed forward of this thread."""
+def product_edits(tower: nn.Module) -> Iterator[LayerOverride]:
+    """The edits of a tower's convolutions over whole patches."""
     for module in tower.modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d) and _covers_its_kernel(module):
-            yield Attribute(module, _CURRENT, current)
             yield LayerOverride(module, _as_product)
 
 
@@ -46,7 +42,7 @@ def _covers_its_kernel(conv: Any) -> bool:
 
 def _as_product(conv: Any, call: Callable[..., Any], x: Tensor) -> Any:
     """[N, C, *kernel] -> [N, E, 1, ...]; nothing hands the convolution the packed call, so it has to ask."""
-    if tuple(x.shape[2:]) != tuple(conv.kernel_size) or not pays_off(x) or conv.__dict__[_CURRENT]() is None:
+    if tuple(x.shape[2:]) != tuple(conv.kernel_size) or not pays_off(x) or current_forward() is None:
         return call(x)
     out = F.linear(x.flatten(1), conv.weight.flatten(1), conv.bias)
     return out.view(*out.shape, *[1] * (x.ndim - 2))

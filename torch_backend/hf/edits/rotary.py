@@ -24,8 +24,9 @@ from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.families import ROTATION
 from torch_backend.hf.edits.override import has_own_forward, original_class
 from torch_backend.hf.edits.rebinding import called, rebound
+from torch_backend.hf.entry import current_forward
 from torch_backend.hf.foreign_kernels import plain_rotation
-from torch_backend.hf.forward import PackedForward, forward_among
+from torch_backend.hf.forward import forward_among
 from torch_backend.ops.document_batches import OWN, per_document
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.rope import apply_rope
@@ -33,7 +34,6 @@ from torch_backend.ops.rope.reference import rotate
 from torch_backend.segments import to_device
 
 _ROTATED_FORWARD = "_crosspack_rotated_forward"
-CURRENT = "_crosspack_current"
 _ONE_THREAD = threading.Lock()  # such a module keeps the frequencies of its last call in a buffer
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 
@@ -170,7 +170,7 @@ def _depends_on_batch(module: nn.Module) -> bool:
 def frequencies_per_document(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The call of a rotary module, which chooses frequencies per document in packed calls.
 
-    Its decoder calls it by itself and passes it no mask, so it finds the packed forward by its attribute ``CURRENT``.
+    Its decoder calls it by itself and passes it no mask, so it takes the packed forward of its thread.
     """
     if torch.compiler.is_compiling():
         return _frequencies(rotary, call, *args, **kwargs)
@@ -179,7 +179,7 @@ def frequencies_per_document(rotary: nn.Module, call: Callable[..., Any], *args:
 
 
 def _frequencies(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    forward: PackedForward | None = rotary.__dict__[CURRENT]()
+    forward = current_forward()
     if forward is None:
         return call(*args, **kwargs)
     if forward.context is not None:

@@ -47,31 +47,23 @@ _FROM_HOST, AT_ONCE = "_crosspack_from_host", "_crosspack_at_once"  # copies of 
 _ASKS_FOR_FLASH = "is_flash_attention_requested"
 
 
-def tower_edits(
-    root: Any, hand_to_tower: Callable[..., Any], current: Callable[[], PackedForward | None]
-) -> Iterator[Edit]:
-    """The edits of a model's vision tower.
-
-    Args:
-        root: the model.
-        hand_to_tower: a forward pre-hook that passes the PackedForward on.
-        current: returns the packed forward that runs on this thread.
-    """
+def tower_edits(root: Any) -> Iterator[Edit]:
+    """The edits of a model's vision tower."""
     edits: list[Edit] = []
     names = {"image_sizes"} & set(EXACT_KEYS.get(root.config.model_type, ()))
     if (tower := tower_of(root)) is not None:
         names |= set(GRIDS.values())
         edits += [LayerOverride(layer, attend_at_once, layer_attributes) for layer in tower_layers(tower)]
-        edits += [LayerOverride(tower, _from_host, _tower_attributes), *product_edits(tower, current)]
+        edits += [LayerOverride(tower, _from_host, _tower_attributes), *product_edits(tower)]
     elif (tower := pixtral_of(root)) is not None:
         edits.append(LayerOverride(tower, _without_mask))
     if names:
-        hook = partial(sizes_on_host, frozenset(names), current)
-        yield Hook(partial(root.base_model.register_forward_pre_hook, hook, with_kwargs=True))
+        on_host = partial(sizes_on_host, frozenset(names))
+        yield Hook(root.base_model.register_forward_pre_hook, on_host, with_kwargs=True)
     if tower is not None:
         yield AttentionName(tower.config)
         yield from edits
-        yield Hook(partial(tower.register_forward_pre_hook, hand_to_tower, with_kwargs=True))
+        yield Hook(tower.register_forward_pre_hook, _hand_to_tower, with_kwargs=True)
 
 
 def tower_of(root: Any) -> nn.Module | None:
@@ -92,24 +84,22 @@ def pixtral_of(root: Any) -> nn.Module | None:
 
 
 def sizes_on_host(
-    names: frozenset[str],
-    current: Callable[[], PackedForward | None],
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    names: frozenset[str], forward: PackedForward, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward pre-hook: has the sizes of images on the host, where the model reads them one by one.
+    """A hook: has the sizes of images on the host, where the model reads them one by one.
 
-    Batches of our collators carry them there; of others they are read from the device, once. The towers of calls that
-    are not packed take grids where they are.
+    Batches of our collators carry them there; of others they are read from the device, once.
     """
-    forward = current()
-    if forward is None:
-        names &= {"image_sizes"}
-    known = {} if forward is None else forward.image_sizes
+    known = forward.image_sizes
     given = {name: x for name, x in kwargs.items() if name in names and isinstance(x, Tensor)}
     carried = {name for name, x in given.items() if name in known and known[name].shape == x.shape}
     return args, {**kwargs, **{name: known[name] if name in carried else x.cpu() for name, x in given.items()}}
+
+
+def _hand_to_tower(
+    forward: PackedForward, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**kwargs, PACKED: forward}
 
 
 _config_of_tower = threading.RLock()  # a call reads the config of the tower that another thread may have exchanged
