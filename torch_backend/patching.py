@@ -80,7 +80,7 @@ def patch(
     fresh = state_of(root)
     assert fresh is not None
     if verify:
-        fresh.prove, fresh.proved = prove_now, None
+        fresh.prove = prove_now
     try:
         if proves:
             verify_additions(root)

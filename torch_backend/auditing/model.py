@@ -27,7 +27,7 @@ from torch_backend.auditing.fingerprint import dtype_of, fingerprint
 from torch_backend.auditing.itself import measure_itself
 from torch_backend.auditing.probe import CUT, LONG, SHORT, RowLayout, measure
 from torch_backend.auditing.tiny import ROOM, tiny_config, tiny_model
-from torch_backend.hf.anatomy.additions import Part, additions, parts_of
+from torch_backend.hf.anatomy.additions import Part, Structure, additions, parts_of
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
@@ -180,8 +180,7 @@ def audit(
             that lie on several ranks with each document alone, and get the same report.
 
     Raises:
-        UnsupportedModelError: no tiny clone can be made of the model, or something was added to it after it was
-            patched, which packed batches refuse until it is patched again.
+        UnsupportedModelError: no tiny clone can be made of the model.
         PackingError: ``implementation`` is given for a model that is judged unpatched, or the trainer's batches cannot
             be judged.
     """
@@ -292,8 +291,10 @@ def _additions(root: Any) -> dict[str, nn.Module]:
 
 
 def _itself(root: Any, added: Mapping[str, nn.Module], *, marked: bool) -> dict[str, Any]:
+    state = state_of(root)
+    unproved = [] if state is None else [(state, "prove", None), (state, "structure", Structure())]
     try:
-        with torch.inference_mode(False), torch.enable_grad(), full_float32():
+        with with_values(unproved), torch.inference_mode(False), torch.enable_grad(), full_float32():
             return measure_itself(root, added.values(), marked=marked)
     except PackingError:
         raise
@@ -321,7 +322,6 @@ def verify_additions(model: nn.Module) -> None:
                 "of its own document alone, at positions of the batch, or leave it out"
             )
     if state is not None:
-        state.accept_additions()  # the packed calls of the proof do not count
         state.proved = tuple(added)
 
 

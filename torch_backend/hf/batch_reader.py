@@ -18,17 +18,14 @@ from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.adapters import why_not_adapters
-from torch_backend.hf.anatomy.additions import Structure, is_known_hook, kinds_added
+from torch_backend.hf.anatomy.additions import Structure
 from torch_backend.hf.anatomy.encoders import check_lengths
 from torch_backend.hf.anatomy.heads import targets_among
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
-from torch_backend.hf.anatomy.seen import CHANGED, Seen
 from torch_backend.hf.edits.experts import experts_edits
 from torch_backend.hf.edits.head_rows import HeadRows
 from torch_backend.hf.edits.indexers import block_of
-from torch_backend.hf.edits.late_hooks import accept_hooks, hook_numbers, watch_hooks
-from torch_backend.hf.entry import running
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.index_loss import trains_indexers
 from torch_backend.hf.inputs import arguments as inputs
@@ -46,6 +43,11 @@ from torch_backend.ops.attention.selected import LongDocuments
 from torch_backend.ops.operators import runs_triton
 from torch_backend.packed_tokens import plain
 
+CHANGED = (
+    "a module of this model, or a setting that decides how it is packed, was exchanged after crosspack.patch(model), "
+    "and its documents could see each other: call crosspack.patch(model) again"
+)
+
 
 class BatchReader:
     """Reads the batches of one model.
@@ -60,10 +62,8 @@ class BatchReader:
         experts: the modules that are overridden for routed experts, each with what overrides it.
         compiled: the attention requests of compiled layers, see ``steps.cuda_graph.compile_layers``.
         crosses: whether layers run as between ranks in batches too whose documents lie on one rank each.
-        seen: what of the model the edits rest on.
-        added: what somebody added to the model before it was patched, by class, with the numbers.
-        hooks: the numbers of its hooks then.
-        structure: the model as a packed call compared it with them; of no model before the first one.
+        facts, parts: what of the model the edits rest on, and the modules and configs that they change.
+        structure: the model as a packed call last found that they fit; of no model before the first one.
         prove: proves what a packed call finds added, and what could not be proved before; None without proof.
         proved: the names of what was added and proved; None before the first proof.
     """
@@ -83,10 +83,11 @@ class BatchReader:
         self.reads = inputs.names_read(self.root)
         self.shifted = anatomy.head == "next token"
         parts = self.decoder, *self.rows.parts, *anatomy.layers.values(), *anatomy.rotaries.values()
-        self.seen = Seen(self.root, (anatomy.head, anatomy.route, anatomy.sizes), parts)
+        self.facts = anatomy.head, anatomy.route, anatomy.sizes
+        self.parts = *parts, *(getattr(part, "config", None) for part in parts)
+        self.structure = Structure()
         self.prove: Callable[[nn.Module], None] | None = None
         self.proved: tuple[str, ...] | None = None
-        self._note_additions()
 
     @property
     def device(self) -> torch.device:
@@ -95,56 +96,21 @@ class BatchReader:
 
     def still_fits(self) -> bool:
         """Returns whether the edits are still those that this model needs."""
-        if not self.seen.unchanged():
-            fresh = BatchReader(anatomy_of(self.root), self.implementation, None).seen
-            if not fresh.agrees(self.seen):
-                return False
-            self.seen = fresh
-        return True
-
-    def accept_additions(self) -> None:
-        """Take the modules and hooks that the model holds now for those that it was patched with."""
-        accept_hooks(self.root)
-        self._note_additions()
-
-    def _note_additions(self) -> None:
-        self.added = kinds_added(self.root)
-        self.hooks = hook_numbers(self.root)
-        self.structure = Structure()
-
-    def _compare_additions(self) -> None:
-        """Raise for modules and forwards that were added since, and watch hooks that were."""
-        if self.structure.unchanged():
-            return
-        if later := kinds_added(self.root) - self.added:
-            raise UnsupportedModelError(
-                f"{', '.join(sorted(later))} was added to {type(self.root).__name__} after crosspack.patch(model), and "
-                "documents could see each other in it: call crosspack.patch(model) again, which proves it"
-            )
-        watch_hooks(self.root, self.hooks, self._on_packed, is_known_hook)
-        prove, self.prove = self.prove, None  # it calls the model
-        try:
-            if prove is not None:
-                prove(self.root)
-        except BaseException:
-            self.structure = Structure()  # those of the proof's own calls; the next call proves again
-            raise
-        finally:
-            self.prove = prove
-        self.structure = Structure(self.root)
-
-    def _on_packed(self, module: nn.Module) -> bool:
-        """Returns whether a module of the model runs on a packed batch; losses call its decoder and head themselves."""
-        if (call := running(self)) is not None:
-            return call.forward is not None
-        return module is self.decoder or module is self.root.get_output_embeddings()
+        fresh = BatchReader(anatomy_of(self.root), self.implementation, None)
+        return fresh.facts == self.facts and list(map(id, fresh.parts)) == list(map(id, self.parts))
 
     def require_fit(self) -> None:
-        """Raise where the model was changed since it was patched, so that its documents could see each other."""
-        if not torch.compiler.is_compiling():
+        """Raise where the model was changed since it was patched, so that its documents could see each other.
+
+        Raises:
+            UnsupportedModelError, or what :attr:`prove` raises of what was added.
+        """
+        if not torch.compiler.is_compiling() and not self.structure.unchanged():
             if not self.still_fits():
                 raise UnsupportedModelError(CHANGED)
-            self._compare_additions()
+            if self.prove is not None:
+                self.prove(self.root)
+            self.structure = Structure(self.root)
         if (reason := why_not_adapters(self.root, self.decoder)) is not None:
             raise UnsupportedModelError(f"{type(self.root).__name__} cannot be trained packed, because {reason}")
 

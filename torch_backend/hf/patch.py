@@ -31,7 +31,6 @@ from torch_backend.hf.edits import own_attention
 from torch_backend.hf.edits.clips import by_loss_function, clip_edits
 from torch_backend.hf.edits.indexers import select_inside
 from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook
-from torch_backend.hf.edits.late_hooks import accept_hooks
 from torch_backend.hf.edits.latents import latent_edits
 from torch_backend.hf.edits.mixers import mixer_edits, run_per_document
 from torch_backend.hf.edits.override import Attribute, LayerOverride, is_reached
@@ -87,7 +86,6 @@ def install(
         context = _context_of(anatomy_of(root), mesh, context_method)
     same = state is not None and state.implementation == wanted and state.context == context
     if state is not None and same and state.in_force and state.still_fits():
-        state.accept_additions()
         return model
     refuse_replaced_layers(root)
     fresh = Patched(anatomy_of(root), wanted, context)
@@ -191,7 +189,6 @@ class Patched(BatchReader):
 
     def remove(self) -> None:
         """Undo all edits, the last one first."""
-        accept_hooks(self.root)
         self._undo()
         del self.root.__dict__[STATE]
 

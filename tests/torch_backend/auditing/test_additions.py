@@ -20,7 +20,7 @@ import torch_backend
 from packing_core.errors import ContaminationError
 from tests.torch_backend.hf.test_document_heads import classifier
 from tests.torch_backend.models import alone, assert_same, documents, packed, tiny
-from torch_backend.hf.anatomy.additions import additions, kinds_added, parts_of
+from torch_backend.hf.anatomy.additions import additions, parts_of
 from torch_backend.hf.patch import state_of
 
 
@@ -148,7 +148,7 @@ def test_what_shards_a_module_adds_nothing() -> None:
         model, own = lora("lm_head"), parts_of(lora("lm_head"))
         fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (2,)))
         assert isinstance(model.lm_head, FSDPModule)
-        assert not additions(model, own) and not kinds_added(model)
+        assert not additions(model, own)
     finally:
         dist.destroy_process_group()
 
@@ -159,7 +159,7 @@ def test_a_parametrization_hides_no_module() -> None:
     projection = model.model.layers[0].self_attn.q_proj
     projection.gain = nn.Parameter(torch.ones(2))
     parametrize.register_parametrization(projection, "gain", nn.Identity())
-    assert all("parametrizations" in name for name in additions(model, own)) and not kinds_added(model)
+    assert all("parametrizations" in name for name in additions(model, own))
     model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
     parametrize.register_parametrization(model.model.layers[0].mlp, "scale", nn.Identity())
     assert "model.layers.0.mlp (Scaled)" in additions(model, own)

@@ -1,14 +1,14 @@
 """Finds what of a model its config does not make: other classes, hooks, forwards and kinds of parameters.
 
 A tiny model of the same config is made without them, so what is proved on it says nothing of them. Nothing is known by
-its package: what stands at the same place of the tiny model is the config's own, and all else is an addition.
+its package: what stands at the same place of the tiny model is the config's own, and all else is an addition. What is
+added or exchanged later is noticed by :class:`Structure`.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import nn
 
-from torch_backend.hf.edits.late_hooks import WatchedHook
 from torch_backend.hf.edits.override import added_forward, original_class
 from torch_backend.ops.mxfp4 import Mxfp4Weight
 
@@ -24,27 +23,9 @@ from torch_backend.ops.mxfp4 import Mxfp4Weight
 # nothing themselves.
 _PLACING = ("torch.distributed", "torch._dynamo", "torch.utils.checkpoint", "accelerate", "deepspeed", "torch_backend")
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")
-# Packages whose classes and hooks may join a patched model later. Code that comes with a checkpoint
-# (trust_remote_code) is in transformers_modules.
-_KNOWN = (
-    *("torch", "transformers", "transformers_modules", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel"),
-    *("deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "composer"),
-    *("torch_backend", "crosspack"),
-)
-# torch's modules that read several tokens, where no model of transformers made them
-_READ_SEVERAL = (
-    nn.RNNBase,
-    nn.MultiheadAttention,
-    nn.TransformerEncoder,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-    nn.modules.conv._ConvNd,
-    nn.modules.batchnorm._NormBase,
-    nn.modules.pooling._AvgPoolNd,
-    nn.modules.pooling._MaxPoolNd,
-    nn.modules.pooling._AdaptiveAvgPoolNd,
-    nn.modules.pooling._AdaptiveMaxPoolNd,
-)
+# Attributes of layers and rotary modules by which they are packed: the kind of frequencies, and of Llama 4 whether a
+# layer counts positions along the row.
+_READ_ONCE = ("config", "rope_type", "attn_temperature_tuning", "use_rope")
 Part = tuple[str, str, Any]
 _CLASS = "class"
 
@@ -85,41 +66,24 @@ def _parts(model: nn.Module) -> Iterator[tuple[Part, str, nn.Module]]:
                 and not key.startswith("_crosspack")
                 and not _places(function)
             ):
-                yield (key, at, _name_of(function)), f"{key} of {place}", module
+                yield (key, at, _name_of(function)), f"{key} of {place} ({_name_of(function)})", module
         for hook in _hooks(module):
             # Those of transformers collect outputs, or let embeddings require gradients; trainers set them at any time.
             if not _places(hook) and _counts(hook):
-                yield ("hook", at, _name_of(hook)), f"a hook on {place}", module
+                yield ("hook", at, _name_of(hook)), f"a hook on {place} ({_name_of(hook)})", module
         for parameter in module._parameters.values():
             of = type(parameter)
             if parameter is not None and of is not nn.Parameter and (of is Mxfp4Weight or not _places(of)):
                 yield ("parameter", at, of), f"{place} ({of.__name__})", module
 
 
-def kinds_added(model: nn.Module) -> Counter[str]:
-    """Counts what was added to a model by its class or function, which are the same in its copies.
-
-    Modules of torch that read several tokens are counted wherever they stand: only what was added after others were
-    counted says something. The forward of ``model`` itself is left out, because it calls a decoder that takes packed
-    batches, and hooks are (:mod:`~..edits.late_hooks`).
-    """
-    found: Counter[str] = Counter()
-    for module in model.modules():
-        kind = _kind(module)
-        if not _is_known(kind.__module__) or isinstance(module, _READ_SEVERAL):
-            found[f"{kind.__module__}.{kind.__qualname__}"] += 1
-        if module is not model and _has_added_forward(module):
-            found[f"another forward of {kind.__name__}"] += 1
-    return found
-
-
 class Structure:
-    """The modules of a model with their classes, forwards and hooks, compared by identity.
+    """What a patch rests on of a model: settings, and modules with their classes, forwards and hooks, by identity.
 
-    Hooks of transformers do not count: trainers let embeddings require gradients and take it back, in every step. A
-    comparison costs 0.4 microseconds a module, a tenth of what :func:`kinds_added` costs. The output layer may be
-    exchanged for another that reads each token alone, as losses do during a call. A copied or unpickled structure is of
-    no model, and so is the one that is made without a model.
+    Hooks of transformers do not count: trainers let embeddings require gradients and take it back, in every step. Where
+    a stand-in of ours takes the place of the output layer, as it does while a loss runs, that layer is taken as it was.
+    A comparison costs microseconds a module. A copied or unpickled structure is of no model, and so is the one that is
+    made without a model.
     """
 
     def __init__(self, model: Any = None) -> None:
@@ -127,13 +91,22 @@ class Structure:
         self.hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         output = None if model is None else model.get_output_embeddings()
         children = [(m._modules, name, child) for m in self.modules for name, child in m._modules.items()]
-        self.slots = [(of, name) for of, name, child in children if child is not output or child is None]
-        self.outputs = [(of, name) for of, name, child in children if child is output and child is not None]
+        self.outputs = [child for child in children if child[2] is output is not None]
+        configs = {id(c): vars(c) for m in self.modules if hasattr(c := vars(m).get("config"), "__dict__")}
+        settings = [(of, name) for of in configs.values() for name in of if not name.startswith("_")]
+        settings += [(vars(m), name) for m in self.modules for name in _READ_ONCE if name in vars(m)]
+        self.values = [(of, name, of[name]) for of, name in settings]
+        self.values += [child for child in children if child[2] is not output or output is None]
         self.seen = self._look() if self.modules else None
 
     def unchanged(self) -> bool:
         """Returns whether the model is as it was."""
-        return self.seen is not None and self.seen == self._look()
+        return (
+            self.seen is not None
+            and all(of.get(name) is value for of, name, value in self.values)
+            and all(of.get(name) is value or _places(type(of.get(name))) for of, name, value in self.outputs)
+            and self.seen == self._look()
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Structure, ()
@@ -142,26 +115,14 @@ class Structure:
         own = [m.__dict__ for m in self.modules[1:]]
         return (
             list(map(type, self.modules)),
-            [len(hooks) and sum(map(_counts, hooks.values())) for hooks in self.hooks],
+            [[number for number, x in hooks.items() if _counts(x)] if hooks else [] for hooks in self.hooks],
             [id(d.get("_old_forward") or d.get("forward")) for d in own],
             [len(m._modules) for m in self.modules],
-            [id(of.get(name)) for of, name in self.slots],
-            [_reads_each_token_alone(of.get(name)) for of, name in self.outputs],
         )
 
 
 def _counts(hook: Callable[..., Any]) -> bool:
     return not _module_of(hook).startswith("transformers.")
-
-
-def _reads_each_token_alone(layer: nn.Module | None) -> bool:
-    parts = () if layer is None else layer.modules()
-    return all(_is_known(_kind(part).__module__) and not isinstance(part, _READ_SEVERAL) for part in parts)
-
-
-def _has_added_forward(module: nn.Module) -> bool:
-    own = added_forward(module)
-    return own is not None and not _is_known(_module_of(own))
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
@@ -178,15 +139,6 @@ def _is_made_by_torch(kind: type[nn.Module]) -> bool:
     place = kind.__module__
     written = getattr(sys.modules.get(place), kind.__qualname__, None) is kind
     return place == "abc" or (place.startswith("torch.") and not written)
-
-
-def _is_known(module: str) -> bool:
-    return module.partition(".")[0] in _KNOWN
-
-
-def is_known_hook(hook: Callable[..., Any]) -> bool:
-    """Returns whether a hook is of a package whose hooks act on each token alone."""
-    return _is_known(_module_of(hook))
 
 
 def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
@@ -212,7 +164,7 @@ def _module_of(function: Any) -> str:
 
 
 def _written(function: Any) -> Any:
-    """Returns a function without what binds it or watches it."""
-    while isinstance(function, partial | WatchedHook):
-        function = function.func if isinstance(function, partial) else function.hook
+    """Returns a function without what binds it."""
+    while isinstance(function, partial):
+        function = function.func
     return getattr(function, "__func__", function)

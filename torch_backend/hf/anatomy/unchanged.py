@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from torch_backend.hf.edits.late_hooks import WatchedHook
 from torch_backend.hf.edits.override import original_class
 
 _LIBRARIES = ("transformers", "torch", "peft")
@@ -69,6 +68,6 @@ def why_other_code(module: nn.Module) -> str | None:
 
 
 def _package(function: Any) -> str:
-    while isinstance(function, partial | WatchedHook):
-        function = function.func if isinstance(function, partial) else function.hook
+    while isinstance(function, partial):
+        function = function.func
     return str(getattr(function, "__module__", None)).partition(".")[0]
