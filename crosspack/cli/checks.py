@@ -40,11 +40,6 @@ def check_read(context: typer.Context, options: TrainOptions, unread: Container[
 
     An option of a ``--config`` file counts as passed unless it has its default, because a ``run.yaml`` holds them all.
 
-    Args:
-        context: of the command.
-        options: those that it was given.
-        unread: names of the options that the task does not read.
-
     Raises:
         UnsupportedError: one has no effect on the task.
     """

@@ -35,9 +35,7 @@ class Concern:
     """A warning.
 
     Attributes:
-        kind: its name among the figures.
         count: documents or steps that it is about.
-        text: what is wrong, what it does to training, and the way out.
     """
 
     kind: str
@@ -109,7 +107,6 @@ def read_figures(
     Args:
         encoder: of the records; None where they hold token ids.
         capacity: a longer document is an error that names its place; None if there is none.
-        key, piece: the piece, and its number.
     """
     seen = DocumentFigures()
     if encoder is None:

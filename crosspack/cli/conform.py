@@ -78,10 +78,6 @@ def command_line(
 
 
 def environment(compiled: Path) -> dict[str, str]:
-    """The caller's environment without what would change how pytest runs.
-
-    Args:
-        compiled: a folder for what JAX compiles, which workers share.
-    """
+    """The caller's environment without what would change how pytest runs."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
     return sharing.environment(compiled) | kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -34,8 +34,6 @@ def in_pieces(
     """Yields the number of each piece of the data with what was read of it, as they come, and shows the progress.
 
     Args:
-        records: the data.
-        capacity: tokens of a row.
         read: counts a piece and returns what is kept of it; this is what is pickled to processes.
         workers: how many processes; by default this rank's share of the cores.
     """
@@ -102,11 +100,9 @@ def documents_together(
     """Yields the documents of a source in their order, tokenised by several processes.
 
     Args:
-        source: the encoded records, which count what was left out.
         rule: of the rows; a document that is too long under ``error`` raises. Its ``keys`` name the column of keys.
         limit: of the first documents alone, as many as this; the rest is not read.
         skipped: is given why records were left out; None raises an error for the first that cannot be used.
-        workers: how many processes; by default this rank's share of the cores.
     """
     if limit is not None:
         yield from islice(_documents_of(source.encoder, rule, skipped, source.records.items()), limit)

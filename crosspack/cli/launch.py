@@ -44,12 +44,7 @@ def restarted() -> bool:
 
 
 def start_again(context: typer.Context, run_file: str) -> int:
-    """Runs a command with the same options as ``--nproc`` processes; returns the exit status.
-
-    Args:
-        context: of the command.
-        run_file: its options, as ``--config`` takes them.
-    """
+    """Runs a command with the same options as ``--nproc`` processes; returns the exit status."""
     given = context.params
     with TemporaryDirectory() as folder:
         path = Path(folder, RUN_FILE)

@@ -62,10 +62,6 @@ def read_listing(folder: Path) -> list[Listed]:
 def parse_listing(content: bytes, path: str) -> list[Listed]:
     """The files that a listing names.
 
-    Args:
-        content: of the listing.
-        path: of the listing, for messages.
-
     Raises:
         PackingError: crosspack did not write it.
     """

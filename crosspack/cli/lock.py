@@ -60,7 +60,6 @@ def locked(path: Path, temporary: str) -> Iterator[Lock]:
     """Hold a lock.
 
     Args:
-        path: of the lock file, in the folder.
         temporary: how names of temporary files in the folder begin.
 
     Raises:

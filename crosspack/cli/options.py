@@ -269,12 +269,8 @@ def check_data(
     """Open all of the data and look at the first record of each; imports no framework for local files.
 
     Args:
-        data: data sets, which are read one after the other, or mixed if they have weights.
         split: of each; None for a file, or the split ``validation``.
         tokenizer: what ``--tokenizer`` names.
-        option: the option that names the data, for errors.
-        policy: says which columns are read.
-        more: other columns that are read.
         keep: columns that ``--keep`` names, of which the first records must have each.
         sample_by, max_record: as of :func:`crosspack.read`.
         lenient: look at the first record that can be used.

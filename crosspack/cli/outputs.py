@@ -46,10 +46,8 @@ class Output:
     """An output folder that this process alone writes.
 
     Attributes:
-        folder: what ``--output`` names.
         partial: the temporary folder for the result; everything in it is published.
         summary: the file of the result that says what it is; it goes first and comes last.
-        lock: of the folder.
         work: for what a run that is started again goes on from; it is deleted when the result is published.
         keep: whether ``work`` and ``partial`` stay where the run ends without a result.
         run: what the result is the result of; None for one that is always made anew.
@@ -186,10 +184,7 @@ def writing(
     """Lock ``folder`` and hand out a temporary folder in it; without ``publish`` nothing of the folder changes.
 
     Args:
-        folder: what ``--output`` names. It is made if need be.
-        summary: the file of the result that says what it is.
         names: patterns of files that the result will have, so that a file in their place is an error at once.
-        overwrite: whether what an earlier run listed may be replaced.
         run: a digest of all that decides the result. With it, ``work`` is what an earlier run left when it was killed,
             of this digest or another, a publication that was interrupted is completed first, and a result that is
             complete is not made again without ``overwrite``.

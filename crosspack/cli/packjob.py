@@ -224,7 +224,6 @@ def opened_pool(
     """Yields the pool that runs the jobs, and how many it runs at a time.
 
     Args:
-        size: bytes of input.
         workers: how many processes; by default one for each core, and none for little input.
     """
     count = min(workers or cores(), jobs)

@@ -18,14 +18,7 @@ from crosspack.packing.run import Totals
 
 
 class PackProgress:
-    """A bar on a terminal, else a line now and then; the same figures as lines of JSON in a log file.
-
-    Args:
-        console: where to print.
-        size: bytes of input; 0 if nobody knows.
-        capacity: tokens of a row.
-        log: a file to add lines to.
-    """
+    """A bar on a terminal, else a line now and then; the same figures as lines of JSON in a log file."""
 
     def __init__(self, console: Console, size: int, capacity: int, log: Path | None) -> None:
         self._console = console

@@ -79,12 +79,7 @@ th:first-child{{text-align:left}}
 
 
 def page(report: dict[str, Any], pictured: Sequence[Sequence[Segment]]) -> str:
-    """The page.
-
-    Args:
-        report: what ``crosspack report --json`` prints.
-        pictured: the segments of some rows.
-    """
+    """Returns the page of what ``--json`` prints, on which some rows are pictured, each by its segments."""
     name = escape(report["data"])
     sections = [
         ("lengths", "How long the documents are", _lengths(report)),

@@ -91,14 +91,7 @@ class TrainProgress:
 
 
 def counted(console: Console, what: str, items: Iterable[Item], total: int | None = None) -> Iterator[Item]:
-    """The items, counted while they come: in one changing line on a terminal, elsewhere in a line now and then.
-
-    Args:
-        console: where to print.
-        what: what is counted.
-        items: what comes.
-        total: how many there are, if that is known.
-    """
+    """The items, counted while they come: in one changing line on a terminal, elsewhere in a line now and then."""
     of = "" if total is None else f" of {total:,}"
     if console.is_terminal:
         bar = [] if total is None else [BarColumn()]

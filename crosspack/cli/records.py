@@ -66,7 +66,6 @@ def read_columns(given: Sequence[str] | None, known: Sequence[str] = ()) -> tupl
     (('prompt', 'question'), ('completion', 'answer'))
 
     Args:
-        given: the values of ``--column``.
         known: the names that may be read; any if there are none.
 
     Raises:

@@ -25,9 +25,7 @@ def staged(url: str, manifest: str, *, overwrite: bool) -> Iterator[Path]:
     """A local folder for what belongs to ``url``; what is in it afterwards is uploaded.
 
     Args:
-        url: a folder that fsspec writes.
         manifest: the file whose presence says that the result is complete: it is deleted first and uploaded last.
-        overwrite: whether a result that is there is replaced.
 
     Raises:
         PackingError: there is something, or it cannot be written.

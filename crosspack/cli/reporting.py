@@ -40,9 +40,7 @@ def reporting(service: Service, folder: Path | None, config: Mapping[str, Any]) 
     """Yields a function that logs scalars with the number of their step, until the block ends.
 
     Args:
-        service: of ``--report-to``.
         folder: the output of the run; TensorBoard's files go to ``tensorboard`` in it, and below ``runs`` without it.
-        config: the options of the run.
     """
     start = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "none": _nothing}[service]
     log, finish = start(folder, dict(config))

@@ -68,7 +68,6 @@ def effective(context: typer.Context, **settled: Any) -> dict[str, Any]:
     """Every option of a run by its name without dashes, with the value that it had.
 
     Args:
-        context: of the command.
         settled: values that replace a default which says nothing by itself.
     """
     values = {**context.params, **settled}

@@ -64,10 +64,6 @@ def meant(name: str, options: Iterable[str]) -> str | None:
 
     >>> meant("learning-rate", ["lr", "limit"]), meant("max_length", ["capacity"]), meant("lmit", ["lr", "limit"])
     ('lr', 'capacity', 'limit')
-
-    Args:
-        name: of an option that the command has not, without dashes in front.
-        options: those of the command, likewise.
     """
     options = list(options)
     field = name.replace("-", "_")
@@ -80,10 +76,6 @@ def meant(name: str, options: Iterable[str]) -> str | None:
 
 def of_sft(settings: Mapping[str, Any], options: object) -> dict[str, Any]:
     """The fields of ``--set`` for ``--task sft`` as attributes of Options.
-
-    Args:
-        settings: field -> value, as :func:`read_settings` returns them.
-        options: the options of the command.
 
     Raises:
         PackingError: an option sets the same, or a value is of another type.

@@ -70,8 +70,6 @@ class Speed:
 
         Args:
             shape: one of ``SHAPES``, or the name of the model that ``config`` is of.
-            gpu: one of ``GPUS``.
-            config: the config of another model.
         """
         about = {"shape": shape, "gpu": gpu, "utilisation": UTILISATION}
         return Speed(Cost.operations(config or SHAPES[shape]), GPUS[gpu].per_second * UTILISATION, about)
@@ -81,7 +79,6 @@ class Speed:
         """Takes the speed of a run of ``crosspack train --output``: its median step but the first, and its model.
 
         Args:
-            folder: its output.
             rows: packed rows of the data, which cost as much by the token as those of a run that does not say what
                 its own cost.
 

@@ -148,8 +148,6 @@ def computed_tokens(plan: PackPlan, *, batches: Sequence[int], seed: int) -> dic
 
     Args:
         plan: the packed rows; their pieces are what would be padded.
-        batches: sizes of padded batches.
-        seed: of the random order.
     """
     padded = {name: int((counts * longest).sum()) for name, counts, longest in padded_batches(plan, batches, seed)}
     return {**padded, packed_name(plan): plan.n_rows * plan.capacity}

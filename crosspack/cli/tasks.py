@@ -52,11 +52,6 @@ def remove_saved(home: Path) -> None:
 def open_examples(options: TrainOptions, data: Sequence[str] | None, split: str | None, option: str) -> Records:
     """Opens the records, and looks at the first of each data set.
 
-    Args:
-        options: the options of the command.
-        data, split: what is opened.
-        option: the option that names the data.
-
     Raises:
         PackingError: it is nowhere, empty, or has not the columns of the task.
     """

@@ -47,16 +47,10 @@ class TrainCommand:
     """A call of ``crosspack train``, checked.
 
     Attributes:
-        options: of the command.
         task: what is trained on examples by a trainer of its own; None trains the next tokens of packed documents.
-        entry: where the backend's trainer is.
-        model: a folder or hub name, or the contents of a config.
         tokenizer: a folder or hub name; None trains one on the data.
-        losses: what decides the losses.
         arguments: further fields of the arguments of the task's trainer.
-        rewards: functions that score completions.
         records: the data, of which the first records have been looked at.
-        held_out: those to evaluate on.
         resume: whether the run goes on from a checkpoint.
         settled: every option with its value, by name, as ``run_file`` holds them.
         run_file: the contents of the run's ``run.yaml``.

@@ -130,8 +130,6 @@ class LossOptions:
         """Returns the options of a job; a rate and a precision that are not named follow from what is trained.
 
         Args:
-            seed: of the run.
-            pretrained: whether the model has weights.
             settings: attributes of Options that ``--set`` names, in place of those here.
         """
         usual = 2e-4 if self.lora else 2e-5 if pretrained else 3e-3

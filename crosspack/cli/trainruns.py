@@ -64,11 +64,7 @@ class Steps:
     """Packed documents, by steps.
 
     Attributes:
-        command: the command.
-        source: the encoded records.
         model: that of the command; a config that knows the tokenizer, if none was named.
-        schedule: the documents of each step.
-        evaluation: those to evaluate on.
         prompts: the token ids of ``--sample``.
         skipped: why records were left out, under ``--on-error skip``.
         uncapped: the rows of an epoch without ``--max-segments``, where there is one.
@@ -223,13 +219,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of a task.
-
-    Attributes:
-        command: the command.
-        records: those to train on.
-        held_out: those to evaluate on.
-    """
+    """The examples of a task."""
 
     command: TrainCommand
     records: list[Row]
@@ -296,9 +286,6 @@ def publish(
     """Writes what stands beside a model, puts the result in place of an earlier one, and prints the figures.
 
     Args:
-        command: of the run.
-        about: the figures.
-        kept: the output folder; None keeps nothing.
         remove_checkpoints: removes what the run no longer needs from the folder, once it is complete.
     """
     if kept is not None:

@@ -39,10 +39,7 @@ def spans_of_turns(
     """Maps each wanted message of the assistant to its characters in the chat.
 
     Args:
-        write: applies the chat template.
-        messages: the chat.
         wanted: of each message, whether it is looked for if it is the assistant's.
-        chat: the chat as the template writes it.
         blocks: the ``{% generation %}`` blocks in it; None of a template that marks nothing.
 
     Raises:
@@ -125,8 +122,6 @@ def _around_text(chat: str, texts: dict[int, Span], turn: int, header: str, last
     """Returns where a turn begins and ends in a chat, by its text; None if its header or its end are not found there.
 
     Args:
-        chat, texts, turn: as of :func:`_regions`.
-        header: what asks for the turn.
         last: the chat up to the turn's end, as the template writes it if no message follows.
     """
     header = _THINK.split(header)[0]  # what asks for reasoning is written before an answer that has some
@@ -169,13 +164,9 @@ def _around(chat: str, texts: dict[int, Span], turn: int) -> tuple[str, str] | N
 
 
 def lost_field(text: str, message: Mapping[str, Any]) -> str | None:
-    """Names a field of a message that stands nowhere in a text; None if all do, each in a place of its own.
+    """Names a field of a message that a :func:`squeezed` text lacks; None if it has all, each in a place of its own.
 
     White space does not count, which templates trim, nor does how a call writes its arguments: as JSON, or bare.
-
-    Args:
-        text: :func:`squeezed`.
-        message: of a chat.
 
     >>> lost_field("Yes.<|im_end|>", {"content": "Yes.", "reasoning_content": "Well"})
     'reasoning_content'
@@ -253,10 +244,8 @@ def in_spans(chat: str, begins: NDArray[np.int64], ends: NDArray[np.int64], span
     White space around a token does not count: tokenizers add it to the next word, or drop it.
 
     Args:
-        chat: the text.
         begins, ends: int64 [T], the characters of the tokens, in order. A token without any, of trimmed white space,
             has those since the token before it.
-        spans: begins and ends.
     """
     if not spans or not len(begins):
         return np.zeros(len(begins), np.bool_)

@@ -39,8 +39,6 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
     """The record with the columns ``text``, ``prompt`` and ``completion``, ``messages`` or ``input_ids``.
 
     Args:
-        record: as the file has it.
-        where: its place, for errors.
         fields: (name, column) pairs: ``(("text", "body"),)`` takes the column ``body`` for the text. With any, no other
             layout is looked for.
 

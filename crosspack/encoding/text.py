@@ -169,7 +169,6 @@ class Encoder:
         """The same, each document with its record and the columns that were read beside its tokens.
 
         Args:
-            records: as above.
             refuse: is called with each record that cannot be encoded, and the error; raises it by default. A missing
                 library is no record's fault and is raised in any case.
             left_out: is called with the place and the tokens of each document without a trained token.

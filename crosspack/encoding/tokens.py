@@ -28,8 +28,6 @@ def token_documents(
     """The documents of a record; a column that is null counts as absent.
 
     Args:
-        record: a document or a packed row.
-        where: its place.
         carried: other columns, those of which that have a number for each token are given with each document.
 
     Raises:

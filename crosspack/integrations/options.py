@@ -20,7 +20,6 @@ def read_options(given: Any, where: str, of: Callable[..., Any] | None = None) -
 
     Args:
         given: the entry of the configuration; None and True stand for no options.
-        where: the name of that entry, for messages.
         of: the function whose arguments they are in place of these, all but its first.
 
     Raises:
@@ -42,7 +41,6 @@ def pack_trainer(trainer: Any, options: Mapping[str, Any], **defaults: Any) -> N
 
     Args:
         trainer: as the stack built it, before ``train()``.
-        options: from :func:`read_options`.
         defaults: options that hold where ``options`` says nothing.
 
     Raises:
@@ -66,7 +64,6 @@ def refuse(reasons: Mapping[str, str], given: Mapping[str, Any], stack: str) -> 
     Args:
         reasons: option of the stack -> why packing cannot follow it, and the way out.
         given: the configuration; options that are absent, None or False are off.
-        stack: whose options they are, for messages.
 
     Raises:
         UnsupportedError: an option is on.

@@ -52,7 +52,6 @@ def journal(path: Path, run: Entry) -> Iterator[Journal]:
     """Open the journal of a run, or begin one.
 
     Args:
-        path: the file.
         run: what the run is; the entries of a journal with another first line are not read.
     """
     entries, size = read_journal(path)

@@ -47,11 +47,7 @@ class MixedStretch:
 
 @dataclass(frozen=True)
 class Mixed(Records):
-    """Several data sets mixed by weight, as records.
-
-    Attributes:
-        sources: the data sets with their weights, which add up to 1.
-    """
+    """Several data sets mixed by weight, as records."""
 
     sources: tuple[tuple[Records, float], ...] = ()
 

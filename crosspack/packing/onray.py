@@ -20,7 +20,6 @@ class RayPool(Pool):
     """Runs jobs as a Ray data set. Those that Ray has already cannot be dropped.
 
     Args:
-        work: runs a job.
         count: how many workers; by default one for each processor of the cluster.
 
     Raises:

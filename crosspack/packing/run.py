@@ -126,12 +126,7 @@ class FileJob(NamedTuple):
 
 @dataclass(frozen=True)
 class Worker:
-    """Does the jobs of a run; this is what is pickled to processes.
-
-    Attributes:
-        units: the folder of units' files.
-        result: the folder of packed files.
-    """
+    """Does the jobs of a run; this is what is pickled to processes."""
 
     encoder: Encoder | None  # None where all units are made
     rules: Rules
@@ -181,8 +176,6 @@ class Run:
 
     Args:
         stretches: all of the input, also of the other parts.
-        part: which units are to be made here.
-        watch: is called after each unit and file.
         inputs: the files that are read; a unit counts if its file is still the same after it was made.
     """
 

@@ -56,9 +56,7 @@ class Rules:
 
     Attributes:
         rows: the rule of the rows, whose ``keys`` name the column that holds the key of each record.
-        seed: as in ``packing_core.plan``.
         equal_step: rows of a step, which are to cost the same; None for rows of any cost.
-        size: bytes of input of a unit.
         dtype: of the token ids, ``uint16`` or ``int32``.
         keep: columns of the records that are carried into the packed files.
     """
@@ -81,10 +79,7 @@ class Outcome:
     """Result of a finished unit: a line of the journal.
 
     Attributes:
-        size: bytes of input.
-        row_tokens: tokens of all its rows; ``rows``, ``tokens`` and ``trained`` are counted over them.
         left: documents handed on, and their tokens.
-        counts: how many notes say what.
         keys: where the first record stands whose key is a text, and the first whose key is a number.
     """
 

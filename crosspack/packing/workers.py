@@ -76,7 +76,6 @@ class Processes(Pool):
 
     Args:
         work: runs a job; it is pickled once for each process.
-        count: how many processes.
     """
 
     def __init__(self, work: Work, count: int) -> None:

@@ -83,7 +83,6 @@ def cut(file: IO[bytes], size: int, longest: int) -> Iterator[tuple[int, bytes]]
     """Yields number and bytes of each piece: the lines that begin in its ``size`` bytes of the file.
 
     Args:
-        file: read from its begin to its end.
         size: bytes of a piece, not counting the end of its last line.
         longest: bytes of a line. Of a longer one that goes beyond its piece, little more than that is kept.
     """

@@ -28,7 +28,6 @@ class Place:
     """A stretch of a file whose records are numbered from 0.
 
     Args:
-        file: the name of the file.
         kind: whether a number stands for a line (``data.jsonl:17``, from 1) or a row (``data.parquet[16]``, from 0).
         first: the number within the file of the first record, or a function that counts it when it is asked for.
     """
@@ -91,7 +90,6 @@ class Piece:
     """Some records of a stretch, read as they are iterated over.
 
     Attributes:
-        number: of the piece within its stretch.
         items: its records, and what could not be read as one.
         size: bytes of the file, or of the records, that it holds.
     """
@@ -105,7 +103,6 @@ class Stretch(Protocol):
     """A part of a file that can be read by itself, from its begin.
 
     Attributes:
-        file: the name of the file.
         size: bytes of the file in it, for progress.
     """
 
