@@ -10,18 +10,19 @@ Everything that a finished unit leaves on disk is complete and on the device bef
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from crosspack.encoding.keys import as_numbers
 from crosspack.encoding.text import Encoder
 from crosspack.packing.journal import Journal
-from crosspack.packing.ordering import planned_rows
 from crosspack.packing.row_files import Rows, joined
 from crosspack.packing.unit import (
+    KEY,
     Key,
     OnError,
     Outcome,
@@ -38,6 +39,9 @@ from crosspack.reading.places import Piece, Stretch
 from crosspack.reading.records import FilelessRecords, dealt, read_pieces
 from crosspack.reading.tables import Group
 from packing_core.errors import PackingError
+from packing_core.planning.epochs import plan_steps
+from packing_core.planning.packplan import PackPlan
+from packing_core.planning.plan import plan
 from packing_core.training.files import sync
 
 Result = TypeVar("Result")
@@ -313,6 +317,52 @@ class Run:
         for key in sorted(self.outcomes):
             if (path := key.file(folder(key), kind)).exists():
                 yield path.read_bytes()
+
+
+TOGETHER = 1 << 26  # tokens of the rows that are made at a time
+
+
+def planned_rows(files: Sequence[Path], rules: Rules) -> Iterator[Rows]:
+    """Yields the rows of one plan in the order of training, those of about a gigabyte of tokens at a time.
+
+    The plan needs the length and the key of every document. Tokens are read of the files that the rows at hand draw on.
+
+    Args:
+        files: the documents that units handed on, in the order of the input.
+    """
+    outlines = [Rows.outline(path) for path in files]
+    lengths = [segments for segments, _ in outlines]
+    made = _plan(np.concatenate(lengths), [values for _, values in outlines], rules)
+    first = np.cumsum([0, *map(len, lengths)])
+    upto = np.cumsum(made.row_tokens)
+    blocks = np.flatnonzero(np.diff(upto // TOGETHER, prepend=-1))
+    for begin, end in zip(blocks, [*blocks[1:], made.n_rows], strict=True):
+        counts = np.diff(made.row_offsets[begin : end + 1])
+        wanted = made.source[made.row_offsets[begin] : made.row_offsets[end]]
+        yield _gathered(files, first, wanted).take(np.argsort(np.argsort(wanted)), counts)
+
+
+def _plan(lengths: Any, values: Sequence[Mapping[str, Any]], rules: Rules) -> PackPlan:
+    """The rows of all documents, whose values the units kept."""
+    if rules.equal_step is not None:
+        return plan_steps(lengths, rules.rows, rules.equal_step, seed=rules.seed)
+    keys = None if rules.rows.keys is None else [key for of_unit in values for key in of_unit[KEY]]
+    if keys is not None and rules.rows.order == "sorted":
+        keys = as_numbers(keys)
+    return plan(lengths, replace(rules.rows, keys=keys), seed=rules.seed)
+
+
+def _gathered(files: Sequence[Path], first: Any, wanted: Any) -> Rows:
+    """The wanted documents by rising number."""
+    ordered = np.sort(wanted)
+    unit = np.searchsorted(first, ordered, side="right") - 1
+    parts = []
+    for number in np.unique(unit).tolist():
+        own = ordered[unit == number] - first[number]
+        part = Rows.load(files[number]).take(own, np.ones(len(own), np.int64))
+        part.values.pop(KEY, None)
+        parts.append(part)
+    return joined(parts)
 
 
 def _small(stretch: Stretch, size: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,16 @@ import numpy as np
 from crosspack.encoding.keys import key_of
 from crosspack.encoding.kinds import LazyPlace, bad_record
 from crosspack.encoding.text import Encoded, Encoder
-from crosspack.packing.fit import Fit
+from crosspack.encoding.tokens import check_length
 from crosspack.packing.row_files import Gathered, Rows
 from crosspack.reading.places import BadRecord, Piece, Row
 from packing_core.errors import PackingError
+from packing_core.planning.pieces import CUTS
 from packing_core.planning.plan import plan
 from packing_core.planning.rule import RowRule
 from packing_core.streaming.rounds import full_rows
 from packing_core.training.files import replace, sync
+from packing_core.training.schedule import Document
 
 OnError = Literal["stop", "skip", "quarantine"]
 
@@ -48,6 +50,51 @@ class Key(NamedTuple):
     def file(self, folder: Path, kind: Literal["rows", "left", "notes", "bad"]) -> Path:
         """Returns the file of a unit: its full rows, the documents it hands on, its notes, or its bad records."""
         return folder / f"{self.stretch:07d}-{self.piece:07d}.{kind}"
+
+
+@dataclass
+class Fit:
+    """Cuts documents to the capacity, and leaves out what has nothing to train on afterwards.
+
+    The planner could cut them too, but knows them by number; here each is cut as it comes and known by file and line.
+
+    Attributes:
+        rule: what to do with a document longer than a row.
+        note: called with what happened to a document, or a piece of one, its place and its tokens: ``dropped``,
+            ``truncated``, and ``untrained`` for pieces that have no trained token and are left out.
+        documents: documents so far that are in the rows, whole or not.
+    """
+
+    rule: RowRule
+    note: Callable[[str, Any, int], None]
+    documents: int = 0
+
+    def pieces(self, documents: Iterable[Encoded]) -> Iterator[Encoded]:
+        """The documents, or what is kept of them.
+
+        Raises:
+            CapacityError: one is too long and ``overflow`` is ``"error"``.
+        """
+        for encoded in documents:
+            document, length, whole = encoded.document, len(encoded.document.ids), self.documents
+            if length <= self.rule.capacity:
+                self.documents += 1
+                yield encoded
+                continue
+            overflow = self.rule.overflow
+            if overflow == "error":
+                check_length(str(encoded.where), document, self.rule.capacity)
+            elif overflow not in CUTS:
+                self.note("dropped" if overflow == "drop" else "truncated", encoded.where, length)
+            for span in self.rule.parts_of(length):
+                piece = Document(document.ids[span.places], document.trained[span.places].copy())
+                piece.trained[: span.untrained] = False
+                if piece.has_target:
+                    self.documents = whole + 1
+                    columns = {name: column[span.places] for name, column in encoded.columns.items()}
+                    yield Encoded(encoded.where, encoded.record, piece, columns)
+                else:
+                    self.note("untrained", encoded.where, len(piece.ids))
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,10 @@ from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import Overflow, positive
 from packing_core.planning.rule import RowRule
 from packing_core.streaming.deal import Deal, part_of
-from packing_core.streaming.options import StreamOptions, StreamStrategy
-from packing_core.streaming.ordered import OrderedSource
 from packing_core.streaming.pending import Pending
-from packing_core.streaming.reader import Reader
+from packing_core.streaming.reader import Reader, StreamOptions, StreamStrategy
 from packing_core.streaming.rounds import by_step, leaving, make_rows, plan_round, whole_steps
-from packing_core.streaming.sources import Source, share_of
+from packing_core.streaming.sources import OrderedSource, Source, share_of
 from packing_core.streaming.state import Mark, read_state, restore, sealed
 
 Int64 = NDArray[np.int64]

@@ -37,7 +37,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packing_core.planning.config_reader import ConfigReader
+from packing_core.planning.model_sizes import ConfigReader
 from packing_core.training.decoder_sizes import LEVELS_OF_TILES, DecoderSizes, FeedForward, LayerSizes, Part
 
 GIB = 2**30

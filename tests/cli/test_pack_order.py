@@ -55,7 +55,7 @@ def planned(data: Path, order: str, column: str | None) -> list[list[int]]:
 def test_rows_are_those_of_one_plan_in_that_order_whatever_the_units_and_blocks(
     data, tmp_path, order, column, monkeypatch
 ):
-    monkeypatch.setattr("crosspack.packing.ordering.TOGETHER", 20 * CAPACITY)
+    monkeypatch.setattr("crosspack.packing.run.TOGETHER", 20 * CAPACITY)
     pack(*given(data, order, column, "--keep", "id", "--keep", "topic"), "--output", tmp_path / "out")
     rows = list(crosspack.read(tmp_path / "out"))
     assert [list(row["id"]) for row in rows] == planned(data, order, column)

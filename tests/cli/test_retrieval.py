@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crosspack.cli.trainruns import Examples
+from crosspack.cli.train import Examples
 from tests.cli.conftest import LLAMA
 from tests.cli.console import done, one_line, run
 

@@ -11,7 +11,7 @@ import pytest
 
 from crosspack.cli import tasks
 from crosspack.cli.settings import read_settings
-from crosspack.cli.trainruns import Examples
+from crosspack.cli.train import Examples
 from packing_core.errors import PackingError
 from packing_core.training.options import Options
 from packing_core.training.tasks import TaskJob

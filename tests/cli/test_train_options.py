@@ -14,7 +14,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from crosspack.cli import checks, trainruns
+from crosspack.cli import checks
+from crosspack.cli import train as train_command
 from crosspack.cli.trainoptions import LossOptions
 from packing_core.planning.cost import Cost
 from tests.cli.console import losses, one_line, run, words
@@ -256,8 +257,8 @@ def test_rows_are_trained_in_the_order_of_a_column(order, column, tmp_path):
 
 
 def test_the_rows_of_a_step_cost_the_same_by_the_model_and_a_run_resumes_in_them(small, model, tmp_path, monkeypatch):
-    made, seen = trainruns.plan_steps, []
-    monkeypatch.setattr(trainruns, "plan_steps", lambda *a, **of: seen.append((a, of)) or made(*a, **of))
+    made, seen = train_command.plan_steps, []
+    monkeypatch.setattr(train_command, "plan_steps", lambda *a, **of: seen.append((a, of)) or made(*a, **of))
     options = (
         *small,
         "--equal-cost",
