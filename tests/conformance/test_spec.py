@@ -1,6 +1,6 @@
 """SPEC.md, the tests and the mutants speak of the same requirements."""
 
-import ast
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,22 +14,20 @@ from tests.conformance.mutants import MUTANTS
 FOLDER = Path(conformance.__file__).parent
 
 
-def ids_and_tests():
-    """(id, test) of every test function of the suite."""
+def ids_and_tests(config):
+    """(ids, test) of every test function of the suite."""
+    for marker in ("requirement", "heavy", "thorough"):
+        config.addinivalue_line("markers", f"{marker}: of the suite")
     for path in sorted(FOLDER.glob("test_*.py")):
-        for function in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
-                marks = [
-                    d
-                    for d in function.decorator_list
-                    if isinstance(d, ast.Call) and ast.unparse(d.func) == "requirement"
-                ]
-                yield [mark.args[0].value for mark in marks], f"{path.stem}.{function.name}"
+        for name, function in vars(import_module(f"conformance.{path.stem}")).items():
+            if name.startswith("test_"):
+                marks = [mark for mark in function.pytestmark if mark.name == "requirement"]
+                yield [mark.args[0] for mark in marks], f"{path.stem}.{name}"
 
 
-def test_every_test_names_one_requirement_and_every_requirement_has_one_test():
-    assert all(len(ids) == 1 for ids, _ in ids_and_tests())
-    named = sorted(ids[0] for ids, _ in ids_and_tests())
+def test_every_test_names_one_requirement_and_every_requirement_has_one_test(pytestconfig):
+    assert all(len(ids) == 1 for ids, _ in ids_and_tests(pytestconfig))
+    named = sorted(ids[0] for ids, _ in ids_and_tests(pytestconfig))
     assert named == sorted(requirements())
 
 
