@@ -1,18 +1,16 @@
-"""Checks that several requirements share: masks, isolation and padding of attention and scan, in any dtype."""
+"""Checks that several requirements share: masks of attention, isolation and padding of every operation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from conformance.draws import AttentionCase, Rows, ScanCase, generator, round_to, segment_ids
-from conformance.judge import LARGE, Judge
-from packing_core.protocol import Array, Gradients
-
-Ask = Callable[[Mapping[str, Array]], tuple[Array, Gradients]]
+from conformance.draws import LARGE, AttentionCase, OperationCase, Rows, generator, segment_ids
+from conformance.judge import Judge
+from packing_core.protocol import Array
 
 
 def visible_keys(
@@ -43,7 +41,7 @@ def visible_keys(
     case = AttentionCase(rows, heads=1, kv_heads=1, width=width, **options)
     identity = np.broadcast_to(np.eye(width, dtype=np.float32)[None, :, None], (len(ids), width, 1, width))
     zero = np.zeros((len(ids), width, 1, width), np.float32)
-    out, _ = judge.ask_attention(case, judge.dtype, {"q": zero, "v": identity.copy(), "dout": None, **(changed or {})})
+    out, _ = judge.ask_case(case, judge.dtype, {"q": zero, "v": identity.copy(), "dout": None, **(changed or {})})
     return (out[:, :, 0] > 0.5 / width) & (ids > 0)[..., None]
 
 
@@ -56,78 +54,67 @@ def compare_mask(judge: Judge, seen: Array, expected: Array) -> None:
         judge.holds(False, f"{len(wrong)} places differ from the mask: in row {row}, query {query} {verb} key {key}")
 
 
-def _as_tried(judge: Judge, case: AttentionCase) -> AttentionCase:
-    """The case, with one head for an interpreter, which runs them one by one: heads never mix, whatever the segments.
+def check_isolated(
+    judge: Judge,
+    case: OperationCase,
+    where: tuple[int, ...] | None = None,
+    dtype: str | None = None,
+    *,
+    backward: bool = True,
+) -> None:
+    """No segment (of those in ``where``) moves another's output or, with ``backward``, its gradients per token."""
+    working, case = dtype or judge.dtype, _as_tried(judge, case.fitted(judge.backend.capabilities.head_dims))
+    ids, given = segment_ids(case.rows), case.arguments(working)
+
+    def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
+        changed: dict[str, Array | None] = {**case.sound(arguments, working)}
+        out, found = judge.ask_case(case, working, changed if backward else changed | {"dout": None})
+        per_token = {f"gradient of {name}": x for name, x in found.items() if x.shape[:2] == ids.shape}
+        return {"output": out} | per_token
+
+    change = [name for name in case.isolated if name in given and (backward or name != "dout")]
+    judge.isolated(call, given, ids, change=change, dtype=working, where=where, backward=backward)
+
+
+def _as_tried(judge: Judge, case: OperationCase) -> OperationCase:
+    """Attention with one head for an interpreter, which runs them one by one: heads never mix, whatever the segments.
 
     Cases of grouped heads stay, and all other requirements try two heads and more.
     """
-    alike = case.heads == case.kv_heads
-    return replace(case, heads=1, kv_heads=1) if judge.backend.capabilities.interpreted and alike else case
+    if judge.backend.capabilities.interpreted and isinstance(case, AttentionCase) and case.heads == case.kv_heads:
+        return replace(case, heads=1, kv_heads=1)
+    return case
 
 
-def attention_forward_isolated(judge: Judge, case: AttentionCase) -> None:
-    """No segment moves another's output; no gradient is asked for."""
-    working, case = judge.dtype, _as_tried(judge, case)
-
-    def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
-        return {"output": judge.ask_attention(case, working, {**arguments, "dout": None})[0]}
-
-    ids = segment_ids(case.rows)
-    judge.isolated(call, case.arguments(working), ids, change=("q", "k", "v"), dtype=working)
-
-
-def attention_isolated(
-    judge: Judge, case: AttentionCase, where: tuple[int, ...] | None = None, dtype: str | None = None
+def check_padding(
+    judge: Judge, case: OperationCase, dtype: str | None = None, changed: Mapping[str, Array] | None = None
 ) -> None:
-    """No segment (of those in ``where``) moves another's output or gradients of q, k and v, whatever it selects."""
-    working, case = dtype or judge.dtype, _as_tried(judge, case)
-
-    def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
-        out, found = judge.ask_attention(case, working, arguments)
-        return {"output": out} | {f"gradient of {name}": found[name] for name in ("q", "k", "v")}
-
-    judge.isolated(
-        call, case.arguments(working), segment_ids(case.rows),
-        change=("q", "k", "v", "dout", *(("index_q", "index_k") if case.top_k else ())),
-        dtype=working, where=where, backward=True,
-    )  # fmt: skip
-
-
-def scan_isolated(judge: Judge, case: ScanCase, where: tuple[int, ...] | None = None, dtype: str | None = None) -> None:
-    """No segment (of those in ``where``) moves another's output or gradients."""
-    working = dtype or judge.dtype
-
-    def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
-        out, found = judge.ask_scan(case, working, arguments)
-        return {"output": out} | {f"gradient of {name}": found[name] for name in ("x", "dt", "B", "C")}
-
-    judge.isolated(
-        call, case.arguments(working), segment_ids(case.rows),
-        change=("x", "B", "C", "dout"), dtype=working, where=where, backward=True,
-    )  # fmt: skip
-
-
-def repadded(given: Mapping[str, Array], ids: Array, names: tuple[str, ...], dtype: str) -> dict[str, Array]:
-    """The named arguments with large finite numbers at padding."""
-    changed = {name: given[name].copy() for name in names}
-    for name, x in changed.items():
-        x[ids == 0] = round_to(dtype, generator("padding", name).choice([-1, 1], x[ids == 0].shape) * LARGE[dtype])
-    return changed
-
-
-def padding_moves_nothing(judge: Judge, ask: Ask, changed: Mapping[str, Array], ids: Array) -> None:
-    """With ``changed`` arguments at padding, real tokens keep outputs and gradients, and padding's gradients are 0."""
-    real = ids > 0
-    (out, found), (moved_out, moved) = ask({}), ask(changed)
+    """With other numbers at padding (``changed``, or large ones), real tokens keep outputs and gradients, and those of
+    padding are 0."""
+    dtype, case = dtype or judge.dtype, case.fitted(judge.backend.capabilities.head_dims)
+    real = segment_ids(case.rows) > 0
+    changed = at_padding(case, dtype) if changed is None else changed
+    finite = all(np.isfinite(x).all() for x in changed.values())
+    (out, found), (moved_out, moved) = judge.ask_case(case, dtype), judge.ask_case(case, dtype, changed)
     judge.unmoved("the output", out[real], moved_out[real], because="padding changed")
-
-    noise = judge.noise(lambda: ask({})[1], found)
+    noise = judge.noise(lambda: judge.ask_case(case, dtype)[1], found)
     for name, gradient in found.items():
-        per_token = gradient.shape[:2] == ids.shape
+        per_token = gradient.shape[:2] == real.shape
+        at = real if per_token else (...,)
         judge.unmoved(
-            f"the gradient of {name}", gradient[real] if per_token else gradient,
-            moved[name][real] if per_token else moved[name], because="padding changed", noise=noise[name],
-        )  # fmt: skip
+            f"the gradient of {name}", gradient[at], moved[name][at], because="padding changed", noise=noise[name]
+        )
         if per_token:
-            zero = not np.any(gradient[~real])
-            judge.holds(zero, f"the gradient of {name} at padding is not exactly 0")
+            nothing = not gradient[~real].any() and not (finite and moved[name][~real].any())
+            judge.holds(nothing, f"the gradient of {name} at padding is not exactly 0")
+
+
+def at_padding(case: OperationCase, dtype: str) -> dict[str, Array]:
+    """The arrays that hold any numbers at padding, with large finite ones there."""
+    given, padding, large = case.arguments(dtype), segment_ids(case.rows) == 0, LARGE[dtype]
+    other = {name: generator("padding", name).choice([-large, large], given[name].shape) for name in case.padded}
+    other = case.sound({**given, **other}, dtype)
+    changed = {name: given[name].copy() for name in case.padded}
+    for name, x in changed.items():
+        x[padding] = other[name][padding]
+    return changed

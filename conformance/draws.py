@@ -8,14 +8,23 @@ Layouts share a few widths on purpose: a compiled backend compiles once per shap
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 
-from packing_core.protocol import Array, Batch, Decoder, DecoderConfig, Document, position_ids, segments
+from packing_core.protocol import (
+    Array,
+    Batch,
+    Decoder,
+    DecoderConfig,
+    Document,
+    attention_options,
+    position_ids,
+    segments,
+)
 from packing_core.reference.arithmetic import WorkingDtype, operands, plain
 
 Rows = tuple[tuple[int, ...], ...]
@@ -36,6 +45,10 @@ TILES: Rows = ((16, 48, 64, 128, 256, 64), (17, 48, 64, 128, 256, 63))
 LONG_DOCUMENTS = (640, 1, 64, 63)  # the second starts where a tile does, in this order or by length
 MANY_DOCUMENTS = (2, 1, 4, 1, 5) * 59
 LONG_ROW = 768
+
+# An isolated segment is changed by this. A leak of one part in a thousand still shows, and in float16 a product over
+# a head stays finite.
+LARGE = {"float32": 1e3, "bfloat16": 1e3, "float16": 16.0}
 
 
 def segment_ids(rows: Rows) -> Array:
@@ -84,10 +97,53 @@ def index_operands(ids: Array, draw: np.random.Generator, block: int = 1) -> dic
     return {name: x.astype(np.float32) for name, x in arrays.items()}
 
 
-@dataclass(frozen=True)
-class AttentionCase:
-    """One call of `Backend.attention`: shapes, options, and the seed of its numbers."""
+class OperationCase:
+    """One call of an operation on the segments of ``rows``: shapes, options, and the seed of its numbers.
 
+    Attributes:
+        method: the name of the operation.
+        isolated: the arrays of a segment that are changed to see whether another one moves.
+        padded: the arrays that hold any numbers at padding.
+    """
+
+    method: ClassVar[str]
+    isolated: ClassVar[tuple[str, ...]] = ()
+    padded: ClassVar[tuple[str, ...]] = ()
+    rows: Rows
+
+    @property
+    def head_dim(self) -> int | None:
+        """The width of heads that a backend must declare; None where it declares none."""
+        return None
+
+    def arguments(self, dtype: str) -> dict[str, Array]:
+        """The arrays by the names of the method, ``dout`` (zero at padding) among them."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that are not drawn."""
+        return {}
+
+    def taken(self, given: Mapping[str, Any]) -> set[str]:
+        """The declarable options that a call with these arguments takes."""
+        return set()
+
+    def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
+        """Arguments in which any numbers may stand, as a model would pass them."""
+        return dict(given)
+
+    def fitted(self, head_dims: Collection[int]) -> Self:
+        """The case, at a width that a backend declares."""
+        return self
+
+
+@dataclass(frozen=True)
+class AttentionCase(OperationCase):
+    """One call of `Backend.attention`."""
+
+    method = "attention"
+    isolated = ("q", "k", "v", "dout", "index_q", "index_k")
+    padded = ("q", "k", "v")
     rows: Rows = FULL
     heads: int = 2
     kv_heads: int = 2
@@ -107,8 +163,11 @@ class AttentionCase:
     value_mean: float = 0.0
     seed: int = 0
 
+    @property
+    def head_dim(self) -> int:
+        return self.width
+
     def arguments(self, dtype: str) -> dict[str, Array]:
-        """``q``, ``k``, ``v``, ``dout`` (zero at padding), and what else the case has, by the names of the method."""
         draw = generator(self)
         ids = segment_ids(self.rows)
         value_width = self.value_width or self.width
@@ -131,24 +190,28 @@ class AttentionCase:
         return arrays if self.top_k is None else arrays | index_operands(ids, draw, self.index_block)
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments that are not arrays."""
         chosen = {name: getattr(self, name) for name in ("causal", "window", "softcap", "scale")}
         chosen |= {} if self.top_k is None else {"top_k": self.top_k}
         chosen |= {} if self.index_block == 1 else {"index_block": self.index_block}
         return chosen | ({"context_ranks": self.context_ranks} if self.context_ranks > 1 else {})
 
+    def taken(self, given: Mapping[str, Any]) -> set[str]:
+        return attention_options(**given)
+
 
 @dataclass(frozen=True)
-class ScanCase:
+class ScanCase(OperationCase):
     """One call of `Backend.scan`."""
 
+    method = "scan"
+    isolated = ("x", "B", "C", "dout")
+    padded = ("x", "B", "C")
     rows: Rows = FULL
     channels: int = 16
     states: int = 8
     seed: int = 0
 
     def arguments(self, dtype: str) -> dict[str, Array]:
-        """``x``, ``dt``, ``A``, ``B``, ``C`` and ``dout`` (zero at padding)."""
         draw = generator(self)
         ids = segment_ids(self.rows)
         real = (ids > 0)[..., None]
@@ -164,9 +227,10 @@ class ScanCase:
 
 
 @dataclass(frozen=True)
-class RopeCase:
+class RopeCase(OperationCase):
     """One call of `Backend.rope`; ``first`` is added to every position."""
 
+    method = "rope"
     rows: Rows = FULL
     heads: int = 2
     width: int = 64
@@ -176,7 +240,6 @@ class RopeCase:
     seed: int = 0
 
     def arguments(self, dtype: str) -> dict[str, Array]:
-        """``x``, ``position_ids``, ``inv_freq`` and ``dout``."""
         draw = generator(self)
         positions = position_ids(segment_ids(self.rows)) + self.first
         shape = (*positions.shape, self.heads, self.width)
@@ -186,6 +249,13 @@ class RopeCase:
             "inv_freq": (10_000.0 ** (-np.arange(0, self.turned, 2) / self.turned)).astype(np.float32),
             "dout": round_to(dtype, draw.standard_normal(shape)),
         }
+
+    def options(self) -> dict[str, Any]:
+        return {"interleaved": self.interleaved}
+
+    def taken(self, given: Mapping[str, Any]) -> set[str]:
+        taken = {"interleaved": self.interleaved, "partial": self.turned < self.width}
+        return {name for name, is_taken in taken.items() if is_taken}
 
 
 @dataclass(frozen=True)

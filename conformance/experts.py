@@ -1,4 +1,4 @@
-"""Routed experts: cases, the truth of each document beside the packed answer, and what is checked.
+"""Routed experts: cases, and the truth of each document by itself.
 
 The oracle is `packing_core.reference.experts`. At padding the arguments hold what a model would have there: any
 numbers, and choices of experts that must not be followed.
@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.draws import Rows, generator, round_to, segment_ids
-from conformance.judge import LARGE, Judge
+from conformance.draws import OperationCase, Rows, generator, round_to, segment_ids
 from conformance.oracle import Expected, Result
 from packing_core import reference
 from packing_core.protocol import Array, segments
@@ -29,7 +28,7 @@ PER_TOKEN = ("x", "weights")
 
 
 @dataclass(frozen=True)
-class ExpertsCase:
+class ExpertsCase(OperationCase):
     """One call of `Backend.experts`.
 
     Attributes:
@@ -37,6 +36,9 @@ class ExpertsCase:
         routing: "drawn", "one" (every token's first choice is expert 0) or "few" (most experts are chosen by nobody).
     """
 
+    method = "experts"
+    isolated = ("x", "weights", "dout")
+    padded = ("x", "indices")
     rows: Rows = PADDED
     width: int = 16
     inner: int = 16
@@ -48,7 +50,6 @@ class ExpertsCase:
     seed: int = 0
 
     def arguments(self, dtype: str) -> dict[str, Array]:
-        """``x``, ``indices``, ``weights``, ``up``, ``down``, biases, and ``dout`` (zero at padding)."""
         draw, ids = generator(self), segment_ids(self.rows)
         outer = 2 * self.inner if self.activation.gated else self.inner
         arrays = {
@@ -69,53 +70,19 @@ class ExpertsCase:
         indices = np.argsort(-scores, axis=-1)[..., : self.top_k]
         return {name: round_to(dtype, x) for name, x in arrays.items()} | {"indices": indices.astype(np.int64)}
 
+    def options(self) -> dict[str, Any]:
+        return {"activation": self.activation}
 
-def ask(judge: Judge, case: ExpertsCase, dtype: str, changed: Mapping[str, Array] | None = None) -> Result:
-    """Output and gradients of a case, some of whose arrays may be exchanged."""
-    given: dict[str, Any] = {**case.arguments(dtype), **(changed or {}), "segment_ids": segment_ids(case.rows)}
-    taken = {"biased_experts"} if case.biased else set()
-    taken |= {"clamped_experts"} if case.activation.limit is not None else set()
-    taken |= set() if case.activation.gated else {"ungated_experts"}
-    out, found = judge.ask("experts", **given, activation=case.activation, dtype=dtype, options=taken)
-    return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in found.items()}
+    def taken(self, given: Mapping[str, Any]) -> set[str]:
+        clamped, ungated = self.activation.limit is not None, not self.activation.gated
+        taken = {"biased_experts": self.biased, "clamped_experts": clamped, "ungated_experts": ungated}
+        return {name for name, is_taken in taken.items() if is_taken}
 
-
-def check(judge: Judge, case: ExpertsCase, dtype: str | None = None, *, only: str | None = None) -> None:
-    """Output and gradients, or the one that is named, are those of the documents run alone."""
-    dtype = dtype or judge.dtype
-    judge.within(ask(judge, case, dtype), expected(case, dtype), segment_ids(case.rows), dtype, only=only)
-
-
-def check_isolated(judge: Judge, case: ExpertsCase) -> None:
-    """No segment moves another's output or gradients, also where it crowds into one expert."""
-
-    def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
-        out, found = ask(judge, case, judge.dtype, arguments)
-        return {"output": out} | {f"gradient of {name}": found[name] for name in PER_TOKEN}
-
-    judge.isolated(
-        call, case.arguments(judge.dtype), segment_ids(case.rows),
-        change=("x", "weights", "dout"), dtype=judge.dtype, backward=True,
-    )  # fmt: skip
-
-
-def check_padding(judge: Judge, case: ExpertsCase) -> None:
-    """Padding routes to no expert: zeros there, and what stands there moves nothing."""
-    given, real, large = case.arguments(judge.dtype), segment_ids(case.rows) > 0, LARGE[judge.dtype]
-    changed = {"x": given["x"].copy(), "indices": given["indices"].copy(), "dout": given["dout"].copy()}
-    changed["x"][~real] = large
-    changed["indices"][~real] = np.arange(case.top_k)
-    before, found = ask(judge, case, judge.dtype)
-    after, moved = ask(judge, case, judge.dtype, changed)
-    judge.holds(not before[~real].any(), "the output at padding is not exactly 0")
-    judge.holds(not after[~real].any(), "the output at padding is not exactly 0")
-    judge.unmoved("the output", before[real], after[real], because="padding changed")
-    noise = judge.noise(lambda: ask(judge, case, judge.dtype)[1], found)
-    for name, gradient in found.items():
-        because = "padding changed"
-        judge.unmoved(f"the gradient of {name}", gradient, moved[name], because=because, noise=noise[name])
-        if name in PER_TOKEN:
-            judge.holds(not gradient[~real].any(), f"the gradient of {name} at padding is not exactly 0")
+    def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
+        """Arguments whose indices are of experts, the first ones where they were of none."""
+        indices = given["indices"]
+        there = (indices >= 0) & (indices < self.experts)
+        return {**given, "indices": np.where(there, indices, np.arange(self.top_k)).astype(np.int64)}
 
 
 @cache

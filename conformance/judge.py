@@ -11,16 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from conformance import oracle
-from conformance.draws import AttentionCase, LossCase, RopeCase, ScanCase, generator, round_to, segment_ids
+from conformance import experts, oracle, scans
+from conformance.draws import LARGE, LossCase, OperationCase, generator, round_to, segment_ids
 from conformance.oracle import Expected, Result
 from packing_core import budget
 from packing_core.errors import UnsupportedError
-from packing_core.protocol import LEVELS, Array, Backend, Batch, Document, attention_options, segments
+from packing_core.protocol import LEVELS, Array, Backend, Batch, Document, segments
 
-# An isolated segment is changed by this. A leak of one part in a thousand still shows, and in float16 a product over
-# a head stays finite.
-LARGE = {"float32": 1e3, "bfloat16": 1e3, "float16": 16.0}
+ORACLES: dict[str, Callable[[Any, Any], Expected]] = {
+    "attention": oracle.attention,
+    "rope": oracle.rope,
+    "scan": oracle.scan,
+    **dict.fromkeys(("delta_rule", "ssd", "convolution"), scans.expected),
+    "experts": experts.expected,
+}
 RERUNS = 4
 
 
@@ -113,34 +117,20 @@ class Judge:
         batch: Batch = self.ask("collate", documents, capacity)
         return batch
 
-    def ask_attention(
+    def ask_case(
         self,
-        case: AttentionCase,
+        case: OperationCase,
         dtype: str,
         changed: Mapping[str, Array | None] | None = None,
         *,
         ids: Array | None = None,
     ) -> Result:
         """Output and gradients of a case, some of whose arrays, and whose segment ids, may be exchanged."""
-        given: dict[str, Any] = {**case.arguments(dtype), **(changed or {})}
-        arrays = [given.pop(name) for name in ("q", "k", "v")]
-        keywords = {**case.options(), **given}
-        taken = attention_options(*arrays, **keywords)
-        ids = segment_ids(case.rows) if ids is None else ids
-        return _result(self.ask("attention", *arrays, ids, dtype=dtype, options=taken, head_dim=case.width, **keywords))
-
-    def ask_scan(self, case: ScanCase, dtype: str, changed: Mapping[str, Array] | None = None) -> Result:
-        """Output and gradients of a case, some of whose arrays may be exchanged."""
-        given: dict[str, Any] = {**case.arguments(dtype), **(changed or {})}
-        return _result(self.ask("scan", **given, segment_ids=segment_ids(case.rows), dtype=dtype))
-
-    def ask_rope(self, case: RopeCase, dtype: str) -> Result:
-        """Output and gradient of a case."""
-        taken = {"interleaved"} if case.interleaved else set()
-        if case.turned < case.width:
-            taken.add("partial")
-        given: dict[str, Any] = {**case.arguments(dtype)}
-        return _result(self.ask("rope", **given, interleaved=case.interleaved, dtype=dtype, options=taken))
+        given: dict[str, Any] = {**case.arguments(dtype), **case.options(), **(changed or {})}
+        taken = case.taken(given)
+        if case.method != "rope":  # which is told positions
+            given["segment_ids"] = segment_ids(case.rows) if ids is None else ids
+        return as_result(self.ask(case.method, **given, dtype=dtype, options=taken, head_dim=case.head_dim))
 
     def ask_loss(self, case: LossCase, dtype: str, changed: Mapping[str, Array] | None = None) -> tuple[Result, float]:
         """The loss sum with the gradient of the logits, and the weight sum."""
@@ -153,23 +143,12 @@ class Judge:
 
     # -- against the oracle --------------------------------------------------------------------------------------
 
-    def attention(self, case: AttentionCase, dtype: str | None = None, *, only: str | None = None) -> None:
+    def check(self, case: OperationCase, dtype: str | None = None, *, only: str | None = None) -> None:
         """Hold a case against the oracle: output and gradients, or only the one named ("out", "q", ...)."""
-        dtype = dtype or self.dtype
-        answer = self.ask_attention(case, dtype)
-        self.within(answer, oracle.attention(case, dtype), segment_ids(case.rows), dtype, only=only)
-
-    def scan(self, case: ScanCase, dtype: str | None = None, *, only: str | None = None) -> None:
-        """Hold a case against the oracle."""
-        dtype = dtype or self.dtype
-        answer = self.ask_scan(case, dtype)
-        self.within(answer, oracle.scan(case, dtype), segment_ids(case.rows), dtype, only=only)
-
-    def rope(self, case: RopeCase, dtype: str | None = None, *, only: str | None = None) -> None:
-        """Hold a case against the oracle."""
-        dtype = dtype or self.dtype
-        answer = self.ask_rope(case, dtype)
-        self.within(answer, oracle.rope(case, dtype), segment_ids(case.rows), dtype, only=only)
+        dtype, case = dtype or self.dtype, case.fitted(self.backend.capabilities.head_dims)
+        self.within(
+            self.ask_case(case, dtype), ORACLES[case.method](case, dtype), segment_ids(case.rows), dtype, only=only
+        )
 
     def loss(self, case: LossCase, dtype: str | None = None) -> None:
         """Hold the loss sum, the weight sum and the gradient of a case against the oracle."""
@@ -275,8 +254,8 @@ class Judge:
             raise Rejected(otherwise)
 
 
-def _result(answer: Any) -> Result:
-    """Converts a backend's answer, any kind of array, to float64."""
+def as_result(answer: Any) -> Result:
+    """Converts a backend's answer, an array or number and arrays by name, to float64."""
     out, gradients = answer
     return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in gradients.items()}
 

@@ -7,13 +7,14 @@ the same per-document run in the working dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from conformance import oracle
 from conformance.draws import DecoderCase, Rows, altered, documents, lay_out, untrained
-from conformance.judge import Judge, NotDeclared, Rejected
+from conformance.judge import Judge, NotDeclared, Rejected, as_result
 from conformance.oracle import Expected
 from packing_core.protocol import ADAMW_EPSILON, Array, Batch, DecoderConfig, Document, Gradients, segments
 
@@ -76,8 +77,10 @@ def forward(judge: Judge, case: DecoderCase, batch: Batch, dtype: str) -> Array:
 
 def gradients(judge: Judge, case: DecoderCase, batch: Batch, dtype: str) -> tuple[float, Gradients]:
     """Mean loss and weight gradients of the backend."""
-    mean, found = judge.ask("gradients", case.decoder(), batch, dtype=dtype, options=_options(case, batch, judge))
-    return float(mean), {name: np.asarray(x, np.float64) for name, x in found.items()}
+    mean, found = as_result(
+        judge.ask("gradients", case.decoder(), batch, dtype=dtype, options=_options(case, batch, judge))
+    )
+    return float(mean), found
 
 
 def check_logits(
@@ -103,12 +106,7 @@ def check_gradients(
     """The batch's mean loss and weight gradients are those of its documents, each run alone."""
     dtype = dtype or judge.dtype
     mean, found = gradients(judge, case, batch, dtype)
-    if judge.backend.capabilities.own_model:
-        exact, rounded = (_own_gradients(judge, case, documents, arithmetic) for arithmetic in ("float64", dtype))
-        expected = Expected(exact, rounded)
-    else:
-        expected = oracle.gradients(case, documents, dtype)  # type: ignore[arg-type]
-    judge.within((np.array([mean]), found), expected, None, dtype)
+    judge.within((np.array([mean]), found), _expected_gradients(judge, case, documents, dtype), None, dtype)
 
 
 def check_shared(judge: Judge, documents: Sequence[Document], shared: int, case: DecoderCase | None = None) -> None:
@@ -118,16 +116,14 @@ def check_shared(judge: Judge, documents: Sequence[Document], shared: int, case:
         shared: tokens that all but one of the documents could do without, at least.
     """
     case, dtype = case or DecoderCase(), judge.dtype
-    mean, found, computed = judge.ask(
+    *answer, computed = judge.ask(
         "shared_gradients", case.decoder(), documents, dtype=dtype, options={"shared_prefixes"}
     )
     whole = sum(len(document.input_ids) for document in documents)
     judge.holds(
         computed <= whole - shared, f"{computed} of {whole} tokens were computed: a common beginning counts once"
     )
-    expected = _expected_gradients(judge, case, documents)
-    answer = np.array([float(mean)]), {name: np.asarray(x, np.float64) for name, x in found.items()}
-    judge.within(answer, expected, None, dtype)
+    check_mean(judge, answer, _expected_gradients(judge, case, documents, dtype))
 
 
 def check_cut(judge: Judge, documents: Sequence[Document], ranks: int, config: DecoderConfig | None = None) -> None:
@@ -139,26 +135,27 @@ def check_cut(judge: Judge, documents: Sequence[Document], ranks: int, config: D
     """
     case, dtype = DecoderCase(config or DecoderConfig()), judge.dtype
     options = {"cut_documents"} | ({"sliding_window"} if case.config.sliding_window else set())
-    mean, found, held = judge.ask(
-        "context_gradients", case.decoder(), documents, ranks=ranks, dtype=dtype, options=options
-    )
+    *answer, held = judge.ask("context_gradients", case.decoder(), documents, ranks=ranks, dtype=dtype, options=options)
     lengths = [len(document.input_ids) for document in documents]
     judge.equal("number of ranks", len(held), ranks)
     judge.equal("tokens of all ranks", sum(held), sum(lengths))
     judge.holds(
         max(held) < max(lengths), f"a rank computed {max(held)} tokens, and the document of {max(lengths)} is to be cut"
     )
-    expected = _expected_gradients(judge, case, documents)
-    answer = np.array([float(mean)]), {name: np.asarray(x, np.float64) for name, x in found.items()}
-    judge.within(answer, expected, None, dtype)
+    check_mean(judge, answer, _expected_gradients(judge, case, documents, dtype))
 
 
-def _expected_gradients(judge: Judge, case: DecoderCase, documents: Sequence[Document]) -> Expected:
+def check_mean(judge: Judge, answer: Any, expected: Expected) -> None:
+    """A mean and the gradients of all weights are within the budget of the first dtype."""
+    mean, found = as_result(answer)
+    judge.within((mean.reshape(1), found), expected, None, judge.dtype)
+
+
+def _expected_gradients(judge: Judge, case: DecoderCase, documents: Sequence[Document], dtype: str) -> Expected:
     """Mean loss and gradients of the documents, each run alone."""
     if judge.backend.capabilities.own_model:
-        exact, rounded = (_own_gradients(judge, case, documents, dtype) for dtype in ("float64", judge.dtype))
-        return Expected(exact, rounded)
-    return oracle.gradients(case, documents, judge.dtype)  # type: ignore[arg-type]
+        return Expected(*(_own_gradients(judge, case, documents, arithmetic) for arithmetic in ("float64", dtype)))
+    return oracle.gradients(case, documents, dtype)  # type: ignore[arg-type]
 
 
 def train(
@@ -174,11 +171,11 @@ def train(
 ) -> tuple[Array, Gradients]:
     """Losses ``[steps]`` and final weights of the backend's trainer."""
     taken = {"adamw": optimizer == "adamw", "ranks": ranks > 1, "mixed_precision": dtype != "float32"}
-    losses, weights = judge.ask(
+    answer = judge.ask(
         "train", case.decoder(), steps, capacity=capacity, dtype=dtype, optimizer=optimizer, ranks=ranks,
         learning_rate=RATES[optimizer] if rate is None else rate, options={name for name in taken if taken[name]},
     )  # fmt: skip
-    return np.asarray(losses, np.float64), {name: np.asarray(w, np.float64) for name, w in weights.items()}
+    return as_result(answer)
 
 
 def check_train(
@@ -195,18 +192,11 @@ def check_train(
     answer = train(judge, case, steps, capacity=capacity, optimizer=optimizer, ranks=ranks, dtype=dtype)
     if judge.backend.capabilities.own_model:
         alone = [[[document] for microbatch in step for document in microbatch] for step in steps]
-        expected = Expected(
-            *(
-                (np.asarray(losses, np.float64), weights)
-                for losses, weights in (
-                    judge.backend.train(
-                        case.decoder(), alone, capacity=capacity, learning_rate=RATES[optimizer], dtype=arithmetic,
-                        optimizer=optimizer,
-                    )
-                    for arithmetic in ("float64", dtype)
-                )
-            )
-        )  # fmt: skip
+        options: Any = {"learning_rate": RATES[optimizer], "optimizer": optimizer, "capacity": capacity}
+        exact, rounded = (
+            judge.backend.train(case.decoder(), alone, dtype=arithmetic, **options) for arithmetic in ("float64", dtype)
+        )
+        expected = Expected(as_result(exact), as_result(rounded))
     else:
         expected = oracle.train(case, steps, learning_rate=RATES[optimizer], optimizer=optimizer, dtype=dtype)  # type: ignore[arg-type]
     judge.within(answer, expected, None, dtype, only="out")
@@ -251,23 +241,42 @@ def check_isolated(
     where: Sequence[int] | None = None,
 ) -> None:
     """Exchanging every token of one document (of those in ``where``) moves its own logits and no other document's."""
-    dtype = dtype or judge.dtype
-    before = collated(judge, drawn, capacity)
-    logits = forward(judge, case, before, dtype)
-    every = places(before, drawn)
+    call = packed_call(judge, drawn, capacity, lambda batch: forward(judge, case, batch, dtype or judge.dtype))
+    check_moves_alone(judge, drawn, call, "logits", where)
+
+
+def packed_call(
+    judge: Judge, drawn: Sequence[Document], capacity: int, call: Callable[[Batch], Array]
+) -> Callable[[Sequence[Document]], list[Array]]:
+    """``call`` of a batch ``[B, S, ..]``, as a function from documents as long as ``drawn`` to each one's numbers."""
+    layout = collated(judge, drawn, capacity)
+    where = places(layout, drawn)
+
+    def run(documents: Sequence[Document]) -> list[Array]:
+        batch = collated(judge, documents, capacity)
+        judge.equal("layout of the batch", batch.segment_ids, layout.segment_ids)
+        numbers = call(batch)
+        return [numbers[row, start:stop] for row, start, stop in where]
+
+    return run
+
+
+def check_moves_alone(
+    judge: Judge,
+    drawn: Sequence[Document],
+    call: Callable[[Sequence[Document]], Sequence[Array]],
+    what: str,
+    where: Sequence[int] | None = None,
+) -> None:
+    """Exchanging every token of one document (of those in ``where``) moves what ``call`` gives for it, and no other."""
+    before = call(drawn)
     for number in range(len(drawn)) if where is None else where:
-        row, start, stop = every[number]
-        exchanged = [altered(document) if i == number else document for i, document in enumerate(drawn)]
-        after = collated(judge, exchanged, capacity)
-        judge.equal("layout of the batch", after.segment_ids, before.segment_ids)
-        moved = forward(judge, case, after, dtype)
-        elsewhere = before.segment_ids > 0
-        elsewhere[row, start:stop] = False
-        judge.unmoved("logits of others", logits[elsewhere], moved[elsewhere], because=f"document {number} changed")
-        judge.holds(
-            not np.array_equal(logits[row, start:stop], moved[row, start:stop]),
-            f"every token of document {number} changed and its logits did not move",
-        )
+        after = call([altered(document) if i == number else document for i, document in enumerate(drawn)])
+        for other in set(range(len(drawn))) - {number}:
+            because = f"document {number} changed"
+            judge.unmoved(f"{what} of document {other}", before[other], after[other], because=because)
+        own = np.array_equal(before[number], after[number])
+        judge.holds(not own, f"every token of document {number} changed and its {what} did not move")
 
 
 def check_untrained_isolated(judge: Judge, case: DecoderCase, dtype: str) -> None:

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from conformance import decoder as numpy_decoder
 from conformance import models
-from conformance.draws import FOUR_ROWS, DecoderCase, Rows, altered, documents, generator, round_to, segment_ids
-from conformance.judge import LARGE, Judge
+from conformance.draws import (
+    FOUR_ROWS,
+    LARGE,
+    DecoderCase,
+    Rows,
+    documents,
+    generator,
+    round_to,
+    segment_ids,
+)
+from conformance.judge import Judge, as_result
 from conformance.oracle import Expected, Result
 from packing_core import reference
 from packing_core.protocol import Array, Document, Gradients, Place, segments
@@ -103,8 +112,7 @@ def ask(judge: Judge, case: ReduceCase, dtype: str, changed: Mapping[str, Array]
     """``[N]`` and the gradient of the values, some of the arrays exchanged."""
     given = {**case.arguments(dtype), **(changed or {})}
     values = given.pop("values")
-    out, found = judge.ask("reduce", values, case.documents(), dtype=dtype, how=case.how, **given)
-    return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in found.items()}
+    return as_result(judge.ask("reduce", values, case.documents(), dtype=dtype, how=case.how, **given))
 
 
 def check_reduce(judge: Judge, case: ReduceCase, *, only: str | None = "out") -> None:
@@ -149,10 +157,8 @@ def check_logprobs(
     for (row, start, stop), cotangent in zip(where, cotangents, strict=True):
         dout[row, start:stop] = cotangent
     options = {"temperature"} if temperature != 1 else set()
-    answer, found = judge.ask(
-        "logprobs", case.decoder(), batch, dtype=dtype, temperature=temperature, dout=dout, options=options
-    )
-    answer = np.asarray(answer, np.float64)
+    keywords: dict[str, Any] = {"dtype": dtype, "temperature": temperature, "dout": dout, "options": options}
+    answer, found = as_result(judge.ask("logprobs", case.decoder(), batch, **keywords))
     judge.equal(
         "log-probabilities where nothing is trained", answer[batch.labels == -100], 0 * answer[batch.labels == -100]
     )
@@ -169,7 +175,7 @@ def check_logprobs(
     if weights is not False:
         none = np.zeros(1)
         pair = Expected((none, truth[0][1]), (none, truth[1][1]))
-        judge.within((none, {name: np.asarray(x, np.float64) for name, x in found.items()}), pair, None, dtype)
+        judge.within((none, found), pair, None, dtype)
     if weights is not True:
         ids = np.repeat(np.arange(len(drawn)), [len(document.input_ids) for document in drawn])[None] + 1
         judge.within((together, {}), Expected((truth[0][0], {}), (truth[1][0], {})), ids, dtype)
@@ -177,20 +183,9 @@ def check_logprobs(
 
 def check_logprobs_isolated(judge: Judge, drawn: Sequence[Document]) -> None:
     """Exchanging one document moves its own log-probabilities and no other document's."""
-    case, dtype = DecoderCase(), judge.dtype
-    before = models.collated(judge, drawn, 96)
-    logprobs, _ = judge.ask("logprobs", case.decoder(), before, dtype=dtype)
-    for number, (row, start, stop) in enumerate(models.places(before, drawn)):
-        exchanged = [altered(document) if i == number else document for i, document in enumerate(drawn)]
-        after = models.collated(judge, exchanged, 96)
-        judge.equal("layout of the batch", after.segment_ids, before.segment_ids)
-        moved, _ = judge.ask("logprobs", case.decoder(), after, dtype=dtype)
-        elsewhere = np.ones(logprobs.shape, bool)
-        elsewhere[row, start:stop] = False
-        because = f"document {number} changed"
-        judge.unmoved("log-probabilities of others", logprobs[elsewhere], moved[elsewhere], because=because)
-        own = np.array_equal(logprobs[row, start:stop], moved[row, start:stop])
-        judge.holds(not own, f"every token of document {number} changed and its log-probabilities did not move")
+    decoder = DecoderCase().decoder()
+    call = models.packed_call(judge, drawn, 96, lambda b: judge.ask("logprobs", decoder, b, dtype=judge.dtype)[0])
+    models.check_moves_alone(judge, drawn, call, "log-probabilities")
 
 
 def check_embed(judge: Judge, drawn: Sequence[Document], how: str, *, only: str | None = None) -> None:
@@ -198,28 +193,20 @@ def check_embed(judge: Judge, drawn: Sequence[Document], how: str, *, only: str 
     case, dtype = DecoderCase(), judge.dtype
     width = case.config.hidden_size
     dout = round_to(dtype, generator("pooled", how, len(drawn)).standard_normal((len(drawn), width)))
-    answer, weights = judge.ask("embed", case.decoder(), drawn, how=how, dtype=dtype, dout=dout)
+    answer, weights = as_result(judge.ask("embed", case.decoder(), drawn, how=how, dtype=dtype, dout=dout))
     truth = []
     for arithmetic in ("float64", dtype):
         alone = [_embedded_alone(judge, case, x, how, y, arithmetic) for x, y in zip(drawn, dout, strict=True)]
         total = {name: np.sum([gradients[name] for _, gradients in alone], axis=0) for name in alone[0][1]}
         truth.append((np.stack([vector for vector, _ in alone])[None], total))
-    got = np.asarray(answer, np.float64)[None], {name: np.asarray(x, np.float64) for name, x in weights.items()}
     for name in truth[0][1] if only == "gradients" else [only]:
-        judge.within(got, Expected(*truth), np.arange(1, len(drawn) + 1)[None], dtype, only=name)
+        judge.within((answer[None], weights), Expected(*truth), np.arange(1, len(drawn) + 1)[None], dtype, only=name)
 
 
 def check_embed_isolated(judge: Judge, drawn: Sequence[Document], how: str) -> None:
     """Exchanging one document moves its own vector and no other document's."""
-    decoder, dtype = DecoderCase().decoder(), judge.dtype
-    before, _ = judge.ask("embed", decoder, drawn, how=how, dtype=dtype)
-    for number in range(len(drawn)):
-        exchanged = [altered(document) if i == number else document for i, document in enumerate(drawn)]
-        after, _ = judge.ask("embed", decoder, exchanged, how=how, dtype=dtype)
-        others = np.arange(len(drawn)) != number
-        judge.unmoved("vectors of others", before[others], after[others], because=f"document {number} changed")
-        own = np.array_equal(before[number], after[number])
-        judge.holds(not own, f"every token of document {number} changed and its vector did not move")
+    ask = partial(judge.ask, "embed", DecoderCase().decoder(), how=how, dtype=judge.dtype)
+    models.check_moves_alone(judge, drawn, lambda documents: ask(documents)[0], "vector")
 
 
 def _embedded_alone(
@@ -282,7 +269,7 @@ def check_preference(
 ) -> None:
     """Loss and gradients are those of every document run alone, as a mean over all pairs."""
     case, dtype = case or DecoderCase(), judge.dtype
-    loss, found = judge.ask("preference", case.decoder(), drawn, capacity=capacity, beta=beta, dtype=dtype)
+    answer = judge.ask("preference", case.decoder(), drawn, capacity=capacity, beta=beta, dtype=dtype)
     every = [document for microbatch in drawn for document in microbatch]
     truth = []
     for arithmetic in ("float64", dtype):
@@ -292,8 +279,7 @@ def check_preference(
         ]
         mean = {name: np.mean([gradients[name] for _, gradients in parts], axis=0) for name in parts[0][1]}
         truth.append((np.array([np.mean([one for one, _ in parts])]), mean))
-    answer = np.array([float(loss)]), {name: np.asarray(x, np.float64) for name, x in found.items()}
-    judge.within(answer, Expected(*truth), None, dtype)
+    models.check_mean(judge, answer, Expected(*truth))
 
 
 def _pair_alone(

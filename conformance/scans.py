@@ -1,21 +1,20 @@
-"""Delta rules, the scan of Mamba-2 and convolutions: cases, per-document truth beside the packed answer, the checks.
+"""Delta rules, the scan of Mamba-2 and convolutions: cases, and the truth of each document by itself.
 
-Like :mod:`conformance.reductions` for numbers per document. The oracle is `packing_core.reference`: the gated delta
+The oracle is `packing_core.reference`: the gated delta
 rule, the selective scan in which the channels of a head share what Mamba-2 has once per head, and the convolution. Of a
 segment that continues others, the document is all of them and itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from conformance.draws import Rows, generator, round_to, segment_ids
-from conformance.judge import LARGE, Judge
+from conformance.draws import OperationCase, Rows, generator, round_to, segment_ids
 from conformance.oracle import Expected, Result
 from packing_core import reference
 from packing_core.protocol import Array, delta_rule_options, segments
@@ -40,8 +39,24 @@ FOREST: Rows = ((70, 2, 20, -3, 33, 9, 1, -22), (64, 32, 31, 33))
 PARENTS = (-1, 0, 0, 2, 1, 0, -1, 6, 6, -1)
 
 
+class _ContinuedCase(OperationCase):
+    """One call of an operation whose segments may go on from others.
+
+    Attributes:
+        parents: of the segments; None for none.
+    """
+
+    parents: tuple[int, ...] | None
+
+    def options(self) -> dict[str, Any]:
+        return {} if self.parents is None else {"parents": np.array(self.parents)}
+
+    def taken(self, given: Mapping[str, Any]) -> set[str]:
+        return set() if self.parents is None else {"continued_segments"}
+
+
 @dataclass(frozen=True)
-class DeltaCase:
+class DeltaCase(_ContinuedCase):
     """One call of `Backend.delta_rule`.
 
     Attributes:
@@ -50,10 +65,12 @@ class DeltaCase:
         decay: the mean of ``-g``, whose values lie from half to three halves of it.
         by_channel: g has a value for each key channel.
         normalise: q and k are not normalised before the call, but in it.
-        parents: of the segments; None for none.
         strongest: the largest beta.
     """
 
+    method = "delta_rule"
+    isolated = ("v", "k", "g", "beta", "dout")
+    padded = ("q", "k", "v", "g", "beta")
     rows: Rows = PADDED
     heads: int = 2
     key_heads: int = 2
@@ -66,8 +83,23 @@ class DeltaCase:
     seed: int = 0
     strongest: float = field(default=1.0, repr=False)
 
+    @property
+    def head_dim(self) -> int:
+        return self.width
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"normalise": self.normalise}
+
+    def taken(self, given: Mapping[str, Any]) -> set[str]:
+        return super().taken(given) | delta_rule_options(given["q"], given["v"], given["g"], normalise=self.normalise)
+
+    def fitted(self, head_dims: Collection[int]) -> Self:
+        if self.width in head_dims:
+            return self
+        width = min(head_dims)
+        return replace(self, width=width, value_width=width)
+
     def arguments(self, dtype: str) -> dict[str, Array]:
-        """``q``, ``k``, ``v``, ``g``, ``beta`` and ``dout`` (zero at padding)."""
         draw = generator(self)
         ids = segment_ids(self.rows)
         keys = (*ids.shape, self.key_heads, self.width)
@@ -85,7 +117,7 @@ class DeltaCase:
         return {name: round_to(dtype, x) for name, x in arrays.items()}
 
     def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
-        """Arguments in which any numbers may stand, as a model would pass them: k of norm 1, g below 0, beta in 0..1.
+        """Arguments with k of norm 1, g below 0 and beta in 0..1.
 
         With longer keys the recurrence itself grows beyond all bounds.
         """
@@ -98,9 +130,12 @@ class DeltaCase:
 
 
 @dataclass(frozen=True)
-class SsdCase:
+class SsdCase(_ContinuedCase):
     """One call of `Backend.ssd`."""
 
+    method = "ssd"
+    isolated = ("x", "dt", "B", "dout")
+    padded = ("x", "dt", "B", "C")
     rows: Rows = PADDED
     heads: int = 4
     groups: int = 2
@@ -110,7 +145,6 @@ class SsdCase:
     seed: int = 0
 
     def arguments(self, dtype: str) -> dict[str, Array]:
-        """``x``, ``dt``, ``A``, ``B``, ``C``, ``D`` and ``dout`` (zero at padding)."""
         draw = generator(self)
         ids = segment_ids(self.rows)
         arrays = {
@@ -125,14 +159,16 @@ class SsdCase:
         return {name: round_to(dtype, x) for name, x in arrays.items()}
 
     def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
-        """Arguments in which any numbers may stand, as a model would pass them: dt above 0."""
         return {**given, "dt": np.abs(given["dt"])}
 
 
 @dataclass(frozen=True)
-class ConvolutionCase:
+class ConvolutionCase(_ContinuedCase):
     """One call of `Backend.convolution`."""
 
+    method = "convolution"
+    isolated = ("x", "dout")
+    padded = ("x",)
     rows: Rows = PADDED
     channels: int = 6
     width: int = 4
@@ -140,7 +176,6 @@ class ConvolutionCase:
     seed: int = 0
 
     def arguments(self, dtype: str) -> dict[str, Array]:
-        """``x``, ``weight``, ``bias`` and ``dout`` (zero at padding)."""
         draw = generator(self)
         ids = segment_ids(self.rows)
         arrays = {
@@ -151,10 +186,6 @@ class ConvolutionCase:
         }
         return {name: round_to(dtype, x) for name, x in arrays.items()}
 
-    def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
-        """Arguments in which any numbers may stand: these."""
-        return dict(given)
-
 
 Case = DeltaCase | SsdCase | ConvolutionCase
 _OF_HEADS = ("A", "D", "weight", "bias")  # arguments that have no axes of tokens
@@ -163,80 +194,6 @@ _OF_HEADS = ("A", "D", "weight", "bias")  # arguments that have no axes of token
 def _normalised(x: Array) -> Array:
     """The last axis of norm 1, as Qwen3-Next normalises it: 1e-6 stands under the root."""
     return x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
-
-
-def ask(judge: Judge, case: Case, dtype: str, changed: Mapping[str, Array] | None = None) -> Result:
-    """Output and gradients of a case, some of whose arrays may be exchanged."""
-    given: dict[str, Any] = {**case.arguments(dtype), **(changed or {}), "segment_ids": segment_ids(case.rows)}
-    taken = set() if case.parents is None else {"continued_segments"}
-    given |= {} if case.parents is None else {"parents": np.array(case.parents)}
-    if isinstance(case, SsdCase):
-        answer = judge.ask("ssd", **given, dtype=dtype, options=taken)
-    elif isinstance(case, ConvolutionCase):
-        answer = judge.ask("convolution", **given, dtype=dtype, options=taken)
-    else:
-        taken |= delta_rule_options(given["q"], given["v"], given["g"], normalise=case.normalise)
-        answer = judge.ask(
-            "delta_rule", **given, normalise=case.normalise, dtype=dtype, options=taken, head_dim=case.width
-        )
-    out, gradients = answer
-    return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in gradients.items()}
-
-
-def fitted(judge: Judge, case: Case) -> Case:
-    """The case, at a width that the backend declares."""
-    widths = judge.backend.capabilities.head_dims
-    if not isinstance(case, DeltaCase) or case.width in widths:
-        return case
-    width = min(widths)
-    return replace(case, width=width, value_width=width)
-
-
-def check(judge: Judge, case: Case, dtype: str | None = None, *, only: str | None = None) -> None:
-    """Output and gradients, or the one that is named, are those of the documents run alone."""
-    dtype, case = dtype or judge.dtype, fitted(judge, case)
-    judge.within(ask(judge, case, dtype), expected(case, dtype), segment_ids(case.rows), dtype, only=only)
-
-
-def check_isolated(judge: Judge, case: Case, where: tuple[int, ...] | None = None) -> None:
-    """No segment (of those in ``where``) moves another's output or gradients."""
-    case = fitted(judge, case)
-    change = [name for name in ("v", "k", "g", "beta", "x", "dt", "B", "dout") if name in case.arguments(judge.dtype)]
-
-    def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
-        out, found = ask(judge, case, judge.dtype, case.sound(arguments, judge.dtype))
-        per_token = {f"gradient of {name}": x for name, x in found.items() if name not in _OF_HEADS}
-        return {"output": out} | per_token
-
-    judge.isolated(
-        call, case.arguments(judge.dtype), segment_ids(case.rows),
-        change=change, dtype=judge.dtype, where=where, backward=True,
-    )  # fmt: skip
-
-
-def check_padding(judge: Judge, case: Case) -> None:
-    """Checks that padding moves no real token's output or gradient, and the gradients there are exactly 0."""
-    case = fitted(judge, case)
-    given, ids = case.arguments(judge.dtype), segment_ids(case.rows)
-    real, large = ids > 0, LARGE[judge.dtype]
-    names = [name for name in given if name not in _OF_HEADS and name != "dout"]
-    other = {name: generator("padding", name).choice([-large, large], given[name].shape) for name in names}
-    other = case.sound({**given, **other}, judge.dtype)
-    changed = {name: given[name].copy() for name in names}
-    for name, x in changed.items():
-        x[~real] = other[name][~real]
-    before, found = ask(judge, case, judge.dtype)
-    after, moved = ask(judge, case, judge.dtype, changed)
-    judge.unmoved("the output", before[real], after[real], because="padding changed")
-    noise = judge.noise(lambda: ask(judge, case, judge.dtype)[1], found)
-    for name, gradient in found.items():
-        at = (...,) if name in _OF_HEADS else real
-        judge.unmoved(
-            f"the gradient of {name}", gradient[at], moved[name][at], because="padding changed", noise=noise[name]
-        )
-        if name not in _OF_HEADS:
-            zero = not gradient[~real].any() and not moved[name][~real].any()
-            judge.holds(zero, f"the gradient of {name} at padding is not exactly 0")
 
 
 # -- the oracle --------------------------------------------------------------------------------------------------------

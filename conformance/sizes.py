@@ -26,7 +26,7 @@ from conformance.draws import (
     grown,
 )
 from conformance.experts import ExpertsCase
-from conformance.judge import Judge
+from conformance.judge import ORACLES, Judge
 from conformance.naive import best_fit_decreasing
 from conformance.reductions import HOW, ReduceCase
 from conformance.scans import ConvolutionCase, DeltaCase, SsdCase
@@ -325,13 +325,7 @@ def check_preference(judge: Judge, case: ModelCase) -> None:
 CHECKS: dict[str, Callable[[Judge, Any], None]] = {
     "plan": check_plan,
     "collate": check_collate,
-    "attention": Judge.attention,
-    "rope": Judge.rope,
-    "scan": Judge.scan,
-    "delta_rule": scans.check,
-    "ssd": scans.check,
-    "convolution": scans.check,
-    "experts": experts.check,
+    **dict.fromkeys(ORACLES, Judge.check),
     "loss": Judge.loss,
     "reduce": check_reduce,
     "forward": check_forward,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.draws import generator, round_to
-from conformance.judge import LARGE, Judge
+from conformance.draws import LARGE, generator, round_to
+from conformance.judge import Judge, as_result
 from conformance.oracle import Expected, Result
 from packing_core import reference
 from packing_core.protocol import Array
@@ -37,8 +37,7 @@ def _ends() -> Array:
 
 def _ask(judge: Judge, changed: Mapping[str, Array] | None = None) -> Result:
     arrays: dict[str, Any] = {**_drawn(judge.dtype), **(changed or {})}
-    out, gradients = judge.ask("clips", arrays.pop("features"), FRAMES, **arrays, dtype=judge.dtype)
-    return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in gradients.items()}
+    return as_result(judge.ask("clips", arrays.pop("features"), FRAMES, **arrays, dtype=judge.dtype))
 
 
 def _expected(dtype: WorkingDtype) -> Expected:

@@ -16,7 +16,7 @@ requirement = pytest.mark.requirement
 @requirement("DET-01")
 def test_attention_twice(judge: Judge) -> None:
     case = AttentionCase(FULL)
-    (out, found), (again_out, again) = (judge.ask_attention(case, judge.dtype) for _ in range(2))
+    (out, found), (again_out, again) = (judge.ask_case(case, judge.dtype) for _ in range(2))
     judge.unmoved("the output", out, again_out, because="the call was repeated")
     if not judge.atomic:
         for name, gradient in found.items():

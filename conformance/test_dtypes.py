@@ -7,12 +7,7 @@ from itertools import cycle
 import pytest
 
 from conformance import models
-from conformance.checks import (
-    attention_isolated,
-    padding_moves_nothing,
-    repadded,
-    scan_isolated,
-)
+from conformance.checks import check_isolated, check_padding
 from conformance.draws import (
     FOUR_ROWS,
     FULL,
@@ -26,7 +21,6 @@ from conformance.draws import (
     Rows,
     ScanCase,
     documents,
-    segment_ids,
 )
 from conformance.judge import Judge
 from packing_core.protocol import DTYPES
@@ -49,7 +43,7 @@ OPTIONS = {
 @every_dtype
 @pytest.mark.parametrize("rows", [FOUR_ROWS, pytest.param(TILES, marks=heavy)], ids=["four rows", "tiles"])
 def test_attention(judge: Judge, rows: Rows, dtype: str) -> None:
-    judge.attention(AttentionCase(rows), dtype)
+    judge.check(AttentionCase(rows), dtype)
 
 
 @requirement("DTYPE-02")
@@ -58,7 +52,7 @@ def test_attention(judge: Judge, rows: Rows, dtype: str) -> None:
     ("options", "dtype"), list(zip(OPTIONS.values(), cycle(["bfloat16", "float16"]))), ids=OPTIONS
 )  # MASK and GRAD try each in the first dtype
 def test_attention_with_options(judge: Judge, options: dict[str, object], dtype: str) -> None:
-    judge.attention(AttentionCase(FULL, **options), dtype)  # type: ignore[arg-type]
+    judge.check(AttentionCase(FULL, **options), dtype)  # type: ignore[arg-type]
 
 
 @requirement("DTYPE-03")
@@ -67,25 +61,25 @@ def test_attention_with_options(judge: Judge, options: dict[str, object], dtype:
 def test_long_sums(judge: Judge, dtype: str) -> None:
     # Nearly uniform weights over a thousand keys whose values do not cancel: an accumulator of 8 or 11 bits stops
     # growing long before the end.
-    judge.attention(AttentionCase(((1024,),), heads=1, kv_heads=1, spread=0.02, value_mean=4.0), dtype)
+    judge.check(AttentionCase(((1024,),), heads=1, kv_heads=1, spread=0.02, value_mean=4.0), dtype)
 
 
 @requirement("DTYPE-04")
 @every_dtype
 def test_large_scores(judge: Judge, dtype: str) -> None:
-    judge.attention(AttentionCase(FULL, spread=300.0), dtype, only="out")
+    judge.check(AttentionCase(FULL, spread=300.0), dtype, only="out")
 
 
 @requirement("DTYPE-05")
 @every_dtype
 def test_rope(judge: Judge, dtype: str) -> None:
-    judge.rope(RopeCase(FOUR_ROWS, first=10_000), dtype)
+    judge.check(RopeCase(FOUR_ROWS, first=10_000), dtype)
 
 
 @requirement("DTYPE-06")
 @every_dtype
 def test_scan(judge: Judge, dtype: str) -> None:
-    judge.scan(ScanCase(FOUR_ROWS), dtype)
+    judge.check(ScanCase(FOUR_ROWS), dtype)
 
 
 @requirement("DTYPE-07")
@@ -112,21 +106,15 @@ def test_weight_gradients(judge: Judge, dtype: str) -> None:
 @requirement("DTYPE-10")
 @every_dtype
 def test_isolation_and_padding_of_attention(judge: Judge, dtype: str) -> None:
-    case = AttentionCase(PADDED)
-    attention_isolated(judge, case, where=(0, 3), dtype=dtype)
-    ids = segment_ids(case.rows)
-    changed = repadded(case.arguments(dtype), ids, ("q", "k", "v"), dtype)
-    padding_moves_nothing(judge, lambda other: judge.ask_attention(case, dtype, other), changed, ids)
+    check_isolated(judge, AttentionCase(PADDED), where=(0, 3), dtype=dtype)
+    check_padding(judge, AttentionCase(PADDED), dtype)
 
 
 @requirement("DTYPE-11")
 @every_dtype
 def test_isolation_and_padding_of_a_scan(judge: Judge, dtype: str) -> None:
-    case = ScanCase(PADDED)
-    scan_isolated(judge, case, where=(0, 3), dtype=dtype)
-    ids = segment_ids(case.rows)
-    changed = repadded(case.arguments(dtype), ids, ("x", "B", "C"), dtype)
-    padding_moves_nothing(judge, lambda other: judge.ask_scan(case, dtype, other), changed, ids)
+    check_isolated(judge, ScanCase(PADDED), where=(0, 3), dtype=dtype)
+    check_padding(judge, ScanCase(PADDED), dtype)
 
 
 @requirement("DTYPE-12")

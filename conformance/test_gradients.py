@@ -25,41 +25,41 @@ requirement = pytest.mark.requirement
 
 @requirement("GRAD-01")
 def test_gradient_of_q(judge: Judge) -> None:
-    judge.attention(AttentionCase(FULL), only="q")
+    judge.check(AttentionCase(FULL), only="q")
 
 
 @requirement("GRAD-02")
 def test_gradient_of_k(judge: Judge) -> None:
-    judge.attention(AttentionCase(FULL), only="k")
+    judge.check(AttentionCase(FULL), only="k")
 
 
 @requirement("GRAD-03")
 def test_gradient_of_v(judge: Judge) -> None:
-    judge.attention(AttentionCase(FULL), only="v")
+    judge.check(AttentionCase(FULL), only="v")
 
 
 @requirement("GRAD-04")
 def test_gradient_of_the_sinks(judge: Judge) -> None:
-    judge.attention(AttentionCase(FULL, sinks=True))
+    judge.check(AttentionCase(FULL, sinks=True))
 
 
 @requirement("GRAD-05")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (16, 2)])
 def test_gradients_under_gqa(judge: Judge, heads: int, kv_heads: int) -> None:
     case = AttentionCase(FULL, heads=heads, kv_heads=kv_heads)
-    judge.attention(case, only="k")
-    judge.attention(case, only="v")
+    judge.check(case, only="k")
+    judge.check(case, only="v")
 
 
 @requirement("GRAD-06")
 def test_gradient_of_rope(judge: Judge) -> None:
-    judge.rope(RopeCase(FOUR_ROWS), only="x")
+    judge.check(RopeCase(FOUR_ROWS), only="x")
 
 
 @requirement("GRAD-07")
 @pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C"])
 def test_gradients_of_the_scan(judge: Judge, name: str) -> None:
-    judge.scan(ScanCase(FULL), only=name)
+    judge.check(ScanCase(FULL), only=name)
 
 
 @requirement("GRAD-08")

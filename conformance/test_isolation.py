@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conformance import models, oracle
-from conformance.checks import attention_forward_isolated, attention_isolated, scan_isolated
+from conformance.checks import check_isolated
 from conformance.draws import (
     FOUR_ROWS,
     FULL,
@@ -38,17 +38,17 @@ heavy = pytest.mark.heavy
 
 @requirement("ISO-01")
 def test_a_segment_moves_no_other_output(judge: Judge) -> None:
-    attention_forward_isolated(judge, AttentionCase(FULL))
+    check_isolated(judge, AttentionCase(FULL), backward=False)
 
 
 @requirement("ISO-02")
 def test_a_segment_moves_no_other_gradient(judge: Judge) -> None:
-    attention_isolated(judge, AttentionCase(FULL))
+    check_isolated(judge, AttentionCase(FULL))
 
 
 @requirement("ISO-03")
 def test_isolation_beyond_64_segments(judge: Judge) -> None:
-    attention_isolated(judge, AttentionCase(PAST_64), where=(0, 68, 70, 71))
+    check_isolated(judge, AttentionCase(PAST_64), where=(0, 68, 70, 71))
 
 
 @requirement("ISO-04")
@@ -63,7 +63,7 @@ def test_isolation_beyond_64_segments(judge: Judge) -> None:
 def test_rows_are_isolated_each_by_its_own_boundaries(
     judge: Judge, case: AttentionCase, where: tuple[int, ...]
 ) -> None:
-    attention_isolated(judge, case, where=where)
+    check_isolated(judge, case, where=where)
 
 
 @requirement("ISO-05")
@@ -79,13 +79,13 @@ def test_rows_are_isolated_each_by_its_own_boundaries(
     ],
 )
 def test_isolation_under_every_option(judge: Judge, options: dict[str, object]) -> None:
-    attention_isolated(judge, AttentionCase(FULL, **options), where=(0, 3, 5))  # type: ignore[arg-type]
+    check_isolated(judge, AttentionCase(FULL, **options), where=(0, 3, 5))  # type: ignore[arg-type]
 
 
 @requirement("ISO-06")
 @pytest.mark.parametrize(("rows", "where"), [(FULL, None), (MANY_ROWS, (0, 18, 33))], ids=["one row", "many rows"])
 def test_no_state_crosses_a_boundary(judge: Judge, rows: Rows, where: tuple[int, ...] | None) -> None:
-    scan_isolated(judge, ScanCase(rows), where=where)
+    check_isolated(judge, ScanCase(rows), where=where)
 
 
 @requirement("ISO-07")
@@ -141,7 +141,7 @@ def test_a_document_without_targets_moves_no_weight(judge: Judge) -> None:
     ("row", "where"), [(0, (1, 2)), (0, (3, 4)), (1, (2,))], ids=["16 and 64", "128 and 256", "65"]
 )
 def test_segments_that_start_beside_tiles(judge: Judge, row: int, where: tuple[int, ...]) -> None:
-    attention_isolated(judge, AttentionCase((TILES[row],), heads=1, kv_heads=1), where=where)
+    check_isolated(judge, AttentionCase((TILES[row],), heads=1, kv_heads=1), where=where)
 
 
 @requirement("ISO-12")
@@ -161,7 +161,7 @@ def test_any_segment_ids(judge: Judge, apart: bool) -> None:
     everywhere = counted + 10 * np.arange(len(counted))[:, None]  # other ids in every row, neither sorted nor small
     # or one after the other where floating-point numbers have none in between
     ids = np.where(counted > 0, everywhere * 48_611 % 65_521 + 1 if apart else everywhere + 2**24, 0)
-    answer = judge.ask_attention(case, judge.dtype, ids=ids)
+    answer = judge.ask_case(case, judge.dtype, ids=ids)
     judge.within(answer, oracle.attention(case, judge.dtype), counted, judge.dtype)
 
 
@@ -175,5 +175,5 @@ def test_an_id_that_comes_again(judge: Judge, rows: Rows) -> None:
     ids = np.where(counted > 0, turn % 2 + 1, 0)
     ranks = (1, 4) if "context_parallel" in judge.backend.capabilities.options else (1,)
     for case in (AttentionCase(rows, context_ranks=n) for n in ranks):
-        answer = judge.ask_attention(case, judge.dtype, ids=ids)
+        answer = judge.ask_case(case, judge.dtype, ids=ids)
         judge.within(answer, oracle.attention(case, judge.dtype), counted, judge.dtype)

@@ -49,57 +49,57 @@ def test_a_window_ends_at_the_boundary(judge: Judge, case: Case) -> None:
 
 @requirement("MASK-04")
 def test_softcap(judge: Judge) -> None:
-    judge.attention(AttentionCase(FULL, softcap=5.0, spread=3.0))
+    judge.check(AttentionCase(FULL, softcap=5.0, spread=3.0))
 
 
 @requirement("MASK-05")
 def test_sinks(judge: Judge) -> None:
-    judge.attention(AttentionCase(FULL, sinks=True), only=OUTPUT)
+    judge.check(AttentionCase(FULL, sinks=True), only=OUTPUT)
 
 
 @requirement("MASK-06")
 def test_alibi(judge: Judge) -> None:
-    judge.attention(AttentionCase(FULL, heads=4, kv_heads=4, alibi=True))
+    judge.check(AttentionCase(FULL, heads=4, kv_heads=4, alibi=True))
 
 
 @requirement("MASK-07")
 def test_gqa(judge: Judge) -> None:
-    judge.attention(AttentionCase(FULL, heads=16, kv_heads=2), only=OUTPUT)
+    judge.check(AttentionCase(FULL, heads=16, kv_heads=2), only=OUTPUT)
 
 
 @requirement("MASK-08")
 def test_mqa(judge: Judge) -> None:
-    judge.attention(AttentionCase(FULL, heads=8, kv_heads=1))
+    judge.check(AttentionCase(FULL, heads=8, kv_heads=1))
 
 
 @requirement("MASK-09")
 def test_values_narrower_than_keys(judge: Judge) -> None:
-    judge.attention(AttentionCase(FULL, width=192, value_width=128))
+    judge.check(AttentionCase(FULL, width=192, value_width=128))
 
 
 @requirement("MASK-10")
 @pytest.mark.parametrize("case", masks("bidirectional"))
 def test_bidirectional(judge: Judge, case: Case) -> None:
     check_mask(judge, case)
-    judge.attention(AttentionCase(FULL, causal=False))
+    judge.check(AttentionCase(FULL, causal=False))
 
 
 @requirement("MASK-15")
 @pytest.mark.parametrize("case", masks("window both ways"))
 def test_a_window_of_bidirectional_attention(judge: Judge, case: Case) -> None:
     check_mask(judge, case)
-    judge.attention(AttentionCase(FULL, causal=False, window=9))
+    judge.check(AttentionCase(FULL, causal=False, window=9))
 
 
 @requirement("MASK-11")
 def test_a_given_scale(judge: Judge) -> None:
-    judge.attention(AttentionCase(FULL, scale=0.5))
+    judge.check(AttentionCase(FULL, scale=0.5))
 
 
 @requirement("MASK-12")
 @pytest.mark.parametrize("rows", [FULL, FOUR_ROWS], ids=["one row", "four rows"])
 def test_options_together(judge: Judge, rows: Rows) -> None:
-    judge.attention(AttentionCase(rows, heads=4, kv_heads=2, window=9, softcap=4.0, sinks=True, scale=0.3))
+    judge.check(AttentionCase(rows, heads=4, kv_heads=2, window=9, softcap=4.0, sinks=True, scale=0.3))
 
 
 @requirement("MASK-14")
@@ -107,7 +107,7 @@ def test_options_together(judge: Judge, rows: Rows) -> None:
 def test_every_pair_of_options(judge: Judge) -> None:
     for case in attention_pairs(judge.backend.capabilities):
         try:
-            judge.attention(case)
+            judge.check(case)
         except Rejected as error:
             raise Rejected(f"{_named(case)}: {error}") from error
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conformance import models
-from conformance.checks import padding_moves_nothing, repadded
+from conformance.checks import check_padding
 from conformance.draws import (
     PADDED,
     AttentionCase,
@@ -26,37 +26,31 @@ PADDING = segment_ids(PADDED) == 0
 
 @requirement("PAD-01")
 def test_padding_anywhere(judge: Judge) -> None:
-    judge.attention(AttentionCase(PADDED))
+    judge.check(AttentionCase(PADDED))
 
 
 @requirement("PAD-02")
 def test_outputs_at_padding_are_finite(judge: Judge) -> None:
-    out, _ = judge.ask_attention(AttentionCase(PADDED), judge.dtype)
+    out, _ = judge.ask_case(AttentionCase(PADDED), judge.dtype)
     judge.holds(bool(np.isfinite(out[PADDING]).all()), "an output at padding is not finite")
 
 
 @requirement("PAD-03")
 def test_gradients_at_padding_are_zero(judge: Judge) -> None:
-    _, found = judge.ask_attention(AttentionCase(PADDED), judge.dtype)
+    _, found = judge.ask_case(AttentionCase(PADDED), judge.dtype)
     for name in ("q", "k", "v"):
         judge.holds(not found[name][PADDING].any(), f"the gradient of {name} at padding is not exactly 0")
 
 
 @requirement("PAD-04")
 def test_what_stands_at_padding_moves_nothing(judge: Judge) -> None:
-    case = AttentionCase(PADDED)
-    changed = repadded(case.arguments(judge.dtype), segment_ids(PADDED), ("q", "k", "v"), judge.dtype)
-    padding_moves_nothing(
-        judge, lambda other: judge.ask_attention(case, judge.dtype, other), changed, segment_ids(PADDED)
-    )
+    check_padding(judge, AttentionCase(PADDED))
 
 
 @requirement("PAD-05")
 def test_padding_in_a_scan(judge: Judge) -> None:
-    case = ScanCase(PADDED)
-    judge.scan(case)
-    changed = repadded(case.arguments(judge.dtype), segment_ids(PADDED), ("x", "B", "C"), judge.dtype)
-    padding_moves_nothing(judge, lambda other: judge.ask_scan(case, judge.dtype, other), changed, segment_ids(PADDED))
+    judge.check(ScanCase(PADDED))
+    check_padding(judge, ScanCase(PADDED))
 
 
 @requirement("PAD-06")
@@ -101,6 +95,4 @@ def test_what_is_not_finite_at_padding(judge: Judge, value: float) -> None:
     case = AttentionCase(PADDED)
     given = case.arguments(judge.dtype)
     changed = {name: np.where(PADDING[..., None, None], np.float32(value), given[name]) for name in ("q", "k", "v")}
-    padding_moves_nothing(
-        judge, lambda other: judge.ask_attention(case, judge.dtype, other), changed, segment_ids(PADDED)
-    )
+    check_padding(judge, case, changed=changed)

@@ -31,32 +31,32 @@ def test_positions_restart(judge: Judge, lengths: tuple[int, ...], capacity: int
 
 @requirement("POS-02")
 def test_half_rotary(judge: Judge) -> None:
-    judge.rope(RopeCase(FULL), only=OUTPUT)
+    judge.check(RopeCase(FULL), only=OUTPUT)
 
 
 @requirement("POS-03")
 def test_interleaved_rotary(judge: Judge) -> None:
-    judge.rope(RopeCase(FULL, interleaved=True))
+    judge.check(RopeCase(FULL, interleaved=True))
 
 
 @requirement("POS-04")
 @pytest.mark.parametrize("turned", [16, 32])
 def test_partial_rotary(judge: Judge, turned: int) -> None:
     case = RopeCase(FULL, turned=turned)
-    judge.rope(case)
-    out, _ = judge.ask_rope(case, judge.dtype)
+    judge.check(case)
+    out, _ = judge.ask_case(case, judge.dtype)
     judge.equal("channels that do not turn", out[..., turned:], case.arguments(judge.dtype)["x"][..., turned:])
 
 
 @requirement("POS-05")
 @pytest.mark.parametrize("first", [50, 500, 4_090, 131_072, 1_000_000])
 def test_long_positions(judge: Judge, first: int) -> None:
-    judge.rope(RopeCase(FULL, first=first))
+    judge.check(RopeCase(FULL, first=first))
 
 
 @requirement("POS-06")
 def test_every_row_has_its_own_positions(judge: Judge) -> None:
-    judge.rope(RopeCase(FOUR_ROWS))
+    judge.check(RopeCase(FOUR_ROWS))
 
 
 @requirement("POS-07")

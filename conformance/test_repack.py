@@ -65,14 +65,14 @@ def repacked(given: Mapping[str, Array], expected: Expected) -> tuple[dict[str, 
 def test_attention_of_repacked_documents(judge: Judge) -> None:
     one, other = AttentionCase(FULL), AttentionCase(REPACKED)
     given, expected = repacked(one.arguments(judge.dtype), oracle.attention(one, judge.dtype))
-    judge.within(judge.ask_attention(other, judge.dtype, given), expected, segment_ids(REPACKED), judge.dtype)
+    judge.within(judge.ask_case(other, judge.dtype, given), expected, segment_ids(REPACKED), judge.dtype)
 
 
 @requirement("REP-02")
 def test_scan_of_repacked_documents(judge: Judge) -> None:
     one, other = ScanCase(FULL), ScanCase(REPACKED)
     given, expected = repacked(one.arguments(judge.dtype), oracle.scan(one, judge.dtype))
-    judge.within(judge.ask_scan(other, judge.dtype, given), expected, segment_ids(REPACKED), judge.dtype)
+    judge.within(judge.ask_case(other, judge.dtype, given), expected, segment_ids(REPACKED), judge.dtype)
 
 
 @requirement("REP-03")
@@ -107,7 +107,7 @@ def test_logits_in_long_rows(judge: Judge, lengths: tuple[int, ...]) -> None:
 
 @requirement("REP-09")
 def test_a_row_cut_into_slices(judge: Judge) -> None:
-    judge.attention(AttentionCase(FOUR_ROWS, context_ranks=4))
+    judge.check(AttentionCase(FOUR_ROWS, context_ranks=4))
 
 
 @requirement("REP-06")

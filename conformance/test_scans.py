@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from conformance.checks import check_isolated, check_padding
 from conformance.draws import Rows
 from conformance.judge import Judge
 from conformance.scans import (
@@ -15,9 +16,6 @@ from conformance.scans import (
     ConvolutionCase,
     DeltaCase,
     SsdCase,
-    check,
-    check_isolated,
-    check_padding,
 )
 from packing_core.protocol import DTYPES
 
@@ -30,7 +28,7 @@ LENGTHS = pytest.mark.parametrize("rows", EDGES.values(), ids=EDGES)
 @requirement("SCAN-01")
 @LAYOUTS
 def test_delta_rules_of_documents(judge: Judge, rows: Rows) -> None:
-    check(judge, DeltaCase(rows))
+    judge.check(DeltaCase(rows))
 
 
 @requirement("SCAN-02")
@@ -42,13 +40,13 @@ def test_no_memory_crosses_a_boundary(judge: Judge) -> None:
 @requirement("SCAN-03")
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
 def test_gradients_of_the_delta_rule(judge: Judge, name: str) -> None:
-    check(judge, DeltaCase(ON_EDGES), only=name)
+    judge.check(DeltaCase(ON_EDGES), only=name)
 
 
 @requirement("SCAN-04")
 @LENGTHS
 def test_delta_rules_of_lengths_around_chunks(judge: Judge, rows: Rows) -> None:
-    check(judge, DeltaCase(rows))
+    judge.check(DeltaCase(rows))
 
 
 @requirement("SCAN-05")
@@ -59,34 +57,34 @@ def test_padding_moves_no_delta_rule(judge: Judge) -> None:
 @requirement("SCAN-06")
 @pytest.mark.parametrize("decay", [0.0, 2.0], ids=["none", "strong"])
 def test_decays_of_any_strength(judge: Judge, decay: float) -> None:
-    check(judge, DeltaCase(ON_EDGES, decay=decay))
+    judge.check(DeltaCase(ON_EDGES, decay=decay))
 
 
 @requirement("SCAN-07")
 def test_grouped_values(judge: Judge) -> None:
-    check(judge, DeltaCase(FULL, heads=4))
+    judge.check(DeltaCase(FULL, heads=4))
 
 
 @requirement("SCAN-08")
 def test_a_decay_for_each_channel(judge: Judge) -> None:
-    check(judge, DeltaCase(ON_EDGES, by_channel=True))
+    judge.check(DeltaCase(ON_EDGES, by_channel=True))
 
 
 @requirement("SCAN-09")
 def test_normalisation_by_head(judge: Judge) -> None:
-    check(judge, DeltaCase(FULL, normalise=True))
+    judge.check(DeltaCase(FULL, normalise=True))
 
 
 @requirement("SCAN-10")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_delta_rules_in_every_dtype(judge: Judge, dtype: str) -> None:
-    check(judge, DeltaCase(ON_EDGES), dtype)
+    judge.check(DeltaCase(ON_EDGES), dtype)
 
 
 @requirement("SCAN-11")
 @LAYOUTS
 def test_scans_of_mamba_2(judge: Judge, rows: Rows) -> None:
-    check(judge, SsdCase(rows))
+    judge.check(SsdCase(rows))
 
 
 @requirement("SCAN-12")
@@ -98,13 +96,13 @@ def test_no_state_of_mamba_2_crosses_a_boundary(judge: Judge) -> None:
 @requirement("SCAN-13")
 @pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D"])
 def test_gradients_of_mamba_2(judge: Judge, name: str) -> None:
-    check(judge, SsdCase(ON_EDGES), only=name)
+    judge.check(SsdCase(ON_EDGES), only=name)
 
 
 @requirement("SCAN-14")
 @LENGTHS
 def test_scans_of_mamba_2_of_lengths_around_chunks(judge: Judge, rows: Rows) -> None:
-    check(judge, SsdCase(rows))
+    judge.check(SsdCase(rows))
 
 
 @requirement("SCAN-15")
@@ -115,13 +113,13 @@ def test_padding_moves_no_scan_of_mamba_2(judge: Judge) -> None:
 @requirement("SCAN-16")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scans_of_mamba_2_in_every_dtype(judge: Judge, dtype: str) -> None:
-    check(judge, SsdCase(ON_EDGES), dtype)
+    judge.check(SsdCase(ON_EDGES), dtype)
 
 
 @requirement("SCAN-17")
 @LAYOUTS
 def test_convolutions_of_documents(judge: Judge, rows: Rows) -> None:
-    check(judge, ConvolutionCase(rows))
+    judge.check(ConvolutionCase(rows))
 
 
 @requirement("SCAN-18")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.checks import attention_isolated, compare_mask, visible_keys
+from conformance.checks import check_isolated, compare_mask, visible_keys
 from conformance.draws import FULL, PADDED, AttentionCase, Rows, segment_ids
 from conformance.judge import Judge
 
@@ -48,12 +48,12 @@ def test_a_query_sees_the_best_keys_of_its_segment(judge: Judge, top_k: int) -> 
     ],
 )
 def test_selected_keys_are_those_of_the_segments_alone(judge: Judge, rows: Rows, options: dict[str, Any]) -> None:
-    judge.attention(AttentionCase(rows, **options))
+    judge.check(AttentionCase(rows, **options))
 
 
 @requirement("SPARSE-03")
 def test_what_a_segment_selects_moves_no_other(judge: Judge) -> None:
-    attention_isolated(judge, AttentionCase(AROUND, top_k=TOP_K), where=(0, 2, 4))
+    check_isolated(judge, AttentionCase(AROUND, top_k=TOP_K), where=(0, 2, 4))
 
 
 @requirement("SPARSE-04")
@@ -84,8 +84,8 @@ BLOCKS: Rows = ((3, 8, 11, 1, 9, -6),)
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_k": 2, "heads": 6, "kv_heads": 2}, {"top_k": 9}])
 def test_blocks_of_keys_are_counted_and_chosen_in_their_segment(judge: Judge, options: dict[str, Any]) -> None:
     case = AttentionCase(BLOCKS, index_block=4, **options)
-    judge.attention(case)
-    attention_isolated(judge, case, where=(0, 2, 4))
+    judge.check(case)
+    check_isolated(judge, case, where=(0, 2, 4))
     if options == {"top_k": 1}:
         _compare_best_blocks(judge)
 

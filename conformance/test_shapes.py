@@ -27,7 +27,7 @@ thorough = pytest.mark.thorough
 
 
 def check(judge: Judge, rows: Rows) -> None:
-    judge.attention(AttentionCase(rows))
+    judge.check(AttentionCase(rows))
 
 
 @requirement("SHAPE-01")
@@ -41,7 +41,7 @@ def test_one_token_documents(judge: Judge, rows: Rows) -> None:
 @requirement("SHAPE-02")
 @pytest.mark.parametrize("count", [300, pytest.param(1100, marks=heavy), pytest.param(4100, marks=thorough)])
 def test_many_one_token_documents(judge: Judge, count: int) -> None:
-    judge.attention(AttentionCase(((1,) * count,), heads=1, kv_heads=1))
+    judge.check(AttentionCase(((1,) * count,), heads=1, kv_heads=1))
 
 
 @requirement("SHAPE-03")
@@ -55,8 +55,8 @@ def test_one_document_fills_the_row(judge: Judge, length: int) -> None:
 @requirement("SHAPE-04")
 def test_a_tail_longer_than_every_segment(judge: Judge) -> None:
     case = AttentionCase(LONG_TAIL)
-    judge.attention(case)
-    out, found = judge.ask_attention(case, judge.dtype)
+    judge.check(case)
+    out, found = judge.ask_case(case, judge.dtype)
     tail = segment_ids(LONG_TAIL) == 0
     judge.holds(bool(np.isfinite(out[tail]).all()), "the tail's output is not finite")
     for name in ("q", "k", "v"):
@@ -80,7 +80,7 @@ def test_lengths_around_tiles(judge: Judge, rows: Rows) -> None:
 @requirement("SHAPE-06")
 @pytest.mark.parametrize("width", [8, 80, 128, 256, *(pytest.param(n, marks=heavy) for n in (72, 192, 512))])
 def test_head_dims(judge: Judge, width: int) -> None:
-    judge.attention(AttentionCase(((20, 1, 43),), width=width))
+    judge.check(AttentionCase(((20, 1, 43),), width=width))
 
 
 @requirement("SHAPE-07")
@@ -92,8 +92,8 @@ def test_capacities_off_any_tile(judge: Judge, rows: Rows) -> None:
 @requirement("SHAPE-08")
 def test_a_row_of_padding(judge: Judge) -> None:
     case = AttentionCase(EMPTY_ROW)
-    judge.attention(case)
-    out, _ = judge.ask_attention(case, judge.dtype)
+    judge.check(case)
+    out, _ = judge.ask_case(case, judge.dtype)
     judge.holds(bool(np.isfinite(out).all()), "an output in the empty row is not finite")
 
 
@@ -104,7 +104,7 @@ def test_a_row_of_padding(judge: Judge) -> None:
     ids=["one token", "one document", "both", "long", "many"],
 )
 def test_scans(judge: Judge, rows: Rows) -> None:
-    judge.scan(ScanCase(rows))
+    judge.check(ScanCase(rows))
 
 
 @requirement("SHAPE-10")

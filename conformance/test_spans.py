@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance.checks import attention_isolated, compare_mask, visible_keys
+from conformance.checks import check_isolated, compare_mask, visible_keys
 from conformance.draws import FULL, PADDED, AttentionCase, Rows
 from conformance.judge import Judge
 
@@ -54,9 +54,9 @@ def test_a_query_sees_its_span_and_what_stands_before_it(judge: Judge) -> None:
     ],
 )
 def test_spans_are_those_of_the_segments_alone(judge: Judge, rows: Rows, spans: Rows, options: dict[str, int]) -> None:
-    judge.attention(AttentionCase(rows, spans=spans, **options))  # type: ignore[arg-type]
+    judge.check(AttentionCase(rows, spans=spans, **options))  # type: ignore[arg-type]
 
 
 @requirement("SPAN-03")
 def test_spans_of_one_number_on_both_sides_of_a_boundary_are_isolated(judge: Judge) -> None:
-    attention_isolated(judge, AttentionCase(FULL, spans=FULL_SPANS), where=(0, 1, 3))
+    check_isolated(judge, AttentionCase(FULL, spans=FULL_SPANS), where=(0, 1, 3))

@@ -26,14 +26,14 @@ def test_prompts_of_one_system_prompt(judge: Judge) -> None:
 
 @requirement("TREE-03")
 def test_delta_rules_go_on_from_the_state_of_their_parent(judge: Judge) -> None:
-    scans.check(judge, scans.DeltaCase(scans.FOREST, parents=scans.PARENTS))
+    judge.check(scans.DeltaCase(scans.FOREST, parents=scans.PARENTS))
 
 
 @requirement("TREE-04")
 def test_scans_of_mamba_2_go_on_from_the_state_of_their_parent(judge: Judge) -> None:
-    scans.check(judge, scans.SsdCase(scans.FOREST, parents=scans.PARENTS))
+    judge.check(scans.SsdCase(scans.FOREST, parents=scans.PARENTS))
 
 
 @requirement("TREE-05")
 def test_convolutions_see_the_last_tokens_of_their_parent(judge: Judge) -> None:
-    scans.check(judge, scans.ConvolutionCase(scans.FOREST, parents=scans.PARENTS))
+    judge.check(scans.ConvolutionCase(scans.FOREST, parents=scans.PARENTS))

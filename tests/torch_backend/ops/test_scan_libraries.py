@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from conformance.checks import check_isolated
 from conformance.judge import Judge, NotDeclared, Rejected
 from conformance.registry import PEERS, LoadError, load
-from conformance.scans import FULL, ON_EDGES, DeltaCase, SsdCase, check, check_isolated
+from conformance.scans import FULL, ON_EDGES, DeltaCase, SsdCase
 from torch_backend.conformance import libraries
 
 ROOT = Path(__file__).parents[3]
@@ -53,8 +54,8 @@ def row_as_one(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_s
 
 def test_fla_gets_every_document_with_its_boundaries(monkeypatch) -> None:
     judge = judge_of(libraries.Fla, monkeypatch, chunk_gated_delta_rule=by_document)
-    check(judge, DeltaCase(ON_EDGES))
-    check(judge, DeltaCase(FULL, normalise=True, heads=4))
+    judge.check(DeltaCase(ON_EDGES))
+    judge.check(DeltaCase(FULL, normalise=True, heads=4))
 
 
 def test_a_library_that_ignores_boundaries_is_rejected(monkeypatch) -> None:
@@ -71,10 +72,10 @@ def test_flash_qla_is_asked_in_half_precision_at_its_one_width_without_context_p
         return by_document(q, *args, **options)
 
     judge = judge_of(libraries.FlashQla, monkeypatch, chunk_gated_delta_rule=chunk_gated_delta_rule)
-    check(judge, DeltaCase(((5, 27),)))
+    judge.check(DeltaCase(((5, 27),)))
     assert seen == [(torch.bfloat16, 128, False)]
     with pytest.raises(NotDeclared, match="channel_decay not declared"):
-        check(judge, DeltaCase(((5, 27),), by_channel=True))
+        judge.check(DeltaCase(((5, 27),), by_channel=True))
 
 
 def test_mamba_ssm_gets_the_number_of_each_tokens_segment(monkeypatch) -> None:
@@ -88,7 +89,7 @@ def test_mamba_ssm_gets_the_number_of_each_tokens_segment(monkeypatch) -> None:
         return torch.cat([torch.cat(documents, dim=1) for documents in rows])
 
     judge = judge_of(libraries.MambaSsm, monkeypatch, mamba_chunk_scan_combined=mamba_chunk_scan_combined)
-    check(judge, SsdCase(ON_EDGES))
+    judge.check(SsdCase(ON_EDGES))
 
 
 @pytest.mark.parametrize(
