@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from packing_core.protocol import (
     DecoderConfig,
     Document,
     Gradients,
-    ScanCall,
+    OperationCall,
     segments,
     takes_call,
 )
@@ -52,24 +51,15 @@ class Reference(DocumentMethods, ScanMethods, ClipMethods, ExpertMethods, TreeMe
 
     # -- attention -----------------------------------------------------------------------------------------------
 
-    def attention(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        dout: Array | None = None,
-        context_ranks: int = 1,
-        **options: Any,
-    ) -> tuple[Array, Gradients]:
+    @takes_call("q", "k", "v")
+    def attention(self, call: OperationCall) -> tuple[Array, Gradients]:
         # All ranks are in this process, so the slices are joined already.
-        real = (segment_ids > 0)[..., None, None]
-        q, k, v = (np.where(real | np.isfinite(x), x, 0.0) for x in (q, k, v))  # a weight of 0 times NaN would be NaN
-        out, backward = self._attend(q, k, v, segment_ids, **options)
-        gradients = {} if dout is None else backward(dout)
-        return round_to(dtype, out), {name: round_to(dtype, x) for name, x in gradients.items()}
+        options = {name: value for name, value in call.options.items() if name != "context_ranks"}
+        real = (call.segment_ids > 0)[..., None, None]
+        operands = (np.where(real | np.isfinite(x), x, 0.0) for x in call.operands.values())  # 0 times NaN would be NaN
+        out, backward = self._attend(*operands, call.segment_ids, **options)
+        gradients = {} if call.dout is None else backward(call.dout)
+        return round_to(call.dtype, out), {name: round_to(call.dtype, x) for name, x in gradients.items()}
 
     def visible(self, segment_ids: Array, causal: bool, window: int | None) -> Array:
         """bool ``[B, S, S]``: whether a query (axis 1) sees a key (axis 2)."""
@@ -207,20 +197,13 @@ class Reference(DocumentMethods, ScanMethods, ClipMethods, ExpertMethods, TreeMe
 
     # -- rope ----------------------------------------------------------------------------------------------------
 
-    def rope(
-        self,
-        x: Array,
-        position_ids: Array,
-        inv_freq: Array,
-        *,
-        dtype: str,
-        interleaved: bool = False,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        angle = self.angles(position_ids, inv_freq)
-        out = self._turn(x.astype(np.float64), angle, interleaved)
+    @takes_call("x")
+    def rope(self, call: OperationCall) -> tuple[Array, Gradients]:
+        angle = self.angles(call.options["position_ids"], call.options["inv_freq"])
+        interleaved, dout = call.options.get("interleaved", False), call.dout
+        out = self._turn(call.operands["x"].astype(np.float64), angle, interleaved)
         gradients = {} if dout is None else {"x": self._turn(dout.astype(np.float64), -angle, interleaved)}
-        return round_to(dtype, out), {name: round_to(dtype, g) for name, g in gradients.items()}
+        return round_to(call.dtype, out), {name: round_to(call.dtype, g) for name, g in gradients.items()}
 
     def angles(self, position_ids: Array, inv_freq: Array) -> Array:
         """``[B, S, R/2]``; ``inv_freq`` may be one row of frequencies, or one per token."""
@@ -243,7 +226,7 @@ class Reference(DocumentMethods, ScanMethods, ClipMethods, ExpertMethods, TreeMe
     # -- scan ----------------------------------------------------------------------------------------------------
 
     @takes_call("x", "dt", "A", "B", "C")
-    def scan(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def scan(self, call: OperationCall) -> tuple[Array, Gradients]:
         ids, dout = call.segment_ids, call.dout
         x, dt, A, B, C = (w.astype(np.float64) for w in call.operands.values())
         decay = np.exp(dt[..., None] * A) * self.carries(ids)[..., None, None]  # 0 where a segment starts

@@ -7,25 +7,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from packing_core.protocol import Array, Backend, Gradients
+from packing_core.protocol import Array, Backend, Gradients, OperationCall, takes_call
 from packing_core.reference.clips import convolved, convolved_vjp
 
 
 class ClipMethods(Backend):
     """`clips` of a backend that puts them into one row."""
 
-    def clips(
-        self,
-        features: Array,
-        frames: Array,
-        up: Array,
-        up_bias: Array,
-        down: Array,
-        *,
-        dtype: str,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        x, up, up_bias, down = (np.asarray(array, np.float64) for array in (features, up, up_bias, down))
+    @takes_call("features", "up", "up_bias", "down")
+    def clips(self, call: OperationCall) -> tuple[Array, Gradients]:
+        x, up, up_bias, down = (np.asarray(array, np.float64) for array in call.operands.values())
+        frames, dout = call.options["frames"], call.dout
         width = x.shape[1]
         seen = np.minimum(frames + self.beyond(), width)
         slots = seen + 2 - seen % 2  # a zero or two; a clip begins where the stride does

@@ -11,27 +11,30 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from conformance.draws import round_to
-from packing_core.protocol import Array, Backend, Batch, Decoder, Document, Gradients, Place
+from packing_core.protocol import (
+    Array,
+    Backend,
+    Batch,
+    Decoder,
+    Document,
+    Gradients,
+    OperationCall,
+    Place,
+    takes_call,
+)
 from packing_core.protocol.backend import batch_of, pack_documents
 
 
 class DocumentMethods(Backend):
     """`reduce`, `logprobs` and `preference` of a backend that runs the suite's decoder and says what is trained."""
 
-    def reduce(
-        self,
-        values: Array,
-        documents: Sequence[Sequence[Place]],
-        *,
-        dtype: str,
-        how: str,
-        where: Array | None = None,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        share = self.shares_of(documents, values.shape, how, where)
+    @takes_call("values")
+    def reduce(self, call: OperationCall) -> tuple[Array, Gradients]:
+        values, dout = call.operands["values"], call.dout
+        share = self.shares_of(shape=values.shape, **call.options)
         x = values.astype(np.float64).ravel()
         out = np.where(share != 0, share * x, 0.0).sum(axis=1)
-        gradient = {} if dout is None else {"values": round_to(dtype, (dout @ share).reshape(values.shape))}
+        gradient = {} if dout is None else {"values": round_to(call.dtype, (dout @ share).reshape(values.shape))}
         return round_to("float32", out), gradient
 
     def shares_of(

@@ -5,37 +5,23 @@ Each rule that a mutant breaks is a method of its own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from conformance.draws import round_to
 from packing_core import reference
-from packing_core.protocol import Array, Backend, Gradients
-from packing_core.reference import ExpertActivation
+from packing_core.protocol import Array, Backend, Gradients, OperationCall, takes_call
 
 
 class ExpertMethods(Backend):
     """`experts`."""
 
-    def experts(
-        self,
-        x: Array,
-        indices: Array,
-        weights: Array,
-        up: Array,
-        down: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        activation: ExpertActivation,
-        up_bias: Array | None = None,
-        down_bias: Array | None = None,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        chosen = self.routed(indices, segment_ids).reshape(-1, indices.shape[-1])
-        tokens, shares = x.reshape(-1, x.shape[-1]), self.routing_weights(weights, segment_ids).reshape(chosen.shape)
-        options: dict[str, Any] = {"up_bias": up_bias, "down_bias": down_bias, "activation": activation}
+    @takes_call("x", "weights", "up", "down")
+    def experts(self, call: OperationCall) -> tuple[Array, Gradients]:
+        (x, weights, up, down), dtype, dout = call.operands.values(), call.dtype, call.dout
+        options = dict(call.options)
+        chosen = self.routed(options.pop("indices"), call.segment_ids).reshape(-1, weights.shape[-1])
+        shares = self.routing_weights(weights, call.segment_ids).reshape(chosen.shape)
+        tokens = x.reshape(-1, x.shape[-1])
         out = reference.experts(tokens, chosen, shares, up, down, **options).reshape(x.shape)
         if dout is None:
             return round_to(dtype, out), {}

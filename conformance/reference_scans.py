@@ -13,7 +13,7 @@ import numpy as np
 
 from conformance.draws import round_to
 from conformance.scans import normalised_vjp
-from packing_core.protocol import Array, Backend, Gradients, ScanCall, segments, takes_call
+from packing_core.protocol import Array, Backend, Gradients, OperationCall, segments, takes_call
 
 Backward = Callable[[Array], tuple[Array, ...]]
 
@@ -22,7 +22,7 @@ class ScanMethods(Backend):
     """`delta_rule`, `ssd` and `convolution`."""
 
     @takes_call("q", "k", "v", "g", "beta")
-    def delta_rule(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def delta_rule(self, call: OperationCall) -> tuple[Array, Gradients]:
         ids, dout, normalise = call.segment_ids, call.dout, call.options.get("normalise", False)
         q, k, v, g, beta = (x.astype(np.float64) for x in call.operands.values())
         given, real, heads = (q, k), (ids > 0)[..., None], v.shape[2]
@@ -51,7 +51,7 @@ class ScanMethods(Backend):
         return round_to(call.dtype, out), {name: round_to(call.dtype, x) for name, x in gradients.items()}
 
     @takes_call("x", "dt", "A", "B", "C", "D")
-    def ssd(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def ssd(self, call: OperationCall) -> tuple[Array, Gradients]:
         ids, dout = call.segment_ids, call.dout
         real = (ids > 0)[..., None]
         x, dt, A, B, C, D = (w.astype(np.float64) for w in call.operands.values())
@@ -77,7 +77,7 @@ class ScanMethods(Backend):
         return round_to(call.dtype, out), {name: round_to(call.dtype, w) for name, w in gradients.items()}
 
     @takes_call("x", "weight", "bias")
-    def convolution(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def convolution(self, call: OperationCall) -> tuple[Array, Gradients]:
         x, weight, bias = (w.astype(np.float64) for w in call.operands.values())
         real, row = (call.segment_ids > 0)[..., None], np.arange(len(x))[:, None]
         before, hands_back = self._order(call)
@@ -100,7 +100,7 @@ class ScanMethods(Backend):
         gradients = {"x": dx[:, :-1] * real, "weight": dweight, "bias": dout.sum(axis=(0, 1))}
         return round_to(call.dtype, out), {name: round_to(call.dtype, w) for name, w in gradients.items()}
 
-    def _order(self, call: ScanCall) -> tuple[Array, Array]:
+    def _order(self, call: OperationCall) -> tuple[Array, Array]:
         before = self.before(call.segment_ids, call.parents)
         return before, self.hands_back(before)
 

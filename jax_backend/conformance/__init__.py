@@ -37,7 +37,17 @@ from jax_backend.model.rope_scaling import RopeParameters
 from jax_backend.training.train_step import TrainStep, make_train_step
 from packing_core import protocol
 from packing_core.errors import UnsupportedError
-from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
+from packing_core.protocol import (
+    Array,
+    Backend,
+    BackendFactory,
+    Batch,
+    Capabilities,
+    Document,
+    Gradients,
+    OperationCall,
+    takes_call,
+)
 from packing_core.protocol.backend import PackingMethods, pack_documents
 
 _LACKING = {"alibi", "both_ways", "dynamic_rope", "nonfinite_padding", "context_parallel", "channel_decay"}
@@ -96,47 +106,27 @@ class AttentionStack(Backend):
         if self.capabilities.interpreted:
             self.description += ", interpreted"
 
-    def attention(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        sinks: Array | None = None,
-        alibi_slopes: Array | None = None,
-        spans: Array | None = None,
-        index_q: Array | None = None,
-        index_k: Array | None = None,
-        index_weights: Array | None = None,
-        top_k: int | None = None,
-        context_ranks: int = 1,
-        dout: Array | None = None,
-        **options: Any,
-    ) -> tuple[Array, Gradients]:
-        if alibi_slopes is not None:
-            raise UnsupportedError("segment_attention has no ALiBi")
-        if spans is not None:
-            raise UnsupportedError("segment_attention has no spans that see both ways")
+    @takes_call("q", "k", "v", "sinks")
+    def attention(self, call: OperationCall) -> tuple[Array, Gradients]:
+        ids, options = np.asarray(call.segment_ids, np.int32), {**call.options, "implementation": self.implementation}
+        for name, words in (("alibi_slopes", "ALiBi"), ("spans", "spans that see both ways")):
+            if options.pop(name, None) is not None:
+                raise UnsupportedError(f"segment_attention has no {words}")
         if options.pop("index_block", 1) > 1:
             raise UnsupportedError("select_keys has no blocks")
-        taken = ["context_parallel"] * (context_ranks > 1) + ["selected_keys"] * (top_k is not None)
-        protocol.require_declared(self, dtype=dtype, options=taken)
-        operands = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
-        options["implementation"] = self.implementation
+        index = [options.pop(name, None) for name in ("index_q", "index_k", "index_weights")]
+        ranks, top_k = options.pop("context_ranks", 1), options.pop("top_k", None)
+        taken = ["context_parallel"] * (ranks > 1) + ["selected_keys"] * (top_k is not None)
+        protocol.require_declared(self, dtype=call.dtype, options=taken)
+        options["dtype"] = call.dtype
         if self.implementation == "cudnn":
-            options["max_segments"] = _segments_cap(segment_ids)
-        ids = np.asarray(segment_ids, np.int32)
+            options["max_segments"] = _segments_cap(call.segment_ids)
         if top_k is not None:
-            index = [np.asarray(x) for x in (index_q, index_k, index_weights)]
-            return out_and_gradients(_attend_selected, operands, dout, ids, *index, dtype=dtype, top_k=top_k, **options)
-        if context_ranks == 1:
-            return out_and_gradients(_attend, operands, dout, ids, dtype=dtype, **options)
-        options["ranks"] = context_ranks
-        return _with_devices(
-            context_ranks, out_and_gradients, _attend_in_slices, operands, dout, ids, dtype=dtype, **options
-        )
+            return out_and_gradients(_attend_selected, call.operands, call.dout, ids, *index, top_k=top_k, **options)
+        if ranks == 1:
+            return out_and_gradients(_attend, call.operands, call.dout, ids, **options)
+        given = _attend_in_slices, call.operands, call.dout, ids
+        return _with_devices(ranks, out_and_gradients, *given, ranks=ranks, **options)
 
     def forward(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> Array:
         graph, params, rest = self._model(decoder, dtype, batch)
@@ -193,18 +183,11 @@ class AttentionStack(Backend):
 class Stack(AttentionStack, DocumentMethods, ScanMethods, PackingMethods):
     """Everything: the attention's levels, and the operations and the trainer that do not depend on it."""
 
-    def rope(
-        self,
-        x: Array,
-        position_ids: Array,
-        inv_freq: Array,
-        *,
-        dtype: str,
-        interleaved: bool = False,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        where = np.asarray(position_ids, np.int32), inv_freq
-        return out_and_gradients(_turn, {"x": x}, dout, *where, dtype=dtype, interleaved=interleaved)
+    @takes_call("x")
+    def rope(self, call: OperationCall) -> tuple[Array, Gradients]:
+        options = dict(call.options)
+        where = np.asarray(options.pop("position_ids"), np.int32), options.pop("inv_freq")
+        return out_and_gradients(_turn, call.operands, call.dout, *where, dtype=call.dtype, **options)
 
     def loss(
         self,
@@ -342,8 +325,8 @@ def _attend_in_slices(operands: dict[str, Any], segment_ids: jax.Array, *, ranks
     return context_attention(**operands, segment_ids=segment_ids, mesh=mesh, method="ring", **options)
 
 
-def _turn(operands: dict[str, Any], position_ids: jax.Array, inv_freq: jax.Array, *, interleaved: bool) -> jax.Array:
-    return apply_rope(operands["x"], position_ids, inv_freq, interleaved=interleaved)
+def _turn(operands: dict[str, Any], position_ids: jax.Array, inv_freq: jax.Array, **options: Any) -> jax.Array:
+    return apply_rope(operands["x"], position_ids, inv_freq, **options)
 
 
 @jax.jit

@@ -18,23 +18,16 @@ from jax_backend.losses.reduction import reduce
 from jax_backend.losses.token_logprobs import token_logprobs
 from jax_backend.model import weights
 from packing_core import protocol
-from packing_core.protocol import Array, Backend, Batch, Document, Gradients, Place
+from packing_core.protocol import Array, Backend, Batch, Document, Gradients, OperationCall, takes_call
 from packing_core.protocol.backend import batch_of, pack_documents
 
 
 class DocumentMethods(Backend):
     """`reduce`, `logprobs` and `preference` of an adapter that makes the suite's decoder."""
 
-    def reduce(
-        self,
-        values: Array,
-        documents: Sequence[Sequence[Place]],
-        *,
-        dtype: str,
-        how: str,
-        where: Array | None = None,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
+    @takes_call("values")
+    def reduce(self, call: OperationCall) -> tuple[Array, Gradients]:
+        values, documents, where = call.operands["values"], call.options["documents"], call.options.get("where")
         ids, positions = np.full(values.shape, -1, np.int32), np.zeros(values.shape, np.int32)
         for number, pieces in enumerate(documents):
             read = 0
@@ -44,8 +37,8 @@ class DocumentMethods(Backend):
                 read += stop - start
         counted = np.ones(values.shape, bool) if where is None else where
         batch = {"document_ids": ids, "document_positions": positions}
-        given = np.asarray(values, jnp.dtype(dtype)), dout
-        out, gradient = _reduced(*given, batch, counted, how=how, documents=len(documents))
+        given = np.asarray(values, jnp.dtype(call.dtype)), call.dout
+        out, gradient = _reduced(*given, batch, counted, how=call.options["how"], documents=len(documents))
         gradients = {} if gradient is None else {"values": np.asarray(gradient, np.float32)}
         return np.asarray(out, np.float32), gradients
 

@@ -13,32 +13,32 @@ from jax_backend.scan.convolution import causal_conv
 from jax_backend.scan.delta_rule import gated_delta_rule, ssd
 from jax_backend.scan.selective_scan import selective_scan
 from packing_core import protocol
-from packing_core.protocol import Array, Backend, Gradients, ScanCall, takes_call
+from packing_core.protocol import Array, Backend, Gradients, OperationCall, takes_call
 
 
 class ScanMethods(Backend):
     """`scan`, `delta_rule`, `ssd` and `convolution`."""
 
     @takes_call("x", "dt", "A", "B", "C")
-    def scan(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def scan(self, call: OperationCall) -> tuple[Array, Gradients]:
         return _run(_scan, call)
 
     @takes_call("q", "k", "v", "g", "beta")
-    def delta_rule(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def delta_rule(self, call: OperationCall) -> tuple[Array, Gradients]:
         q, _, v, g, _ = call.operands.values()
         protocol.require_declared(self, options=protocol.delta_rule_options(q, v, g, **call.options))
         return _run(_delta_rule, call)
 
     @takes_call("x", "dt", "A", "B", "C", "D")
-    def ssd(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def ssd(self, call: OperationCall) -> tuple[Array, Gradients]:
         return _run(_ssd, call)
 
     @takes_call("x", "weight", "bias")
-    def convolution(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def convolution(self, call: OperationCall) -> tuple[Array, Gradients]:
         return _run(_convolution, call)
 
 
-def _run(function: Callable[..., jax.Array], call: ScanCall) -> tuple[Array, Gradients]:
+def _run(function: Callable[..., jax.Array], call: OperationCall) -> tuple[Array, Gradients]:
     ids = np.asarray(call.segment_ids, np.int32)
     return out_and_gradients(function, call.operands, call.dout, ids, dtype=call.dtype, **call.options)
 

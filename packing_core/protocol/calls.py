@@ -1,26 +1,29 @@
-"""The arguments of a scan or a convolution as one object, for adapters that treat all of them alike."""
+"""The arguments of an operation as one object, for adapters, which need no signature of their own then."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 from packing_core.protocol.backend import require_declared
 from packing_core.protocol.data import Array, Gradients
+from packing_core.protocol.operations import Operations
 
 Outcome = tuple[Array, Gradients]
 
 
 @dataclass(frozen=True)
-class ScanCall:
-    """One call of `scan`, `delta_rule`, `ssd` or `convolution`; see `Backend`.
+class OperationCall:
+    """One call of a method of `Operations`.
 
     Attributes:
-        operands: the arrays that have gradients, by name, in the order of the method's arguments.
-        segment_ids, dtype, dout, parents: as the method takes them.
-        options: all other arguments.
+        operands: the arrays that have gradients, by name, in the order that `takes_call` names; those that are None
+            are left out.
+        segment_ids, dtype, dout, parents: as the method takes them, where it does.
+        options: all other arguments that were passed.
     """
 
     operands: dict[str, Array]
@@ -31,8 +34,8 @@ class ScanCall:
     parents: Array | None = None
 
 
-def takes_call(*operands: str) -> Callable[[Callable[[Any, ScanCall], Outcome]], Callable[..., Outcome]]:
-    """Makes a scan or the convolution of `Backend`, with these operands, from a method that takes a `ScanCall`.
+def takes_call(*operands: str) -> Callable[[Callable[[Any, OperationCall], Outcome]], Callable[..., Outcome]]:
+    """Makes the operation of that name, with these operands, from a method that takes an `OperationCall`.
 
     The made method refuses ``parents`` for a backend that does not declare "continued_segments".
 
@@ -44,16 +47,18 @@ def takes_call(*operands: str) -> Callable[[Callable[[Any, ScanCall], Outcome]],
     (['x', 'dt', 'A', 'B', 'C'], 'float32')
     """
 
-    def decorate(run: Callable[[Any, ScanCall], Outcome]) -> Callable[..., Outcome]:
+    def decorate(run: Callable[[Any, OperationCall], Outcome]) -> Callable[..., Outcome]:
+        _, *names = signature(getattr(Operations, run.__name__)).parameters
+
         @wraps(run)
         def method(self: Any, *arrays: Array, dtype: str, dout: Array | None = None, **given: Any) -> Outcome:
-            names = (*operands, "segment_ids")[: len(arrays)]
-            given |= zip(names, arrays, strict=True)
-            taken = {name: given.pop(name) for name in operands}
-            ids, parents = given.pop("segment_ids"), given.pop("parents", None)
+            given |= zip(names[: len(arrays)], arrays, strict=True)
+            taken = {name: x for name in operands if (x := given.pop(name, None)) is not None}
+            ids: Any = given.pop("segment_ids", None)
+            parents = given.pop("parents", None)
             if parents is not None:
                 require_declared(self, options={"continued_segments"})
-            return run(self, ScanCall(taken, ids, dtype, dout, given, parents))
+            return run(self, OperationCall(taken, ids, dtype, dout, given, parents))
 
         return method
 

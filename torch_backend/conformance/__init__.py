@@ -28,7 +28,7 @@ from packing_core.protocol import (
     Capabilities,
     Document,
     Gradients,
-    ScanCall,
+    OperationCall,
     takes_call,
 )
 from packing_core.protocol.backend import PackingMethods
@@ -147,40 +147,25 @@ class AttentionStack(TensorMethods):
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.description = f"torch {torch.__version__} on {kind}" + (", interpreted" if declared.interpreted else "")
 
-    def attention(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        sinks: Array | None = None,
-        alibi_slopes: Array | None = None,
-        spans: Array | None = None,
-        index_q: Array | None = None,
-        index_k: Array | None = None,
-        index_weights: Array | None = None,
-        context_ranks: int = 1,
-        dout: Array | None = None,
-        **options: Any,
-    ) -> tuple[Array, Gradients]:
+    @takes_call("q", "k", "v", "sinks")
+    def attention(self, call: OperationCall) -> tuple[Array, Gradients]:
         # Some serve an option in one case alone, which is not what declaring it means.
-        asked = {"sinks": sinks, "alibi_slopes": alibi_slopes, "context_ranks": context_ranks, **options}
-        asked["spans"] = spans
-        protocol.require_declared(self, options=protocol.attention_options(q, k, v, **asked))
-        operands = self._operands({"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks}), dtype)
-        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, device=self.device)
-        packed = self._packed(segment_ids)
+        protocol.require_declared(self, options=protocol.attention_options(**call.operands, **call.options))
+        options = {name: value for name, value in call.options.items() if name != "context_ranks"}
+        names = ("alibi_slopes", "spans", "index_q", "index_k", "index_weights")
+        arrays = {name: x for name in names if (x := options.pop(name, None)) is not None}
+        slopes, spans, *of_index = (
+            torch.tensor(arrays[name], device=self.device) if name in arrays else None for name in names
+        )
+        packed = self._packed(call.segment_ids)
         if spans is not None:
-            packed = packed.with_spans(torch.tensor(spans, device=self.device).flatten())
+            packed = packed.with_spans(spans.flatten())
 
         top_k = options.pop("top_k", None)
         block = options.pop("index_block", 1)
         budget = None if top_k is None else top_k if block == 1 else (top_k + 1) * block - 1
         long = None if budget is None else LongDocuments.of(packed, budget, block=block)
-        of_index = (torch.tensor(x, device=self.device) for x in (index_q, index_k, index_weights) if x is not None)
-        index = [x.flatten(0, 1) for x in of_index]
+        index = [x.flatten(0, 1) for x in of_index if x is not None]
 
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -188,11 +173,11 @@ class AttentionStack(TensorMethods):
                 request = request_of(q, k, v, packed, sinks=sinks, **options)
                 selected = self._selected(index, long, top_k)
                 out = selected_attention(q, k, v, selected, long, request, sinks=sinks, implementation=self.name)
-                return out.unflatten(0, segment_ids.shape)
+                return out.unflatten(0, call.segment_ids.shape)
             chosen = {"sinks": sinks, "alibi_slopes": slopes, "implementation": self.name, **options}
-            return attention(q, k, v, packed, **chosen).unflatten(0, segment_ids.shape)
+            return attention(q, k, v, packed, **chosen).unflatten(0, call.segment_ids.shape)
 
-        return self._out_and_gradients(attend, operands, dout)
+        return self._run(attend, call)
 
     def _selected(self, index: Sequence[Tensor], long: LongDocuments, top_k: int) -> Tensor:
         q, k, weights = index
@@ -288,27 +273,20 @@ class Stack(AttentionStack, DocumentMethods, ScanMethods, ClipMethods, ExpertMet
         segment_ids = ((positions == 0) & (real == 1)).cumsum(axis=1) * real
         return Batch(_integers(native["input_ids"]), segment_ids, positions, _integers(native["labels"]), native)
 
-    def rope(
-        self,
-        x: Array,
-        position_ids: Array,
-        inv_freq: Array,
-        *,
-        dtype: str,
-        interleaved: bool = False,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        angles = torch.tensor(position_ids[..., None] * inv_freq.astype(np.float64), device=self.device)
-        cos, sin = angles.cos().float(), angles.sin().float()
+    @takes_call("x")
+    def rope(self, call: OperationCall) -> tuple[Array, Gradients]:
+        options = dict(call.options)
+        angles = options.pop("position_ids")[..., None] * options.pop("inv_freq").astype(np.float64)
+        cos, sin = (torch.tensor(x, device=self.device).float() for x in (np.cos(angles), np.sin(angles)))
 
         def turn(x: Tensor) -> Tensor:
             key = x[:, :, :1].detach()  # a model turns queries and keys together; the queries are looked at
-            return apply_rope(x, key, cos, sin, interleaved=interleaved)[0]
+            return apply_rope(x, key, cos, sin, **options)[0]
 
-        return self._out_and_gradients(turn, self._operands({"x": x}, dtype), dout)
+        return self._run(turn, call)
 
     @takes_call("x", "dt", "A", "B", "C")
-    def scan(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def scan(self, call: OperationCall) -> tuple[Array, Gradients]:
         def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
             layer = partial(_scan, A)
             out: Tensor = per_document(self._packed(call.segment_ids), layer, (x, dt, B, C), {})

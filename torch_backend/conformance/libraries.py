@@ -17,7 +17,7 @@ from torch import Tensor
 
 from packing_core import protocol
 from packing_core.errors import UnsupportedError
-from packing_core.protocol import Array, BackendFactory, Capabilities, Gradients, ScanCall, takes_call
+from packing_core.protocol import Array, BackendFactory, Capabilities, Gradients, OperationCall, takes_call
 from torch_backend.conformance.tensors import TensorMethods
 
 
@@ -76,7 +76,7 @@ class _DeltaRules(Library):
     """Libraries of delta rules over one flattened row with boundaries."""
 
     @takes_call("q", "k", "v", "g", "beta")
-    def delta_rule(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def delta_rule(self, call: OperationCall) -> tuple[Array, Gradients]:
         q, _, v, g, _ = call.operands.values()
         protocol.require_declared(self, options=protocol.delta_rule_options(q, v, g, **call.options))
         function = self._function(by_channel=g.ndim == 4)
@@ -125,7 +125,7 @@ class MambaSsm(Library):
     capabilities = Capabilities(options=frozenset())
 
     @takes_call("x", "dt", "A", "B", "C", "D")
-    def ssd(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def ssd(self, call: OperationCall) -> tuple[Array, Gradients]:
         starts = protocol.position_ids(call.segment_ids) == 0
         numbers = torch.tensor(starts.cumsum(axis=1) - 1, dtype=torch.int32, device=self.device)
 

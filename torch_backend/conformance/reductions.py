@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from packing_core import protocol
 from packing_core.batches.keys import BatchKey
-from packing_core.protocol import Array, Batch, Document, Gradients, Place
+from packing_core.protocol import Array, Batch, Document, Gradients, OperationCall, Place, takes_call
 from torch_backend.collate import PackedCollator
 from torch_backend.conformance.tensors import TensorMethods, to_numpy
 from torch_backend.hf.inputs.unpadding import LENGTHS, unpad_calls
@@ -24,23 +24,12 @@ from torch_backend.ops.reduction import reduce
 class DocumentMethods(TensorMethods):
     """`reduce`, `logprobs`, `embed` and `preference` of an adapter that makes the suite's decoder."""
 
-    def reduce(
-        self,
-        values: Array,
-        documents: Sequence[Sequence[Place]],
-        *,
-        dtype: str,
-        how: str,
-        where: Array | None = None,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        batch = _described(documents, values.shape)
+    @takes_call("values")
+    def reduce(self, call: OperationCall) -> tuple[Array, Gradients]:
+        batch = _described(call.options["documents"], call.operands["values"].shape)
+        where = call.options.get("where")
         counted = None if where is None else torch.tensor(where, device=self.device)
-
-        def run(values: Tensor) -> Tensor:
-            return reduce(values, batch, how, where=counted)  # type: ignore[arg-type]
-
-        return self._out_and_gradients(run, self._operands({"values": values}, dtype), dout)
+        return self._run(lambda values: reduce(values, batch, call.options["how"], where=counted), call)
 
     def logprobs(
         self,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packing_core.errors import UnsupportedError
-from packing_core.protocol import Array, Gradients, ScanCall, takes_call
+from packing_core.protocol import Array, Gradients, OperationCall, takes_call
 from torch_backend.conformance.tensors import TensorMethods
 from torch_backend.hf.anatomy.families import SCANS
 from torch_backend.hf.edits.stand_ins import LayerSegments, convolve, scan
@@ -37,7 +37,7 @@ class ScanMethods(TensorMethods):
     """`delta_rule`, `ssd` and `convolution`."""
 
     @takes_call("q", "k", "v", "g", "beta")
-    def delta_rule(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def delta_rule(self, call: OperationCall) -> tuple[Array, Gradients]:
         by_channel = call.operands["g"].ndim == 4
         name = "chunk_kimi_delta_attention" if by_channel else "torch_chunk_gated_delta_rule"
         run, normalise = self._stand_in(name, call), call.options.get("normalise", False)
@@ -51,7 +51,7 @@ class ScanMethods(TensorMethods):
         return self._run(layer, call)
 
     @takes_call("x", "dt", "A", "B", "C", "D")
-    def ssd(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def ssd(self, call: OperationCall) -> tuple[Array, Gradients]:
         run = self._stand_in("mamba2_chunk_scan", call)
 
         def layer(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class ScanMethods(TensorMethods):
         return self._run(layer, call)
 
     @takes_call("x", "weight", "bias")
-    def convolution(self, call: ScanCall) -> tuple[Array, Gradients]:
+    def convolution(self, call: OperationCall) -> tuple[Array, Gradients]:
         segments = LayerSegments(self._packed(call.segment_ids, call.parents))
 
         def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class ScanMethods(TensorMethods):
 
         return self._run(layer, call)
 
-    def _stand_in(self, name: str, call: ScanCall) -> Callable[..., Any]:
+    def _stand_in(self, name: str, call: OperationCall) -> Callable[..., Any]:
         """Returns the function that a patched layer calls under this name, for the segments of a call."""
         file = f"transformers.models.{_FILES[name]}.modeling_{_FILES[name]}"
         try:

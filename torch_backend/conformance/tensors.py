@@ -23,9 +23,6 @@ class TensorMethods(Backend):
         working = getattr(torch, dtype)
         return {name: torch.tensor(x, device=self.device).to(working).requires_grad_() for name, x in arrays.items()}
 
-    def _run(self, function: Callable[..., Tensor], call: protocol.ScanCall) -> tuple[Array, Gradients]:
-        return self._out_and_gradients(function, self._operands(call.operands, call.dtype), call.dout)
-
     def _packed(self, segment_ids: Array, parents: Array | None = None) -> PackedMetadata:
         """Every run of equal ids is a segment, also one of padding; ``parents`` counts the real ones."""
         bounds = protocol.cu_seqlens(segment_ids)
@@ -37,14 +34,14 @@ class TensorMethods(Backend):
         of_runs[real] = np.where(parents >= 0, real[parents], -1)
         return PackedMetadata.from_lengths(lengths, device=self.device, parents=of_runs.tolist())
 
-    def _out_and_gradients(
-        self, function: Callable[..., Tensor], operands: dict[str, Tensor], dout: Array | None
-    ) -> tuple[Array, Gradients]:
-        with torch.set_grad_enabled(dout is not None):
+    def _run(self, function: Callable[..., Tensor], call: protocol.OperationCall) -> tuple[Array, Gradients]:
+        """The output of ``function(**operands)`` and, where the call has a ``dout``, the operands' gradients."""
+        operands = self._operands(call.operands, call.dtype)
+        with torch.set_grad_enabled(call.dout is not None):
             out = function(**operands)
-        if dout is None:
+        if call.dout is None:
             return to_numpy(out), {}
-        cotangent = torch.tensor(dout, device=self.device).to(out.dtype)
+        cotangent = torch.tensor(call.dout, device=self.device).to(out.dtype)
         found = torch.autograd.grad(out, list(operands.values()), cotangent)
         return to_numpy(out), {name: to_numpy(x) for name, x in zip(operands, found, strict=True)}
 
