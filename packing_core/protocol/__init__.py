@@ -25,7 +25,7 @@ factory of what cannot run here raises `UnsupportedError` or `MissingExtraError`
 """
 
 from packing_core.protocol.backend import Backend, BackendFactory, require_declared
-from packing_core.protocol.calls import OperationCall, takes_call
+from packing_core.protocol.calls import OperationCall, ScanCall, takes_call
 from packing_core.protocol.capabilities import (
     ADAMW_EPSILON,
     ALL_OPTIONS,
@@ -56,6 +56,7 @@ __all__ = [
     "Gradients",
     "OperationCall",
     "Place",
+    "ScanCall",
     "attention_options",
     "cu_seqlens",
     "delta_rule_options",

@@ -34,6 +34,9 @@ class OperationCall:
     parents: Array | None = None
 
 
+ScanCall = OperationCall  # the name of 0.3, when scans alone were passed like this
+
+
 def takes_call(*operands: str) -> Callable[[Callable[[Any, OperationCall], Outcome]], Callable[..., Outcome]]:
     """Makes the operation of that name, with these operands, from a method that takes an `OperationCall`.
 
