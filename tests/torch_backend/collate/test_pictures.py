@@ -1,18 +1,27 @@
-"""Images of raw examples as RGB: turned as their camera was held, and refused where bytes would be made up."""
+"""Images before a model: decoded as RGB, joined into the tensors of a batch, and the grids of their patches."""
 
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError
+from torch_backend.collate.image_tensors import join_images
 from torch_backend.collate.pictures import pictures_of
+from torch_backend.hf.edits import grids
+from torch_backend.hf.edits.grids import of_grids
 
 pil = pytest.importorskip("PIL.Image", reason="images are decoded by pillow")
+vision = pytest.importorskip("transformers.vision_utils", reason="older versions of transformers have no such module")
+
+
 RGB = np.random.default_rng(0).integers(0, 256, (6, 4, 3), np.uint8)
 
 
@@ -82,3 +91,86 @@ def test_images_stand_in_turns_or_beside_them_for_the_places_in_turns(turns: str
     assert [np.asarray(image).tolist() for image in found] == [RGB[:2].tolist(), RGB.tolist()]
     with pytest.raises(LayoutError, match="1 places for images and 0 images"):
         pictures_of({turns: [place]}, "example 3")
+
+
+def images(*values: int, width: int = 2) -> dict[str, Tensor]:
+    """One row of images of 2 x width pixels, all of one value each, and their masks."""
+    pixels = torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1, 1).repeat(1, 1, 3, 2, width)
+    return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, len(values), 2, width)}
+
+
+def test_images_stand_in_the_row_of_their_segments() -> None:
+    # rows: | text |, | one image | text | two wider images |
+    batch = join_images([{}, images(1), {}, images(2, 3, width=4)], [0, 1, 1, 1], 2, in_rows=True)
+    assert batch["pixel_values"].shape == (2, 3, 3, 2, 4)
+    assert batch["pixel_values"][:, :, 0, 0].tolist() == [
+        [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+        [[1, 1, 0, 0], [2, 2, 2, 2], [3, 3, 3, 3]],
+    ]
+    assert batch["pixel_attention_mask"].sum((2, 3)).tolist() == [[0, 0, 0], [4, 8, 8]]
+
+
+@pytest.mark.parametrize("in_rows", [True, False])
+def test_the_images_of_one_segment_are_the_images_of_its_batch(in_rows: bool) -> None:
+    batch = join_images([{}, images(1)], [0, 0], 1, in_rows=in_rows)
+    assert {name: x.tolist() for name, x in batch.items()} == {name: x.tolist() for name, x in images(1).items()}
+    assert join_images([{}, {}], [0, 0], 1, in_rows=in_rows) == {}
+
+
+def test_images_of_other_keys_are_refused_in_rows_and_stand_beside_each_other_without() -> None:
+    plain = {"pixel_values": images(2)["pixel_values"]}
+    with pytest.raises(LayoutError, match="some documents have pixel_attention_mask and others have images without it"):
+        join_images([images(1), plain], [0, 0], 1, in_rows=True)
+    batch = join_images([images(1), plain], [0, 0], 1, in_rows=False)
+    assert {name: len(x) for name, x in batch.items()} == {"pixel_values": 2, "pixel_attention_mask": 1}
+
+
+GRIDS = torch.tensor([[1, 4, 6], [1, 2, 2], [3, 8, 10], [1, 4, 6], [2, 6, 4]])
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "get_vision_position_ids": ((2,), {}),
+    "get_vision_window_index": ((), {"spatial_merge_size": 2, "window_size": 56, "patch_size": 14}),
+    "get_vision_attention_seqlens": ((SimpleNamespace(_attn_implementation="sdpa"),), {}),
+    "get_vision_cu_seqlens": ((), {}),
+    "get_vision_interpolation_indices_and_weights": (
+        (),
+        {"num_grid_per_side": 4, "mode": "bilinear", "align_corners": True, "spatial_merge_size": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_images_are_joined_as_transformers_makes_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, (args, named) = getattr(vision, name, None), CALLS[name]
+    if function is None:
+        pytest.skip("another version of transformers has this function")
+    want, others = function(GRIDS, *args, **named), {"packed": 1}
+    for _ in range(2):  # the second time from what is kept
+        got = of_grids(function, GRIDS, *args, **named, kwargs=others)
+        for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
+            assert one is other is None or (one.dtype == other.dtype and torch.equal(one, other))
+        assert others == {"packed": 1}
+
+
+def test_images_of_one_size_are_computed_once() -> None:
+    calls = []
+
+    def get_vision_position_ids(grid: torch.Tensor, merge: int) -> torch.Tensor:
+        calls.append(grid.tolist())
+        return grid
+
+    grids._of_image.cache_clear()
+    assert torch.equal(of_grids(get_vision_position_ids, GRIDS, 2, kwargs={}), GRIDS)
+    assert calls == [[[1, 4, 6]], [[1, 2, 2]], [[3, 8, 10]], [[2, 6, 4]]]
+
+
+@pytest.mark.parametrize("name", ["get_vision_position_ids", "get_vision_window_index"])
+def test_a_default_device_moves_no_grid_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(grid: torch.Tensor) -> Any:
+        ends = torch.zeros_like(grid[0, :2], dtype=torch.int32)
+        return (grid[0], ends) if name == "get_vision_window_index" else grid
+
+    monkeypatch.setattr(function, "__name__", name)
+    grids._of_image.cache_clear()
+    with torch.device("meta"):
+        found = of_grids(function, GRIDS, kwargs={})
+    assert all(x.device.type == "cpu" for x in (found if isinstance(found, tuple) else (found,)))

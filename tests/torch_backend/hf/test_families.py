@@ -13,6 +13,7 @@ import torch_backend
 from packing_core.errors import UnsupportedModelError
 from packing_core.planning.cost import Cost
 from tests.torch_backend.models import collate, documents, tiny
+from tools.tables.experts import audit_family_experts
 from tools.tables.families import audit_family
 from torch_backend.auditing import model as audits
 from torch_backend.auditing.probe import SHORT
@@ -108,3 +109,29 @@ def test_the_tiny_config_keeps_the_head_width_and_the_grouping() -> None:
     assert (config.head_dim, config.num_attention_heads, config.num_key_value_heads) == (128, 4, 2)
     layers = tiny_model(tiny_config(family_config("gemma4_text"))).model.layers
     assert [layer.self_attn.head_dim for layer in layers] == [256, 512]
+
+
+TABLE = PAGE.partition("| experts of packed calls |")[2].partition("<!--")[0]
+ROWS = {
+    family: (kept, replay)
+    for kept, replay, families in re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", TABLE, re.MULTILINE)
+    for family in families.split(", ")
+    if kept != "---"
+}
+
+
+@pytest.mark.parametrize("family", all_families())
+def test_a_family_is_as_its_row_says(family: str) -> None:
+    found = audit_family_experts(family)
+    assert (found is not None) == (family in ROWS)
+    if found is not None:
+        kept, replay = ROWS[family]
+        assert found.report.verdict == "exact", str(found.report)
+        assert kept == ("ours" if found.kept is None else f"transformers': {found.kept}")
+        assert replay == ("yes" if found.replay is None else f"refused: {found.replay}")
+
+
+def test_the_page_counts_its_rows() -> None:
+    ours, replayed = (sum(row[i] == text for row in ROWS.values()) for i, text in ((0, "ours"), (1, "yes")))
+    assert f"Of the {len(ROWS)} families" in PAGE
+    assert f"{len(ROWS)} are exact, {ours} run on our kernels and {replayed} can be replayed." in PAGE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from packing_core.training.schedule import Corpus, Document, Schedule
 from tests.torch_backend.graphs import graphs as graphs
 from tests.training_jobs import LLAMA, begun_and_resumed, losses, small_job, with_options
 from torch_backend.job import train as training_job
+from torch_backend.job.bench import _difference
 from torch_backend.job.models import build_model
 from torch_backend.job.train import train
 from torch_backend.job.trainer import job_trainer
@@ -186,3 +188,9 @@ def test_code_in_the_models_folder_does_not_run_unless_trusted(job, folder, tmp_
 def test_what_cannot_be_trained_says_why(job, change, says):
     with pytest.raises(PackingError, match=says):
         train(dataclasses.replace(job, **change))
+
+
+def test_the_difference_is_relative_to_the_largest_logit_and_infinite_where_one_is_not_a_number() -> None:
+    right = [torch.tensor([1.0, -4.0]), torch.tensor([2.0])]
+    assert _difference([torch.tensor([1.0, -3.0]), torch.tensor([2.0])], right) == pytest.approx(0.25)
+    assert _difference([torch.tensor([1.0, -4.0]), torch.tensor([math.nan])], right) == math.inf
