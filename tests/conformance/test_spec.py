@@ -1,6 +1,5 @@
 """SPEC.md, tests and mutants speak of the same requirements; pairs of their cases; which backends a run takes."""
 
-import ast
 from importlib import import_module
 from itertools import combinations, product
 from pathlib import Path
