@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from crosspack.cli import COMMANDS, app
-from crosspack.cli.help import options_of
+from crosspack.cli.help import _MESSAGES
 from tests.cli.console import done
 
 
@@ -47,4 +47,5 @@ def test_the_groups_of_train_name_each_of_its_options_once():
     module = import_module("crosspack.cli.train")
     grouped = [name for parts in module.GROUPS.values() for part in parts for name in part.split()]
     assert len(grouped) == len(set(grouped))
-    assert set(grouped) == {parameter.name for parameter in options_of(module.train)}
+    command = typer.main.get_command(app).get_command(None, "train")
+    assert {*grouped, *_MESSAGES} == {parameter.name for parameter in command.params}
