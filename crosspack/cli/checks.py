@@ -57,8 +57,10 @@ def check_rows(options: TrainOptions) -> None:
     """Refuse options of ``--task sft`` without images that do not go together."""
     ranks = launch.world_size() if launch.world_size() > 1 else options.nproc
     mesh = read_mesh(options.mesh)
-    if options.compare:
-        _check_compare(ranks, mesh)
+    if options.compare and ranks > 1:
+        raise PackingError("--compare measures one process: pass it without --nproc and torchrun")
+    if options.compare and math.prod(mesh.values()) > 1:
+        raise PackingError("--compare measures one device: pass it without --mesh")
     if options.strategy != "ddp" and ranks == 1:
         raise PackingError(
             f"--strategy {options.strategy} shards weights over processes: pass --nproc, or start it with torchrun"
@@ -93,14 +95,6 @@ def check_examples(options: TrainOptions) -> None:
         raise PackingError(f"--task {name} keeps documents whole: pass --overflow truncate or drop")
     if name == "reward" and options.overflow == "truncate":
         raise PackingError("--task reward scores whole answers: pass --overflow drop, or shorten them in the data")
-
-
-def _check_compare(ranks: int, mesh: Mapping[str, int]) -> None:
-    """Refuse to compare runs on more than one device."""
-    if ranks > 1:
-        raise PackingError("--compare measures one process: pass it without --nproc and torchrun")
-    if math.prod(mesh.values()) > 1:
-        raise PackingError("--compare measures one device: pass it without --mesh")
 
 
 def _check_rows(rows: int, ranks: int, context_parallel: int, mesh: Mapping[str, int]) -> None:

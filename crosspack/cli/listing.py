@@ -53,23 +53,18 @@ def is_one_of(path: Path, versions: list[Listed]) -> bool:
 def read_listing(folder: Path) -> list[Listed]:
     """Reads a listing; refuses one that is not ours or names files outside the folder."""
     path = folder / LISTING
-    files = parse_listing(path.read_bytes(), str(path))
+    files, _ = parse_listing(path.read_bytes(), str(path))
     for file in files:
         inside(folder, file.name, path)
     return files
 
 
-def parse_listing(content: bytes, path: str) -> list[Listed]:
-    """The files that a listing names.
+def parse_listing(content: bytes, path: str) -> tuple[list[Listed], str | None]:
+    """The files that a listing names, and the run that they are the result of, if that is complete and known.
 
     Raises:
-        PackingError: crosspack did not write it.
+        PackingError: crosspack did not write it; the message names its ``path``.
     """
-    return _parse_listing(content, path)[0]
-
-
-def _parse_listing(content: bytes, path: str) -> tuple[list[Listed], str | None]:
-    """The same with the run that the files are the result of, if that is complete and known."""
     try:
         fields = json.loads(content)
         files, run = [Listed.read(file) for file in fields["files"]], fields.get("run")
@@ -84,7 +79,7 @@ def is_result_of(folder: Path, run: str) -> bool:
     """Returns whether a folder holds the complete and unchanged result of a run."""
     path = folder / LISTING
     try:
-        files, of_run = _parse_listing(path.read_bytes(), str(path))
+        files, of_run = parse_listing(path.read_bytes(), str(path))
         return of_run == run and all(is_one_of(inside(folder, file.name, path), [file]) for file in files)
     except (OSError, PackingError):
         return False

@@ -127,7 +127,8 @@ def _take_over(path: Path, temporary: str) -> None:
         who = f"process {holder['pid']} on {holder['host']} has been writing there since {holder['since']}"
         here = holder["host"] == socket.gethostname() and holder.get("processes", _namespace()) == _namespace()
         dead, beats = here and not _runs(int(holder["pid"])), "token" in holder
-    if not dead and not (beats and _is_over(silent) and _is_still(path)):
+    over = silent > SILENT or silent < -BEAT  # a sign of life in the future: the clock may have been set
+    if not dead and not (beats and over and _is_still(path)):
         raise PackingError(
             f"--output {path.parent}: {who}: wait for it, or pass another folder; if it no longer runs, remove {path}"
         )
@@ -157,11 +158,6 @@ def _silence(path: Path, temporary: str) -> float:
         return probe.stat().st_mtime - path.stat().st_mtime
     finally:
         probe.unlink()
-
-
-def _is_over(silent: float) -> bool:
-    """Returns whether a lock is silent for too long, or signalled in the future: the clock may have been set."""
-    return silent > SILENT or silent < -BEAT
 
 
 def _is_still(path: Path) -> bool:

@@ -113,8 +113,6 @@ class Job:
     size: int
     encoder: Encoder | None
     rules: Rules
-    form: Format
-    rows_per_file: int
     run: dict[str, Any]
     save_tokenizer: Callable[[Path], Any]
     inputs: Unchanged | None = None
@@ -185,8 +183,6 @@ def open_job(options: PackOptions, part: Part) -> Job:
         size,
         source.encoder,
         rules,
-        options.format,
-        options.rows_per_file,
         json.loads(json.dumps(run)),
         source.encoder.tokenizer.save_pretrained,
         inputs,
@@ -315,7 +311,7 @@ def _progress(job: Job, options: PackOptions) -> PackProgress:
 def make_units(target: Output, job: Job, options: PackOptions, part: Part, units: Path, seen: PackProgress) -> Run:
     """Make all units of a part, or those that an earlier run did not make."""
     assert target.work is not None
-    worker = Worker(job.encoder, job.rules, options.on_error, job.form, units, target.partial)
+    worker = Worker(job.encoder, job.rules, options.on_error, job.run["format"], units, target.partial)
     with journal(target.work / "journal", job.run) as log:
         run = Run(job.stretches, worker, log, part=part, watch=seen.update, inputs=job.inputs)
         if run.resumed:
@@ -343,10 +339,10 @@ def finish_job(
     sequence = run.pack_leftovers(folder_of)
     with journal(target.work / "journal", job.run) as log:
         run.journal = log
-        files = -(-totals.rows // job.rows_per_file)
+        files = -(-totals.rows // job.run["rows_per_file"])
         writer = replace(run.worker, encoder=None)
         with opened_pool(writer, files, totals.size, options.workers, options.engine) as (pool, _):
-            run.write_files(pool, sequence, job.rows_per_file)
+            run.write_files(pool, sequence, job.run["rows_per_file"])
     kinds: tuple[tuple[str, Literal["notes", "bad"]], ...] = ((NOTES, "notes"), (BAD, "bad"))
     for name, kind in kinds:
         lines = run.notes(folder_of, kind)
@@ -378,7 +374,7 @@ def finish_job(
         "tokens": totals.tokens,
         "trained_tokens": totals.trained,
         "efficiency": totals.tokens / (totals.rows * rows.capacity),
-        "format": job.form,
+        "format": job.run["format"],
         "input_ids": rules.dtype,
         "run": digest(job.run),
         "files": [asdict(file) for file in run.files],

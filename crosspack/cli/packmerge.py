@@ -62,8 +62,6 @@ def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
         size=0,
         encoder=None,
         rules=Rules(**saved | {"rows": RowRule(**saved["rows"]), "keep": tuple(saved["keep"])}),
-        form=first["run"]["format"],
-        rows_per_file=first["run"]["rows_per_file"],
         run={**first["run"], "merged": count},
         save_tokenizer=lambda target: shutil.copytree(next(iter(parts)) / "tokenizer", target, dirs_exist_ok=True),
     )
@@ -83,7 +81,7 @@ def _merged(target: Output, parts: dict[Path, dict[str, Any]], given: PackOption
         raise PackingError(f"--merge: part {missing[0] + 1}/{count} is not there or not complete: run it first")
     units = units_folder(target, job)
     folders: dict[Key, Path] = {}
-    worker = Worker(None, job.rules, given.on_error, job.form, units, target.partial)
+    worker = Worker(None, job.rules, given.on_error, job.run["format"], units, target.partial)
     assert target.work is not None
     with journal(target.work / "journal", job.run) as log:
         run = Run(range(next(iter(parts.values()))["stretches"]), worker, log, part=Part())  # type: ignore[arg-type]

@@ -91,7 +91,8 @@ def page(report: dict[str, Any], pictured: Sequence[Sequence[Segment]]) -> str:
         ("long", "Documents longer than a row", _long(report)),
     ]
     if report["warnings"]:
-        sections.insert(0, ("warnings", "What will train badly", _warnings(report)))
+        items = "".join(f"<li>{escape(concern['text'])}</li>" for concern in report["warnings"])
+        sections.insert(0, ("warnings", "What will train badly", f"<ul>{items}</ul>"))
     links = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections)
     body = "".join(
         f'<section aria-labelledby="{key}"><h2 id="{key}">{title}</h2>{text}</section>' for key, title, text in sections
@@ -111,33 +112,32 @@ def page(report: dict[str, Any], pictured: Sequence[Sequence[Segment]]) -> str:
 
 def _summary(report: dict[str, Any]) -> str:
     computed = report["computed_tokens"]
-    packed = computed[_packed_name(report)]
+    packed = next(tokens for name, tokens in computed.items() if name.endswith("packed"))
     batches, padded = next(iter(computed.items()))
+    less = f"{1 - packed / padded:.0%} less" if packed < padded else "no less"
     return (
         f"{plural(report['documents'], 'document')}, {plural(report['tokens'], 'token')}, "
         f"{report['trained_tokens']:,} of them with loss. "
         f"In padded {batches.partition(',')[0]} in random order a model computes {padded:,} tokens an epoch; packed "
-        f"into rows of {report['capacity']:,} it computes {packed:,}: <strong>{_less(packed, padded)}</strong>."
+        f"into rows of {report['capacity']:,} it computes {packed:,}: <strong>{less}</strong>."
     )
 
 
-def _less(packed: float, padded: float) -> str:
-    return f"{1 - packed / padded:.0%} less" if packed < padded else "no less"
-
-
-def _packed_name(report: dict[str, Any]) -> str:
-    return next(name for name in report["computed_tokens"] if name.endswith("packed"))
-
-
 def _lengths(report: dict[str, Any]) -> str:
-    counts, edges = report["length_histogram"]["counts"], report["length_histogram"]["edges"]
+    edges = report["length_histogram"]["edges"]
     title = f"Histogram of document lengths, from {edges[0]:,.0f} to {edges[-1]:,.0f} tokens on a logarithmic scale"
     place = _place(edges, report["capacity"])
-    drawn = charts.columns(title, counts, _ticks(edges), mark=place)
-    lines = [[f"{a:,.0f} to {b:,.0f}", f"{n:,}"] for a, b, n in zip(edges, edges[1:], counts, strict=False) if n]
     where = "the dashed line is" if 0 <= place <= 1 else "no bar is as long as" if place > 1 else "all are longer than"
     caption = f"Documents by length; {where} the capacity, {report['capacity']:,} tokens."
-    return charts.figure(drawn, caption, charts.table("Documents by length", ["tokens", "documents"], lines))
+    drawn = charts.columns(title, report["length_histogram"]["counts"], _ticks(edges), mark=place)
+    shown = _counts("Documents by length", ["tokens", "documents"], report["length_histogram"])
+    return charts.figure(drawn, caption, shown)
+
+
+def _counts(caption: str, header: list[str], histogram: dict[str, Any]) -> str:
+    """Writes the table of a histogram, without its empty bins."""
+    bins = zip(histogram["edges"], histogram["edges"][1:], histogram["counts"], strict=False)
+    return charts.table(caption, header, [[f"{a:,.0f} to {b:,.0f}", f"{n:,}"] for a, b, n in bins if n])
 
 
 def _place(edges: list[float], value: float) -> float:
@@ -197,10 +197,9 @@ def _strategies(report: dict[str, Any]) -> str:
 
 def _attention(report: dict[str, Any]) -> str:
     counts, edges = report["row_cost_histogram"]["counts"], report["row_cost_histogram"]["edges"]
-    lines = [[f"{a:,.0f} to {b:,.0f}", f"{n:,}"] for a, b, n in zip(edges, edges[1:], counts, strict=False) if n]
     ends = [(0.0, f"{edges[0]:,.0f}"), (1.0, f"{edges[-1]:,.0f}")]
     drawn = charts.columns("Histogram of the attention cost of rows, on a logarithmic scale", counts, ends)
-    shown = charts.table("Rows by attention cost", ["squared tokens", "rows"], lines)
+    shown = _counts("Rows by attention cost", ["squared tokens", "rows"], report["row_cost_histogram"])
     text = charts.figure(drawn, "Rows by attention cost: the sum of the squared lengths of their segments.", shown)
     ranks = report["ranks"]
     if ranks is None:
@@ -249,10 +248,6 @@ def _of_step(time: dict[str, Any]) -> str:
     count, mean, most = (time["step_seconds"][name] for name in ("rows", "mean", "most"))
     taken = f"{duration(mean)} on average and {duration(most)} at most"
     return f" A step of {plural(count, 'row')} takes {taken}."
-
-
-def _warnings(report: dict[str, Any]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(concern['text'])}</li>" for concern in report["warnings"]) + "</ul>"
 
 
 def _long(report: dict[str, Any]) -> str:

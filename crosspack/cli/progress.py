@@ -69,10 +69,6 @@ class TrainProgress:
         """Leave the bars as they are; what is printed next comes after them."""
         self._progress.stop()
 
-    def phase(self, line: str) -> None:
-        """Print what is being done that is not a step."""
-        self._console.print(line, style="dim")
-
     def step(self, record: StepRecord) -> None:
         """Move the bar of the record's run, or print a line if one is due."""
         run, done = record.run, record.step + 1
@@ -87,7 +83,7 @@ class TrainProgress:
         elif self._tickers.setdefault(run, Ticker()).due() or done == self._steps:
             self._console.print(f"{LABELS[run]}: step {done:,} of {self._steps:,}, {rate}, {loss}")
         if record.eval_loss is not None:
-            self.phase(f"after step {done:,}: evaluation loss {record.eval_loss:.4f}")
+            self._console.print(f"after step {done:,}: evaluation loss {record.eval_loss:.4f}", style="dim")
 
 
 def counted(console: Console, what: str, items: Iterable[Item], total: int | None = None) -> Iterator[Item]:

@@ -40,12 +40,12 @@ def staged(url: str, manifest: str, *, overwrite: bool) -> Iterator[Path]:
                 f"--overwrite: {masked(url)} has no {LISTING}, so it holds something else: pass another folder"
             )
         listing = f"{path.rstrip('/')}/{LISTING}"
-        old = [file.name for file in parse_listing(system.cat(listing), masked(f"{url}/{LISTING}"))] if held else []
+        old = [file.name for file in parse_listing(system.cat(listing), masked(f"{url}/{LISTING}"))[0]] if held else []
     yield folder
     with remote(url) as (system, path):
         path = path.rstrip("/")
         local = folder / LISTING
-        new = [file.name for file in parse_listing(local.read_bytes(), str(local))]
+        new = [file.name for file in parse_listing(local.read_bytes(), str(local))[0]]
         if manifest in old:
             system.rm(f"{path}/{manifest}")
         for name in [LISTING, *(name for name in new if name != manifest), manifest]:

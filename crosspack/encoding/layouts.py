@@ -179,17 +179,15 @@ def _messages(conversation: list[Any], where: Any) -> list[Any]:
         if isinstance(turn, Mapping) and "from" in turn and "value" in turn:
             speaker = str(turn["from"]).lower().replace("-", "_")
             if speaker in CALLS:
-                others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-                messages.append({**others, **_call(turn["value"], f"{where}: message {number}")})
-                continue
-            role = ROLES.get(speaker)
-            if role is None:
+                said = _call(turn["value"], f"{where}: message {number}")
+            elif speaker in ROLES:
+                said = {"role": ROLES[speaker], "content": turn["value"]}
+            else:
                 known = ", ".join((*ROLES, *CALLS))
                 raise PackingError(
                     f"{where}: message {number} is from {turn['from']!r}: rename the speaker to one of {known}"
                 )
-            others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-            messages.append({**others, "role": role, "content": turn["value"]})
+            messages.append({name: value for name, value in turn.items() if name not in ("from", "value")} | said)
         else:
             messages.append(turn)
     return messages

@@ -12,6 +12,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -218,18 +219,13 @@ class Encoder:
         for (where, record), *ids in zip(chunk, *columns, strict=True):
             yield where, record, ids
 
-    def _texts(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
-        for where, record, (ids,) in self._tokenized(chunk, ["text"], refuse):
-            whole = np.concatenate([self._bos, ids, self._eos], dtype=np.int32)
-            yield Encoded(where, record, Document(whole, np.ones(len(whole), np.bool_)), {})
-
-    def _completions(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
+    def _texts(self, chunk: Sequence[Located], refuse: Refuse, names: Sequence[str] = ("text",)) -> Iterator[Encoded]:
         """Prompt and completion are tokenised separately, as they are in generation, and joined as they are."""
-        for where, record, (prompt, completion) in self._tokenized(chunk, ["prompt", "completion"], refuse):
-            whole = np.concatenate([self._bos, prompt, completion, self._eos], dtype=np.int32)
+        for where, record, parts in self._tokenized(chunk, names, refuse):
+            whole = np.concatenate([self._bos, *parts, self._eos], dtype=np.int32)
             trained = np.ones(len(whole), np.bool_)
-            if self.policy.loss != "all":
-                trained[: len(self._bos) + len(prompt)] = False
+            if self.policy.loss != "all" and len(parts) > 1:
+                trained[: len(self._bos) + len(parts[0])] = False
             yield Encoded(where, record, Document(whole, trained), {})
 
     def _chats(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
@@ -357,7 +353,7 @@ class Encoder:
 
     _by_kind: ClassVar[dict[str, Callable[[Encoder, Sequence[Located], Refuse], Iterator[Encoded]]]] = {
         "messages": _chats,
-        "completion": _completions,
+        "completion": partial(_texts, names=("prompt", "completion")),
         "text": _texts,
         "input_ids": _tokens,
     }

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError
+from packing_core.storage.arrays import Array
 from packing_core.storage.segment_indexing import offsets_of, ranges
-
-Array = NDArray[Any]
 
 
 @dataclass
@@ -62,25 +61,22 @@ class Rows:
         begin, end, _ = part.indices(len(self))
         first, last = offsets_of(self.counts)[[begin, end]]
         start, stop = offsets_of(self.segments)[[first, last]]
-        return Rows(
-            self.ids[start:stop],
-            self.trained[start:stop],
-            self.segments[first:last],
-            self.counts[begin:end],
-            {name: column[first:last] for name, column in self.values.items()},
-            {name: column[start:stop] for name, column in self.tokens.items()},
-        )
+        return self._picked(slice(start, stop), slice(first, last), self.counts[begin:end])
 
     def take(self, segments: NDArray[np.int64], counts: NDArray[np.int64]) -> Rows:
         """Rows of other segments: numbers of segments of these rows, and how many make each new row."""
         lengths = self.segments[segments]
         at = np.repeat(offsets_of(self.segments)[segments], lengths) + ranges(lengths)
+        return self._picked(at, segments, counts)
+
+    def _picked(self, at: Any, segments: Any, counts: NDArray[np.int64]) -> Rows:
+        numbers = range(len(self.segments))[segments] if isinstance(segments, slice) else segments.tolist()
         return Rows(
             self.ids[at],
             self.trained[at],
-            lengths,
+            self.segments[segments],
             counts,
-            {name: [column[s] for s in segments.tolist()] for name, column in self.values.items()},
+            {name: [column[number] for number in numbers] for name, column in self.values.items()},
             {name: column[at] for name, column in self.tokens.items()},
         )
 

@@ -45,10 +45,12 @@ def write_file(folder: Path, number: int, form: Format, parts: Iterable[Rows]) -
     path = folder / written.name
     with ExitStack() as stack:
         writer: Any = None
+        schema: Any = None
         for rows in _grouped(parts):
-            table = _table(rows, pyarrow, writer and writer.schema)
+            table = _table(rows, pyarrow, schema)
             if writer is None:
-                writer = stack.enter_context(_table_writer(path, form, table.schema, pyarrow))
+                schema = table.schema
+                writer = stack.enter_context(_table_writer(path, form, schema, pyarrow))
             writer.write_table(table)
             written.rows += len(rows)
             written.tokens += len(rows.ids)
@@ -83,29 +85,12 @@ def _grouped(parts: Iterable[Rows]) -> Iterator[Rows]:
 
 def _table_writer(path: Path, form: str, schema: Any, pyarrow: Any) -> Any:
     if form == "arrow":
-        return _Stream(pyarrow.ipc.new_stream(path, schema), schema)
+        return pyarrow.ipc.new_stream(path, schema)
     parquet = require("pyarrow.parquet", extra="hf")
     # Token ids have no order that a dictionary would find; lengths are few.
     return parquet.ParquetWriter(
         path, schema, compression="zstd", compression_level=1, use_dictionary=False, write_statistics=False
     )
-
-
-class _Stream:
-    """Arrow's stream writer, with its schema, as Parquet's has it."""
-
-    def __init__(self, writer: Any, schema: Any) -> None:
-        self.schema = schema
-        self._writer = writer
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._writer.close()
-
-    def write_table(self, table: Any) -> None:
-        self._writer.write_table(table)
 
 
 def _table(rows: Rows, pyarrow: Any, schema: Any) -> Any:
