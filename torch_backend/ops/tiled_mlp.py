@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torch_backend.ops.operators import operator
@@ -23,6 +22,7 @@ from torch_backend.ops.tiles import (
     GradientSums,
     Norm,
     Projection,
+    by_tiles,
     empty_gradients,
     gradients_by_tile,
     norm_of,
@@ -70,27 +70,8 @@ def tiled_mlp(
     ]
     scales = [1.0 if p is None else p.scale for p in layers]
     options = [] if norm is None else [norm.eps, norm.offset]
-    y: Tensor = _TiledMLP.apply(x.flatten(0, -2), options, scales, activation, tile, last, *tensors)
+    y: Tensor = _apply(x.flatten(0, -2), options, scales, activation, tile, last, *tensors)
     return y.view(*x.shape[:-1], y.shape[-1])
-
-
-class _TiledMLP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
-        options, tensors = others[:5], list(others[5:])
-        ctx.save_for_backward(x, *tensors)
-        ctx.options = options
-        y: Tensor = _forward(x, tensors, *options)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, *tensors = ctx.saved_tensors
-        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[6:]]
-        found = _backward(dy.contiguous(), x, tensors, *ctx.options[:4], needs)
-        dx, *of_tensors = (value if needed else None for value, needed in zip(found, needs, strict=True))
-        return dx, None, None, None, None, None, *of_tensors
 
 
 def _launch_forward(
@@ -112,9 +93,10 @@ def _launch_forward(
 
 
 def _launch_backward(
-    dy: Tensor, x: Tensor, tensors: Sequence[Tensor | None], options: Sequence[float], scales: Sequence[float],
-    activation: str, tile: int, needs: Sequence[bool],
+    x: Tensor, dys: Sequence[Tensor], tensors: Sequence[Tensor | None], options: Sequence[float],
+    scales: Sequence[float], activation: str, tile: int, last: bool, needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
+    dy = dys[0].contiguous()
     norm, (gate, up, down) = norm_of(tensors[0], options), projections(tensors[1:], scales)
     assert up is not None and down is not None
     act, act_backward = ACTIVATIONS[activation]
@@ -150,9 +132,6 @@ def _fake_forward(x: Tensor, tensors: Sequence[Tensor | None], *_: Any) -> Tenso
     return down.new_empty(len(x), down.shape[0])
 
 
-def _fake_backward(dy: Tensor, x: Tensor, tensors: Sequence[Tensor | None], *others: Any) -> list[Tensor]:
-    return empty_gradients(x, [x, *tensors], others[-1])
-
-
 _forward = operator("tiled_mlp_forward", _launch_forward, _fake_forward)
-_backward = operator("tiled_mlp_backward", _launch_backward, _fake_backward)
+_backward = operator("tiled_mlp_backward", _launch_backward, empty_gradients)
+_apply = by_tiles(_forward, _backward, options=5)

@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torch_backend.ops.operators import operator
 from torch_backend.ops.tiles import (
     GradientSums,
     Norm,
     Projection,
+    by_tiles,
     empty_gradients,
     gradients_by_tile,
     norm_of,
@@ -39,26 +38,8 @@ def tiled_projections(
     """
     tensors = [None if norm is None else norm.weight, *(t for layer in layers for t in layer[:4])]
     options = [] if norm is None else [norm.eps, norm.offset]
-    found = _TiledProjections.apply(x.flatten(0, -2), options, [layer.scale for layer in layers], tile, *tensors)
+    found = _apply(x.flatten(0, -2), options, [layer.scale for layer in layers], tile, *tensors)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in found)
-
-
-class _TiledProjections(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        options, tensors = others[:3], list(others[3:])
-        ctx.save_for_backward(x, *tensors)
-        ctx.options = options
-        return tuple(_forward(x, tensors, *options))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        x, *tensors = ctx.saved_tensors
-        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
-        found = _backward(x, list(dys), tensors, *ctx.options, needs)
-        dx, *of_tensors = (value if needed else None for value, needed in zip(found, needs, strict=True))
-        return dx, None, None, None, *of_tensors
 
 
 def _launch_forward(
@@ -102,9 +83,6 @@ def _fake_forward(x: Tensor, tensors: Sequence[Tensor | None], *others: Any) -> 
     return [w.new_empty(len(x), len(w)) for w in tensors[1::4] if w is not None]
 
 
-def _fake_backward(x: Tensor, dys: Sequence[Tensor], tensors: Sequence[Tensor | None], *others: Any) -> list[Tensor]:
-    return empty_gradients(x, [x, *tensors], others[-1])
-
-
 _forward = operator("tiled_projections_forward", _launch_forward, _fake_forward)
-_backward = operator("tiled_projections_backward", _launch_backward, _fake_backward)
+_backward = operator("tiled_projections_backward", _launch_backward, empty_gradients)
+_apply = by_tiles(_forward, _backward, options=3)

@@ -9,10 +9,11 @@ numbers as without tiles. Used by :mod:`.tiled_mlp` and :mod:`.tiled_projections
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torch_backend.ops.norm import WIDEST, rms_norm, rms_norm_gradients
@@ -163,11 +164,39 @@ def gradients_by_tile(
     return [dx, x.new_empty(0) if of_weight is None or norm is None else of_weight.to(norm.weight.dtype)]
 
 
-def empty_gradients(x: Tensor, tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
-    """Allocates gradients as operators return them: of the tensors where they are needed, else empty."""
-    return [
-        t.new_empty(t.shape) if t is not None and n else x.new_empty(0) for t, n in zip(tensors, needs, strict=True)
-    ]
+def by_tiles(ahead: Callable[..., Any], behind: Callable[..., Any], options: int) -> Callable[..., Any]:
+    """Joins two operators on tiles of tokens into a function of x, so many options and tensors, with gradients.
+
+    Args:
+        ahead: (x, tensors, *options) -> outputs.
+        behind: (x, gradients of the outputs, tensors, *options, needs) -> gradients of x and of the tensors, as
+            :func:`empty_gradients` says.
+    """
+
+    class ByTiles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *others: Any) -> Any:
+            ctx.options, tensors = others[:options], list(others[options:])
+            ctx.save_for_backward(x, *tensors)
+            found = ahead(x, tensors, *ctx.options)
+            return tuple(found) if isinstance(found, list) else found
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+            x, *tensors = ctx.saved_tensors
+            needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1 + options :]]
+            found = behind(x, list(dys), tensors, *ctx.options, needs)
+            dx, *of_tensors = (value if needed else None for value, needed in zip(found, needs, strict=True))
+            return dx, *[None] * options, *of_tensors
+
+    return ByTiles.apply
+
+
+def empty_gradients(x: Tensor, dys: Any, tensors: Sequence[Tensor | None], *others: Any) -> list[Tensor]:
+    """Allocates the gradients of x and the tensors where they are needed, as the last argument says, else nothing."""
+    pairs = zip((x, *tensors), others[-1], strict=True)
+    return [t.new_empty(t.shape) if t is not None and needed else x.new_empty(0) for t, needed in pairs]
 
 
 def _wide(x: Tensor) -> torch.dtype:

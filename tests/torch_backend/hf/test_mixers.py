@@ -63,13 +63,13 @@ def convolved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def counted(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> list[int]:
     """The lengths of the first axis that a forward kernel is given from now on."""
     calls: list[int] = []
-    launch = kernels._forward
+    run = kernels._apply
 
     def counting(x: Tensor, *rest: Any) -> Any:
         calls.append(len(x))
-        return launch(x, *rest)
+        return run(x, *rest)
 
-    monkeypatch.setattr(kernels, "_forward", counting)
+    monkeypatch.setattr(kernels, "_apply", counting)
     return calls
 
 

@@ -137,7 +137,7 @@ def test_operators_are_well_formed() -> None:
         needs = [True, *(t is not None for t in given)]
         run = torch.ops.crosspack.tiled_mlp_forward, torch.ops.crosspack.tiled_mlp_backward
         torch.library.opcheck(run[0], (x, given, of_norm, *options, True), test_utils=checked)
-        torch.library.opcheck(run[1], (x, x, given, of_norm, *options, needs), test_utils=checked)
+        torch.library.opcheck(run[1], (x, [x], given, of_norm, *options, True, needs), test_utils=checked)
         run = torch.ops.crosspack.tiled_projections_forward, torch.ops.crosspack.tiled_projections_backward
         dys = [drawn(TOKENS, p.weight.shape[0]).detach() for p in parts[:2]]
         read = given[:9], of_norm, [1.0, 0.7], 7
@@ -204,8 +204,8 @@ def test_a_step_on_a_long_row_runs_by_tiles_and_a_short_one_does_not(
     graphs: SimpleNamespace, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    run = tiles._forward
-    monkeypatch.setattr(tiles, "_forward", lambda x, *others: (calls.append(len(x)), run(x, *others))[1])
+    run = tiles._apply
+    monkeypatch.setattr(tiles, "_apply", lambda x, *others: (calls.append(len(x)), run(x, *others))[1])
     losses = {}
     for level in ("none", "full"):
         model = graphs.model = patch(llama(), verify=False).train()
@@ -252,8 +252,8 @@ def test_layers_that_share_inputs_on_the_host_run_again_by_tiles(
         module._compiled_call_impl = module._call_impl
 
     monkeypatch.setattr(nn.Module, "compile", compile)
-    calls, run = [], tiles._forward
-    monkeypatch.setattr(tiles, "_forward", lambda x, *others: (calls.append(len(x)), run(x, *others))[1])
+    calls, run = [], tiles._apply
+    monkeypatch.setattr(tiles, "_apply", lambda x, *others: (calls.append(len(x)), run(x, *others))[1])
     models = []
     for level in ("none", "offload"):
         made = tiny("llama", num_hidden_layers=6)
@@ -339,13 +339,13 @@ def test_tiles_compute_in_the_dtype_of_autocast(short: None, monkeypatch: pytest
     model = patch(llama(), verify=False).train()
     parts = can_be_tiled(model)
     seen = set()
-    run = projections._forward
+    run = projections._apply
 
-    def forward(x: torch.Tensor, tensors: Any, *others: Any) -> Any:
+    def forward(x: torch.Tensor, options: Any, scales: Any, tile: int, *tensors: Any) -> Any:
         seen.add((x.dtype, tensors[1].dtype))
-        return run(x, tensors, *others)
+        return run(x, options, scales, tile, *tensors)
 
-    monkeypatch.setattr(projections, "_forward", forward)
+    monkeypatch.setattr(projections, "_apply", forward)
     with torch.autocast("cpu", torch.bfloat16):
         whole = gradients(model)
         assert not seen

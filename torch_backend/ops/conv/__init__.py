@@ -7,16 +7,13 @@ Triton does not run.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from packing_core.errors import LayoutError
 from torch_backend.ops.conv import reference
 from torch_backend.ops.forests import tails
-from torch_backend.ops.operators import operator, runs_triton
+from torch_backend.ops.operators import differentiable, operator, runs_triton
 from torch_backend.segments import PackedMetadata
 
 # A tile's tokens and channels (256 bytes of bfloat16 a row), its warps, and how many tiles a program of the backward
@@ -63,22 +60,8 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, 
     """Runs :func:`short_convolution` on x [T, C], given each token's place in its segment, [T], and checks nothing."""
     if not runs_triton(x):
         return reference.short_convolution(x, weight, bias, positions, silu)
-    return _ShortConvolution.apply(x, weight, bias, positions, silu)
-
-
-class _ShortConvolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, positions)
-        ctx.silu = silu
-        return _forward(x, weight, bias, positions, silu)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, positions = ctx.saved_tensors
-        dx, dweight, dbias = _backward(x, weight, bias, positions, dy, ctx.silu)
-        return dx, dweight, None if bias is None else dbias, None, None
+    found: Tensor = _apply(x, weight, bias, positions, silu)
+    return found
 
 
 def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
@@ -138,3 +121,4 @@ def _fake_backward(
 
 _forward = operator("short_convolution", _launch_forward, lambda x, *_: x.new_empty(x.shape))
 _backward = operator("short_convolution_backward", _launch_backward, _fake_backward)
+_apply = differentiable(_forward, _backward, tensors=4)

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from torch_backend.ops.operators import operator
+from torch_backend.ops.operators import differentiable, operator
 
 WIDEST = 4_096  # channels that a program holds
 _ELEMENTS, _TILES = 2_048, 16  # of a tile, and tiles whose shares of dw one program adds up
@@ -28,7 +27,7 @@ def unit_rows(x: Tensor, *, eps: float = 1e-6) -> Tensor:
     Returns:
         The shape and dtype of x, contiguous; float32 in between.
     """
-    found: Tensor = _Norm.apply(x, None, None, eps, 1, False)
+    found: Tensor = _apply(x, None, None, eps, 1, False)
     return found
 
 
@@ -41,7 +40,7 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, *, eps: float, silu:
     Returns:
         The shape and dtype of x, contiguous; float32 in between.
     """
-    found: Tensor = _Norm.apply(x, weight, gate, eps, x.shape[-1], silu)
+    found: Tensor = _apply(x, weight, gate, eps, x.shape[-1], silu)
     return found
 
 
@@ -59,22 +58,6 @@ def rms_norm_gradients(x: Tensor, weight: Tensor, dy: Tensor, *, eps: float) -> 
     """Returns the gradients of x and of the weight of :func:`rms_norm`, in their dtypes, from that of its result."""
     dx, dweight, _ = _backward(x, weight, None, dy, eps, x.shape[-1], False)
     return dx, dweight
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, *options: Any) -> Tensor:
-        ctx.save_for_backward(x, weight, gate)
-        ctx.options = options
-        found: Tensor = _forward(x, weight, gate, *options)
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, gate = ctx.saved_tensors
-        dx, dweight, dgate = _backward(x, weight, gate, dy, *ctx.options)
-        return dx, None if weight is None else dweight, None if gate is None else dgate, None, None, None
 
 
 def _rows(*given: Tensor | None) -> list[tuple[Tensor | None, int, int]]:
@@ -141,3 +124,4 @@ def _fake_backward(
 
 _forward = operator("row_norm", _launch_forward, lambda x, *_: x.new_empty(x.shape))
 _backward = operator("row_norm_backward", _launch_backward, _fake_backward)
+_apply = differentiable(_forward, _backward, tensors=3)

@@ -1,6 +1,7 @@
 """The launch side of scans over chunks of a row: sizes, tiles and grids, and rows of whole chunks.
 
-The operators of a delta rule -> :func:`differentiable` -> :func:`scan`, or :func:`scan_with_states` on whole chunks.
+The operators of a delta rule -> :func:`differentiable_scan` -> :func:`scan`, or :func:`scan_with_states`, on whole
+chunks.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from packing_core.errors import LayoutError
-from torch_backend.ops.operators import runs_triton
+from torch_backend.ops.operators import differentiable, runs_triton
 from torch_backend.pieces import most_pieces
 from torch_backend.segments import PackedMetadata
 
@@ -88,37 +88,17 @@ def chunk_length(width: int, v: Tensor) -> int:
 
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
-_TENSORS = 8  # q, k, v, g, beta, initial states, boundaries, segments
 
 
-def differentiable(ahead: Callable[..., Any], behind: Callable[..., Any]) -> Scan:
-    """(inputs, initial states, boundaries, segments, options) -> output and final states, with gradients.
+def differentiable_scan(ahead: Callable[..., Any], behind: Callable[..., Any]) -> Scan:
+    """(five inputs, initial states, boundaries, segments, options) -> output and final states, with gradients.
 
     Args:
-        ahead: operator of these arguments -> output, what its backward keeps, final states.
+        ahead: operator of these arguments -> output, final states, what its backward keeps.
         behind: operator of the tensors among these arguments, what was kept, the gradients of output and final states,
             and the options -> gradients of inputs and initial states.
     """
-
-    class ChunkedScan(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-            given = [None if x is None else x.contiguous() for x in arguments[:_TENSORS]]
-            ctx.options = arguments[_TENSORS:]
-            out, *kept, final = ahead(*given, *ctx.options)
-            ctx.save_for_backward(*given, *kept)
-            return out, final
-
-        @staticmethod
-        @once_differentiable
-        def backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-            given = ctx.saved_tensors
-            found = behind(*given, dout.contiguous(), dfinal.contiguous(), *ctx.options)
-            wanted = (None if x is None else gradient for x, gradient in zip(given, found, strict=False))
-            return *wanted, None, None, *(None for _ in ctx.options)
-
-    apply: Scan = ChunkedScan.apply
-    return apply
+    return differentiable(ahead, behind, tensors=8, outputs=2, contiguous=True)
 
 
 def scan(
@@ -127,7 +107,7 @@ def scan(
     """The output [T, H, V] of a scan of q, k, v, ... whose state is zero before each segment.
 
     Args:
-        apply: see :func:`differentiable`.
+        apply: see :func:`differentiable_scan`.
         inputs: q and k [T, Q, K], v [T, H, V] and others [T, ...], some None.
         packed: the segments.
         scale: of the output; K ** -0.5 by default.

@@ -18,7 +18,7 @@ from torch_backend.ops.scan.chunks import (
     CHUNK,
     ChunkLaunch,
     ChunkTile,
-    differentiable,
+    differentiable_scan,
     gradient_parts,
     gradients_like,
     like,
@@ -91,21 +91,21 @@ def _launch_forward(
     from torch_backend.ops.scan.gated_delta import kernels
 
     row = _Row(q, v, initial, boundaries)
-    out, gates, inverses, new, final = _made(q, v, initial)
+    out, final, gates, inverses, new = _made(q, v, initial)
     c, strength = gates
     row.launch(kernels.prepare, k, v, g, beta, segments, c, strength, inverses, new, row.tokens)
     states = row.states(v)
     row.launch(kernels.carry, k, v, c, strength, inverses, boundaries, initial, new, states, final, row.tokens)
     row.launch(kernels.output, q, k, c, segments, new, states, out, scale, row.tokens)
-    return out, gates, inverses, new, final
+    return out, final, gates, inverses, new
 
 
 def _made(q: Tensor, v: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output; c and beta [2, H, T] in float32; T [T, H, C]; N [T, H, V]; the final states. All unwritten."""
+    """The output; the final states; c and beta [2, H, T] in float32; T [T, H, C]; N [T, H, V]. All unwritten."""
     gates = v.new_empty(2, *v.shape[1::-1], dtype=torch.float32)
     inverses = v.new_empty(*v.shape[:2], chunk_length(q, v))
     new = torch.empty_like(v) if initial is None else torch.zeros_like(v)  # chunks of padding read theirs
-    return torch.empty_like(v), gates, inverses, new, like(initial, v)
+    return torch.empty_like(v), like(initial, v), gates, inverses, new
 
 
 def _launch_backward(
@@ -146,4 +146,4 @@ _backward = operator(
     _launch_backward,
     gradients_like,
 )
-delta_scan = differentiable(_forward, _backward)
+delta_scan = differentiable_scan(_forward, _backward)

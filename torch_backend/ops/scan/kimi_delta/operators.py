@@ -18,7 +18,7 @@ from torch_backend.ops.scan.chunks import (
     CHUNK,
     KIMI_TILES,
     ChunkLaunch,
-    differentiable,
+    differentiable_scan,
     gradients_like,
     like,
     scan,
@@ -96,7 +96,7 @@ def _launch_forward(
     from torch_backend.ops.scan.kimi_delta import kernels
 
     row = ChunkLaunch(q, v, beta, initial, boundaries, KIMI_TILES, CHUNK)
-    out, inverses, scores, final = _made(v, initial)
+    out, final, inverses, scores = _made(v, initial)
     strength, c, entering, asking, leaving = decayed = _decayed(q)
     row.launch(kernels.decay, q, k, g, beta, segments, *decayed, row.tokens)
     system = torch.empty_like(inverses, dtype=torch.float32)
@@ -109,13 +109,13 @@ def _launch_forward(
     row.launch(
         kernels.output, v, strength, entering, asking, inverses, scores, states, segments, out, scale, row.tokens
     )
-    return out, inverses, scores, final
+    return out, final, inverses, scores
 
 
 def _made(v: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output, T and B [T, H, C], the final states. All unwritten."""
+    """The output, the final states, T and B [T, H, C]. All unwritten."""
     inverses, scores = (v.new_empty(*v.shape[:2], CHUNK) for _ in range(2))
-    return torch.empty_like(v), inverses, scores, like(initial, v)
+    return torch.empty_like(v), like(initial, v), inverses, scores
 
 
 def _decayed(q: Tensor) -> tuple[Tensor, ...]:
@@ -159,4 +159,4 @@ _backward = operator(
     _launch_backward,
     gradients_like,
 )
-_scan = differentiable(_forward, _backward)
+_scan = differentiable_scan(_forward, _backward)

@@ -8,15 +8,13 @@ it is made on the device (:func:`tables`). Its context parallelism, which reads 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from packing_core.errors import UnsupportedError
-from torch_backend.ops.operators import operator
+from torch_backend.ops.operators import differentiable, operator
 from torch_backend.ops.scan.libraries.fla import CHUNK, chunk_counts, chunks
 from torch_backend.segments import PackedMetadata
 
@@ -43,7 +41,7 @@ def gated_delta_rule(packed: PackedMetadata, q: Tensor, k: Tensor, v: Tensor, g:
         UnsupportedError: this version of the library takes no list of chunks, or another one.
     """
     boundaries, starts, listed = packed.derived("flash_qla", tables)
-    found: Tensor = _GatedDeltaRule.apply(q.to(v.dtype), k.to(v.dtype), v, g.float(), beta, boundaries, starts, listed)
+    found: Tensor = _rule(q.to(v.dtype), k.to(v.dtype), v, g.float(), beta, boundaries, starts, listed)
     return found
 
 
@@ -51,21 +49,6 @@ def tables(packed: PackedMetadata) -> tuple[Tensor, Tensor, Tensor]:
     """Boundaries with an empty segment more, int32 [N+2] the first chunk of each, (segment, chunk) of all chunks."""
     boundaries, listed = packed.derived("chunks", chunks)
     return boundaries, F.pad(chunk_counts(boundaries).cumsum(0), (1, 0)).int(), listed
-
-
-class _GatedDeltaRule(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Tensor) -> Tensor:
-        given = [x.contiguous() for x in arguments]
-        out, *kept = _forward(*given)
-        ctx.save_for_backward(*given, *kept)
-        found: Tensor = out
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(*ctx.saved_tensors, dout.contiguous()), None, None, None
 
 
 def _launch_forward(
@@ -121,3 +104,4 @@ _backward = operator(
     _launch_backward,
     lambda q, k, v, g, beta, *_: tuple(torch.empty_like(x) for x in (q, k, v, g, beta)),
 )
+_rule = differentiable(_forward, _backward, tensors=8, contiguous=True)

@@ -18,7 +18,7 @@ from torch_backend.ops.scan.chunks import (
     TILES,
     ChunkLaunch,
     chunk_length,
-    differentiable,
+    differentiable_scan,
     gradient_parts,
     gradients_like,
     like,
@@ -124,7 +124,7 @@ def _launch_forward(
     row = LinearRow(q, v, beta, initial, boundaries, segments, scale)
     gates = row.prepare(v, g, beta)
     states, final = row.carry(k, v, gates)
-    return row.output(q, k, v, gates, states), gates, final
+    return row.output(q, k, v, gates, states), final, gates
 
 
 def _gates(v: Tensor, beta: Tensor | None) -> Tensor:
@@ -146,11 +146,11 @@ def _launch_backward(
 forward = operator(
     "linear_attention",
     _launch_forward,
-    lambda q, k, v, g, beta, initial, *_: (torch.empty_like(v), _gates(v, beta), like(initial, v)),
+    lambda q, k, v, g, beta, initial, *_: (torch.empty_like(v), like(initial, v), _gates(v, beta)),
 )
 backward = operator(
     "linear_attention_backward",
     _launch_backward,
     gradients_like,
 )
-decayed_scan = differentiable(forward, backward)
+decayed_scan = differentiable_scan(forward, backward)

@@ -31,7 +31,7 @@ class DecayedHalves(HalvedScan):
     def forward(self, given: Tensors, packed: PackedMetadata) -> tuple[Tensor, Tensors]:
         q, k, v, g = given
         check(q, k, v, g, None, packed)
-        out, *kept, _ = _operators(q, v).forward(*given, None, None, packed.cu_seqlens, packed.seq_idx, _SCALE)
+        out, _, *kept = _operators(q, v).forward(*given, None, None, packed.cu_seqlens, packed.seq_idx, _SCALE)
         return out, kept
 
     def backward(self, given: Tensors, packed: PackedMetadata, kept: Tensors, dy: Tensor) -> Tensors:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from torch_backend.ops.operators import operator
-from torch_backend.ops.scan.chunks import differentiable, gradient_parts, gradients_like, group_of, like, summed_parts
+from torch_backend.ops.scan.chunks import (
+    differentiable_scan,
+    gradient_parts,
+    gradients_like,
+    group_of,
+    like,
+    summed_parts,
+)
 from torch_backend.segments import PackedMetadata
 
 _WIDTHS = (64, 128)  # of heads of k
@@ -128,23 +135,23 @@ def _launch_forward(
     from torch_backend.ops.scan.linear_attention import wide_kernels as kernels
 
     launch = _Launch(q, v, beta, skip)
-    out, gates, _, none = _made(q, k, v, g, beta, skip)
+    out, none, gates, _ = _made(q, k, v, g, beta, skip)
     known = gates[0], gates[-1], segments
     launch(kernels.sums, g, beta, segments, *known[:2], launch.tokens)
     entering = launch.entering(k, v, known, scale=1.0, reverse=False)
     launch(kernels.output, q, k, v, *known[:2], skip, segments, entering, out, scale, launch.tokens, launch.chunks)
-    return out, gates, entering, none
+    return out, none, gates, entering
 
 
 def _made(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, skip: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output; c and beta [2, H, T] in float32, or c alone; the states that enter spans; nothing. Unwritten."""
+    """The output; nothing; c and beta [2, H, T] in float32, or c alone; the states that enter spans. Unwritten."""
     tokens, heads, width = v.shape
     gates = v.new_empty(1 + (beta is not None), heads, tokens, dtype=torch.float32)
     values = min(width, _VALUES)
     entering = v.new_empty(-(-tokens // (_CHUNK * _SPAN)), heads * width // values, q.shape[2], values)
-    return torch.empty_like(v), gates, entering, v.new_empty(0)
+    return torch.empty_like(v), v.new_empty(0), gates, entering
 
 
 def _launch_backward(
@@ -182,4 +189,4 @@ backward = operator(
     _launch_backward,
     gradients_like,
 )
-_scan = differentiable(forward, backward)
+_scan = differentiable_scan(forward, backward)

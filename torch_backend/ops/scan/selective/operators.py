@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.ops.forests import by_levels
 from torch_backend.ops.operators import operator, runs_triton
-from torch_backend.ops.scan.chunks import in_whole_chunks, like, placed
+from torch_backend.ops.scan.chunks import differentiable_scan, in_whole_chunks, like, placed
 from torch_backend.ops.scan.halves import HalvedScan, Tensors
 from torch_backend.segments import PackedMetadata
 
@@ -117,7 +116,7 @@ def diagonal_scan(u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, packed:
             return diagonal_scan_with_states(u, g, A, B, C, *rest, **initial)
 
         return by_levels(packed, with_states, u, g, B, C)
-    return _DiagonalScan.apply(u, g, A, B, C, None, packed.cu_seqlens, packed.seq_idx)[0]
+    return _scan(u, g, A, B, C, None, packed.cu_seqlens, packed.seq_idx)[0]
 
 
 def diagonal_scan_with_states(
@@ -147,7 +146,7 @@ def diagonal_scan_with_states(
     whole, place = in_whole_chunks(packed, _L)
     u, g, B, C = (placed(x, place, whole.tokens) for x in (u, g, B, C))
     states = initial.float().transpose(1, 2)
-    y, final = _DiagonalScan.apply(u, g, A, B, C, states, whole.cu_seqlens, whole.seq_idx)
+    y, final = _scan(u, g, A, B, C, states, whole.cu_seqlens, whole.seq_idx)
     return y.index_select(0, place), final.transpose(1, 2)
 
 
@@ -160,24 +159,6 @@ def _check(u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, packed: Packed
     reason = unsupported(u, A.shape[1])
     if reason is not None:
         raise UnsupportedError(f"the diagonal scan {reason}")
-
-
-class _DiagonalScan(torch.autograd.Function):
-    """u, g, A, B, C, initial states [S, N, E] or None, boundaries, segments -> y and final states, or nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
-        inputs = [None if x is None else x.contiguous() for x in arguments]
-        y, entering, fading, final = _forward(*inputs)
-        ctx.save_for_backward(*inputs, entering, fading)
-        return y, final
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        found = _backward(*ctx.saved_tensors, dy.contiguous(), dfinal.contiguous())
-        *gradients, dinitial = found
-        return *gradients, None if ctx.saved_tensors[5] is None else dinitial, None, None
 
 
 class _Launch:
@@ -277,7 +258,7 @@ def _launch_forward(
     launch = _Launch(u, A, boundaries, states=initial is not None)
     local, fading = launch.ends(u, g, B, segments)
     entering, final = launch.carry(local, fading, initial)
-    return launch.output(u, g, B, C, segments, entering), entering, fading, final
+    return launch.output(u, g, B, C, segments, entering), final, entering, fading
 
 
 def _made(u: Tensor, A: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -285,7 +266,7 @@ def _made(u: Tensor, A: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor,
     chunks = -(-u.shape[0] // _L)
     entering = u.new_empty(chunks, *A.shape[::-1], dtype=torch.float32)
     fading = u.new_empty(chunks, A.shape[0], dtype=torch.float32)
-    return torch.empty_like(u), entering, fading, like(initial, entering)
+    return torch.empty_like(u), like(initial, entering), entering, fading
 
 
 def _launch_backward(
@@ -305,6 +286,7 @@ _backward = operator(
     _launch_backward,
     lambda u, g, A, B, C, *others: tuple(torch.empty_like(x) for x in (u, g, A, B, C, others[-1])),
 )
+_scan = differentiable_scan(_forward, _backward)
 
 
 class DiagonalHalves(HalvedScan):
@@ -321,7 +303,7 @@ class DiagonalHalves(HalvedScan):
     def forward(self, given: Tensors, packed: PackedMetadata) -> tuple[Tensor, Tensors]:
         u, g, B, C, A = given
         _check(u, g, A, B, C, packed)
-        y, *kept, _ = _forward(u, g, A, B, C, None, packed.cu_seqlens, packed.seq_idx)
+        y, _, *kept = _forward(u, g, A, B, C, None, packed.cu_seqlens, packed.seq_idx)
         return y, kept
 
     def backward(self, given: Tensors, packed: PackedMetadata, kept: Tensors, dy: Tensor) -> Tensors:
