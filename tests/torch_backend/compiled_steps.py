@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.torch_backend.graphs import counted_compilation
 from tests.torch_backend.models import documents, error
@@ -30,16 +31,21 @@ def compiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return str(request.param)
 
 
+def with_gradient(call: Callable[[Tensor], Tensor], given: Tensor) -> tuple[Tensor, Tensor]:
+    """The result of a call, and the gradient that its input gets from the sum of the squares."""
+    x = given.clone().requires_grad_()
+    y = call(x)
+    y.float().square().sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
 def assert_train_alike(
     models: Iterable[tuple[Any, bool]], device: str, layers: str = "compiled", **options: Any
 ) -> None:
-    """Two patched models have equal losses and weights after four steps, with ``layers`` of those that are compiled.
+    """Two patched models have equal losses and weights after four steps; ``models`` says which steps are compiled.
 
-    Args:
-        models: each with whether its step is compiled.
-        device: that of the models.
-        layers: what a compiled step says of its layers.
-        options: of the steps.
+    ``layers`` is what a compiled step says of its layers.
     """
     trained, losses = [], []
     for model, compiles in models:

@@ -119,33 +119,20 @@ def replayed(model: Model, batch: Batch, reference: Model) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A loss of a model on one batch.
+    """A loss of a model on one batch."""
 
-    Attributes:
-        loss: of the model, the batch and a reference model.
-        family, changes: of the model.
-        lengths: of the documents.
-        part: of these documents.
-        capacity: of the rows; None for one row without padding.
-        untrained: as many of the first documents have no target.
-        one, many: what is around the model on one process and on several.
-        single: whether the model computes in float32.
-        bare: whether the batch does not say where its documents begin, so that every rank runs it whole.
-        ranks: how many cut documents.
-    """
-
-    loss: Loss
+    loss: Loss  # of the model, the batch and a reference model
     family: str = "qwen3"
-    changes: dict[str, Any] = {}  # noqa: RUF012
-    lengths: tuple[int, ...] = LENGTHS
-    part: slice = slice(None)
-    capacity: int | None = None
-    untrained: int = 0
-    one: Wrapper = plain
-    many: Wrapper = plain
-    single: bool = False
-    bare: bool = False
-    ranks: int = 2
+    changes: dict[str, Any] = {}  # noqa: RUF012 # of the model's config
+    lengths: tuple[int, ...] = LENGTHS  # of the documents
+    part: slice = slice(None)  # of these documents
+    capacity: int | None = None  # of the rows; None for one row without padding
+    untrained: int = 0  # as many of the first documents have no target
+    one: Wrapper = plain  # what is around the model on one process
+    many: Wrapper = plain  # and on several
+    single: bool = False  # whether the model computes in float32
+    bare: bool = False  # whether the batch does not say where its documents begin, so that every rank runs it whole
+    ranks: int = 2  # which cut documents
 
 
 def recomputing(model: Model) -> Model:

@@ -48,29 +48,17 @@ FEW = (3, 2)
 
 
 class Case(NamedTuple):
-    """A model that is trained under context parallelism.
-
-    Attributes:
-        family: of the model.
-        changes: of its config.
-        lengths: of the documents of the row.
-        method: how attention crosses ranks.
-        checkpointed: whether layers are run again in the backward.
-        at_once: whether all pieces of a rank run at once, as long ones do.
-        first: the position of the first token of every document.
-        ranks: how many cut the row.
-        crosses: what explain says of it.
-    """
+    """A model that is trained under context parallelism."""
 
     family: str
-    changes: dict[str, Any] = {}  # noqa: RUF012
-    lengths: tuple[int, ...] = LENGTHS
-    method: str = "keys"
-    checkpointed: bool = False
-    at_once: bool = False
-    first: int = 0
-    ranks: int = 2
-    crosses: str = ""
+    changes: dict[str, Any] = {}  # noqa: RUF012 # of its config
+    lengths: tuple[int, ...] = LENGTHS  # of the documents of the row
+    method: str = "keys"  # how attention crosses ranks
+    checkpointed: bool = False  # whether layers are run again in the backward
+    at_once: bool = False  # whether all pieces of a rank run at once, as long ones do
+    first: int = 0  # the position of the first token of every document
+    ranks: int = 2  # which cut the row
+    crosses: str = ""  # what explain says of it
 
 
 ROUTED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}

@@ -42,13 +42,7 @@ def train(
 ) -> dict[str, Any]:
     """The metrics of steps, with weighted targets unless the config changes, and the weights after them.
 
-    Args:
-        wrap: what is around the model.
-        mesh: over which documents are cut.
-        shares, share: of the microbatches; every group of ranks takes one of these parts.
-        family: of the model.
-        memory: what its layers keep.
-        changes: of its config.
+    Every group of ranks takes one ``share`` of the microbatches in ``shares``.
     """
     model = patch(tiny(family, **(changes or {})), verify=False, mesh=mesh)
     model = model if wrap is None else wrap(model)

@@ -48,25 +48,15 @@ COUNTED: dict[str, Any] = {
 
 
 class Case(NamedTuple):
-    """A trainer that is packed under context parallelism.
-
-    Attributes:
-        family: of the model.
-        kind: of the trainer.
-        groups: of ranks, which train on different rows.
-        smoothing: of labels.
-        changes: of the model's config.
-        evaluated: documents of a batch of all groups in evaluation, of eight in all.
-        options: further arguments of the trainer.
-    """
+    """A trainer that is packed under context parallelism."""
 
     family: str = "qwen3"
     kind: str = "Trainer"
-    groups: int = 1
-    smoothing: float = 0.0
-    changes: dict[str, Any] = {}  # noqa: RUF012
-    evaluated: int = 8
-    options: dict[str, Any] = {}  # noqa: RUF012
+    groups: int = 1  # of ranks, which train on different rows
+    smoothing: float = 0.0  # of labels
+    changes: dict[str, Any] = {}  # noqa: RUF012 # of the model's config
+    evaluated: int = 8  # documents of a batch of all groups in evaluation, of eight in all
+    options: dict[str, Any] = {}  # noqa: RUF012 # further arguments of the trainer
 
 
 CASES = {

@@ -15,7 +15,7 @@ from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.torch_backend.compiled_steps import DEVICES, assert_train_alike
+from tests.torch_backend.compiled_steps import DEVICES, assert_train_alike, with_gradient
 from tests.torch_backend.compiled_steps import compiling as compiling
 from tests.torch_backend.graphs import counted_compilation
 from tests.torch_backend.kernels import interpret
@@ -60,19 +60,12 @@ def test_a_traced_layer_has_the_bits_of_its_own(
     layer = layer.to("cpu")
     given = torch.randn(1, 37, 128, dtype=torch.bfloat16)
 
-    def run(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        x = given.clone().requires_grad_()
-        y = call(x)
-        y.float().square().sum().backward()
-        assert x.grad is not None
-        return y.detach(), x.grad
-
-    right = run(layer)
+    right = with_gradient(layer, given)
     with traceable_weights([layer]):
         torch._dynamo.reset()
-        found = run(torch.compile(layer, backend="aot_eager", fullgraph=True))
+        found = with_gradient(torch.compile(layer, backend="aot_eager", fullgraph=True), given)
     assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(found, right, strict=True))
-    assert type(layer) is bnb.nn.Linear4bit and run(layer)[0].equal(right[0])
+    assert type(layer) is bnb.nn.Linear4bit and with_gradient(layer, given)[0].equal(right[0])
 
 
 class GatedMLP(nn.Module):

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
+from tests.torch_backend.hf.forwards import written
 from tests.torch_backend.hf.test_tiled_layers import gradients
 from tests.torch_backend.hf.test_tiled_layers import short as short
 from tests.torch_backend.models import tiny
@@ -93,72 +94,23 @@ def test_a_forward_runs_again_inside_a_mark_alone() -> None:
     assert not is_recomputing()
 
 
-class Layer(nn.Module):
-    def ends(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """The form of most layers."""
-        residual = x
-        x = self.norm(x)
-        x = self.mlp(x)
-        x = x + residual
-        return x
-
-    def of_another_name(self, x: Tensor) -> Tensor:
-        y = self.mlp(x)
-        y = x + y
-        return y
-
-    def normed(self, x: Tensor) -> Tensor:
-        residual = x
-        x = self.mlp(x)
-        x = self.norm(x)
-        x = residual + x
-        return x
-
-    def scaled(self, x: Tensor) -> Tensor:
-        residual = x
-        x = self.mlp(x)
-        x = residual + x * self.scale
-        return x
-
-    def multiplied(self, x: Tensor) -> Tensor:
-        residual = x
-        x = self.mlp(x)
-        x = residual * x
-        return x
-
-    def doubled(self, x: Tensor) -> Tensor:
-        x = self.mlp(x)
-        x = x + x
-        return x
-
-    def returned_too(self, x: Tensor) -> Any:
-        residual = x
-        x = self.mlp(x)
-        x = residual + x
-        return x, residual
-
-    def kept(self, x: Tensor) -> Tensor:
-        residual = x
-        x = self.last = self.mlp(x)
-        x = residual + x
-        return x
-
-    def of_two(self, x: Tensor) -> Tensor:
-        residual = x
-        x, _ = self.mlp(x)
-        x = residual + x
-        return x
-
-    def conditional(self, x: Tensor) -> Tensor:
-        residual = x
-        if self.training:
-            x = self.mlp(x)
-        x = residual + x
-        return x
+ENDS = [
+    ("residual = x", "x = self.norm(x)", "x = self.mlp(x)", "x = x + residual", "return x"),  # as in most layers
+    ("y = self.mlp(x)", "y = x + y", "return y"),
+]
+GOES_ON = [
+    ("residual = x", "x = self.mlp(x)", "x = self.norm(x)", "x = residual + x", "return x"),
+    ("residual = x", "x = self.mlp(x)", "x = residual + x * self.scale", "return x"),
+    ("residual = x", "x = self.mlp(x)", "x = residual * x", "return x"),
+    ("x = self.mlp(x)", "x = x + x", "return x"),
+    ("residual = x", "x = self.mlp(x)", "x = residual + x", "return x, residual"),
+    ("residual = x", "x = self.last = self.mlp(x)", "x = residual + x", "return x"),
+    ("residual = x", "x, _ = self.mlp(x)", "x = residual + x", "return x"),
+    ("residual = x", "if self.training:", "    x = self.mlp(x)", "x = residual + x", "return x"),
+]
 
 
 def test_the_last_part_of_a_layer_is_only_added_to_what_it_returns() -> None:
-    assert last_part(Layer.ends) == last_part(Layer.of_another_name) == "mlp"
-    for name, forward in vars(Layer).items():
-        if callable(forward) and name not in ("ends", "of_another_name"):
-            assert last_part(forward) != "mlp", name
+    assert all(last_part(written(*statements)) == "mlp" for statements in ENDS)
+    for statements in GOES_ON:
+        assert last_part(written(*statements)) != "mlp", statements

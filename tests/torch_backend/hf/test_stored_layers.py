@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.torch_backend.compiled_steps import DEVICES, assert_train_alike
+from tests.torch_backend.compiled_steps import DEVICES, assert_train_alike, with_gradient
 from tests.torch_backend.compiled_steps import compiling as compiling
 from tests.torch_backend.hf.test_stored_weights import adapted
 from tests.torch_backend.models import error, tiny
@@ -66,25 +66,18 @@ def test_a_traced_layer_has_the_numbers_of_its_own(kind: str, dtype: torch.dtype
     layer = KINDS[kind](nn.Linear(128, 192, bias), dtype)
     given = torch.randn(1, 37, 128).to(dtype)
 
-    def run(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        x = given.clone().requires_grad_()
-        y = call(x)
-        y.float().square().sum().backward()
-        assert x.grad is not None
-        return y.detach(), x.grad
-
-    right = run(layer)
+    right = with_gradient(layer, given)
     exact = nn.functional.linear(
         given.double(), values(layer).double(), None if layer.bias is None else layer.bias.double()
     )
     assert why_weights_stay(layer) is None and quantised_layers([layer]) == [layer]
     with traceable_weights([layer]):
         torch._dynamo.reset()
-        found = run(torch.compile(layer, backend="aot_eager", fullgraph=True))
+        found = with_gradient(torch.compile(layer, backend="aot_eager", fullgraph=True), given)
     tolerance = 0.0 if not bias else 1e-6 if dtype == torch.float32 else 1e-2
     assert all(x.dtype == y.dtype and error(x, y) <= tolerance for x, y in zip(found, right, strict=True))
     assert error(found[0].double(), exact) <= (1e-5 if dtype == torch.float32 else 1e-2)
-    assert torch.equal(run(layer)[0], right[0])
+    assert torch.equal(with_gradient(layer, given)[0], right[0])
 
 
 @pytest.mark.parametrize("compiling", DEVICES, indirect=True)

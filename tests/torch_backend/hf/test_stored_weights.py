@@ -14,7 +14,7 @@ from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8Weig
 from torchao.quantization import quantize_ as quantise
 from torchao.quantization.granularity import PerGroup
 
-from tests.torch_backend.compiled_steps import DEVICES, assert_train_alike
+from tests.torch_backend.compiled_steps import DEVICES, assert_train_alike, with_gradient
 from tests.torch_backend.compiled_steps import compiling as compiling
 from tests.torch_backend.models import error, tiny
 from tests.torch_backend.trainers.test_trainer import peft
@@ -51,17 +51,10 @@ def test_a_traced_layer_multiplies_with_the_values(kind: str, bias: bool) -> Non
     quantise(layer, KINDS[kind]())
     given = torch.randn(1, 37, 128)
 
-    def run(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        x = given.clone().requires_grad_()
-        y = call(x)
-        y.square().sum().backward()
-        assert x.grad is not None
-        return y.detach(), x.grad
-
-    right, own = run(dense(layer)), run(layer)
+    right, own = with_gradient(dense(layer), given), with_gradient(layer, given)
     with traceable_weights(quantised_layers([layer])):
         torch._dynamo.reset()
-        found = run(torch.compile(layer, backend="aot_eager", fullgraph=True))
+        found = with_gradient(torch.compile(layer, backend="aot_eager", fullgraph=True), given)
     assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
     assert all(error(x, y) <= 1e-6 for x, y in zip(found, own, strict=True))
     assert type(layer[0]) is nn.Linear and "_crosspack_stored_weight" not in layer[0].__dict__

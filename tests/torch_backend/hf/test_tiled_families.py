@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from packing_core.errors import UnsupportedModelError
 from packing_core.training.decoder_sizes import DecoderSizes
 from packing_core.training.tiled_families import MLPS, PROJECTIONS
+from tests.torch_backend.hf.forwards import written
 from tests.torch_backend.hf.test_tiled_layers import gradients
 from tests.torch_backend.hf.test_tiled_layers import short as short
 from tests.torch_backend.models import tiny
@@ -100,74 +101,35 @@ def test_norms_behind_attention_and_in_front_of_two_parts_stay_whole() -> None:
     )
 
 
-class Layer(nn.Module):
-    def plain(self, x: Tensor, **kwargs: Tensor) -> Tensor:
-        y = self.norm(x)
-        y, _ = self.attention(hidden_states=y, **kwargs)
-        z = self.second(x)
-        z = self.mlp(z)
-        return y + z
-
-    def twice(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        z = self.attention(y)
-        return y + z
-
-    def conditional(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        if self.training:
-            y = self.attention(y)
-        return y
-
-    def changed(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        y = self.attention(y * 2)
-        return y
-
-    def as_a_mask(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        y = self.attention(x, attention_mask=y)
-        return y
-
-
 def test_a_norm_has_one_reader_where_nothing_else_mentions_its_result() -> None:
-    assert only_readers(Layer.plain) == {"attention": "norm", "mlp": "second"}
-    for forward in (Layer.twice, Layer.conditional, Layer.changed, Layer.as_a_mask):
-        assert only_readers(forward) == {}
-
-
-class Attention(nn.Module):
-    def plain(self, x: Tensor) -> Tensor:
-        shape = x.shape[:-1]
-        return self.q(x).view(shape) + self.k(x) + self.v(x)
-
-    def otherwise(self, x: Tensor) -> Tensor:
-        return self.q(x) + self.k(x) + self.v(x) + x.mean()
-
-    def twice(self, x: Tensor) -> Tensor:
-        return self.q(x) + self.k(x) + self.v(x) + self.v(x)
-
-    def by_its_weight(self, x: Tensor) -> Tensor:
-        return self.q(x) + self.k(x) + self.v(x) + self.v.weight
-
-    def changed(self, x: Tensor) -> Tensor:
-        x = x + 1
-        return self.q(x) + self.k(x) + self.v(x)
-
-    def shared(self, x: Tensor) -> Tensor:
-        return self.q(x) + self.k(x)
+    read = written(
+        "y = self.norm(x)",
+        "y, _ = self.attention(hidden_states=y, **kwargs)",
+        "z = self.second(x)",
+        "z = self.mlp(z)",
+        "return y + z",
+    )
+    assert only_readers(read) == {"attention": "norm", "mlp": "second"}
+    for statements in (
+        ("z = self.attention(y)", "return y + z"),
+        ("if self.training:", "    y = self.attention(y)", "return y"),
+        ("y = self.attention(y * 2)", "return y"),
+        ("y = self.attention(x, attention_mask=y)", "return y"),
+    ):
+        assert only_readers(written("y = self.norm(x)", *statements)) == {}, statements
 
 
 def test_an_input_is_read_by_projections_where_nothing_else_reads_it() -> None:
-    assert reads_by(Attention.plain, ("q", "k", "v"))
-    for forward in (
-        Attention.otherwise,
-        Attention.twice,
-        Attention.by_its_weight,
-        Attention.changed,
-        Attention.shared,
+    read = written("shape = x.shape[:-1]", "return self.q(x).view(shape) + self.k(x) + self.v(x)")
+    assert reads_by(read, ("q", "k", "v"))
+    for statements in (
+        ("return self.q(x) + self.k(x) + self.v(x) + x.mean()",),
+        ("return self.q(x) + self.k(x) + self.v(x) + self.v(x)",),
+        ("return self.q(x) + self.k(x) + self.v(x) + self.v.weight",),
+        ("x = x + 1", "return self.q(x) + self.k(x) + self.v(x)"),
+        ("return self.q(x) + self.k(x)",),
     ):
-        assert not reads_by(forward, ("q", "k", "v"))
+        assert not reads_by(written(*statements), ("q", "k", "v")), statements
 
 
 class SiLU(nn.Module):

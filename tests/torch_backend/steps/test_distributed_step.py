@@ -47,23 +47,14 @@ def hooked(model: Model) -> Model:
 
 
 class Case(NamedTuple):
-    """A training case of several ranks.
-
-    Attributes:
-        wrap: what several processes put around the model.
-        uneven: ranks differ in their number of microbatches.
-        replays: forward and backward are recorded (tests/torch_backend/graphs.py), and rank 0 replays so often.
-        odd: the last rank's second step has longer rows, for which nothing is recorded.
-        graph: why nothing is recorded, where a test asks.
-        ranks: how many.
-    """
+    """A training case of several ranks."""
 
     family: str
-    wrap: Callable[[Model], Model]
-    uneven: bool = False
-    replays: int | None = None
-    odd: bool = False
-    graph: str = ""
+    wrap: Callable[[Model], Model]  # what several processes put around the model
+    uneven: bool = False  # ranks differ in their number of microbatches
+    replays: int | None = None  # forward and backward are recorded (graphs.py), and rank 0 replays so often
+    odd: bool = False  # the last rank's second step has longer rows, for which nothing is recorded
+    graph: str = ""  # why nothing is recorded, where a test asks
     ranks: int = 2
 
 
