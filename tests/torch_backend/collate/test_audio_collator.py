@@ -6,6 +6,7 @@ row, and clips are shorter than, as long as and longer than what a window of an 
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import torch_backend
 from packing_core.errors import CapacityError, LayoutError, PackingError
 from tests.torch_backend.audio_models import AUDIO, CASES, audio_documents, audio_model, omni_documents
+from tests.torch_backend.collate import test_vision_collator
 from tests.torch_backend.collate.test_vision_collator import collator_of_processed, update
 from tests.torch_backend.vision_models import IMAGE, VIDEO, Document
 from torch_backend.hf.anatomy.audio import FEATURES, audio_of
@@ -44,15 +46,7 @@ def features_of(documents: list[Document]) -> list[dict[str, Any]]:
     return [{"input_ids": document.ids.tolist(), **document.images} for document in documents]
 
 
-def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    """Loss and gradients agree, those of the encoder and the decoder, against the largest of each part."""
-    assert got.keys() == want.keys()
-    towers = [name for name in want if "audio" in name]
-    assert towers and len(towers) < len(want) - 1
-    for names in (["loss"], towers, want.keys() - {"loss", *towers}):
-        largest = max(float(want[name].abs().max()) for name in names)
-        errors = {name: float((got[name] - want[name]).abs().max()) / largest for name in names}
-        assert all(error < TOLERANCE for error in errors.values()), max(errors.items(), key=lambda each: each[1])
+assert_same = partial(test_vision_collator.assert_same, tower=("audio",))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from packing_core.errors import LayoutError, PackingError, UnsupportedError, Uns
 from tests.processes import limited
 from tests.torch_backend.audio_models import AUDIO, audio_model
 from tests.torch_backend.audio_processors import PROCESSORS, RATE, omni_processor, sound, wav
+from tests.torch_backend.collate import test_vision_collator
 from tests.torch_backend.collate.test_audio_collator import assert_same
 from tests.torch_backend.collate.test_vision_collator import update
 from tests.torch_backend.processors import picture
@@ -24,10 +26,7 @@ from torch_backend import PackedCollator, PackedMediaDataset
 from torch_backend.collate.sounds import clips_of, resampled
 from torch_backend.hf.anatomy.audio import FEATURES
 
-
-def chat(*clips: Any, ask: str = "w5 w6", answer: str = "w7 w8 w9", **more: Any) -> dict[str, Any]:
-    turns = [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
-    return {"messages": turns, "audios": list(clips), **more}
+chat = partial(test_vision_collator.chat, column="audios")
 
 
 def at_rate(clip: Any, rate: int = RATE) -> dict[str, Any]:
@@ -43,21 +42,8 @@ CHATS = [
 
 
 def processed(processor: Any, example: dict[str, Any]) -> dict[str, Any]:
-    """Returns the processor's result for a chat, with labels at text alone; clips stand before the user's text."""
-    user, assistant = example["messages"]
-    parts = [{"type": "audio", "audio": clips_of({"audio": clip}, "it", RATE)[0]} for clip in example["audios"]]
-    turns = [
-        {"role": "user", "content": [*parts, {"type": "text", "text": user["content"]}]},
-        {"role": "assistant", "content": [{"type": "text", "text": assistant["content"]}]},
-    ]
-    found = processor.apply_chat_template(
-        [turns],
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"add_special_tokens": False, "sampling_rate": RATE},
-    )
-    return {**found, "labels": found["input_ids"].masked_fill(found["input_ids"] == AUDIO, -100)}
+    clips = [clips_of({"audio": clip}, "it", RATE)[0] for clip in example["audios"]]
+    return test_vision_collator.processed(processor, example, clips, "audio", AUDIO, sampling_rate=RATE)
 
 
 @pytest.mark.parametrize("case", PROCESSORS)

@@ -31,9 +31,11 @@ IN_FLOAT64 = ("qwen3_5_moe",)  # in float32 its scan rounds by 2e-5 of the tower
 RAW = [*PROCESSORS]
 
 
-def chat(*images: Any, ask: str = "w5 w6", answer: str = "w7 w8 w9", **more: Any) -> dict[str, Any]:
+def chat(
+    *media: Any, ask: str = "w5 w6", answer: str = "w7 w8 w9", column: str = "images", **more: Any
+) -> dict[str, Any]:
     turns = [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
-    return {"messages": turns, "images": list(images), **more}
+    return {"messages": turns, column: list(media), **more}
 
 
 # one row: | text | one image | three images |, another: | two images | text | one image |
@@ -48,10 +50,12 @@ CHATS = [
 CAPACITY = {"llava": 80}  # of a family whose images take more tokens
 
 
-def processed(processor: Any, example: dict[str, Any]) -> dict[str, Any]:
-    """Returns the processor's result for a chat, with labels at text alone; images stand before the user's text."""
+def processed(
+    processor: Any, example: dict[str, Any], media: Any = None, kind: str = "image", token: int = IMAGE, **options: Any
+) -> dict[str, Any]:
+    """Returns the processor's result for a chat, with labels at text alone; media stand before the user's text."""
     user, assistant = example["messages"]
-    parts = [{"type": "image", "image": image} for image in example["images"]]
+    parts = [{"type": kind, kind: each} for each in (example["images"] if media is None else media)]
     turns = [
         {"role": "user", "content": [*parts, {"type": "text", "text": user["content"]}]},
         {"role": "assistant", "content": [{"type": "text", "text": assistant["content"]}]},
@@ -61,9 +65,9 @@ def processed(processor: Any, example: dict[str, Any]) -> dict[str, Any]:
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
-        processor_kwargs={"add_special_tokens": False},
+        processor_kwargs={"add_special_tokens": False, **options},
     )
-    return {**found, "labels": found["input_ids"].masked_fill(found["input_ids"] == IMAGE, -100)}
+    return {**found, "labels": found["input_ids"].masked_fill(found["input_ids"] == token, -100)}
 
 
 def update(model: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -81,10 +85,12 @@ def update(model: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]
     return {"loss": loss.detach(), **gradients}
 
 
-def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+def assert_same(
+    got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tower: tuple[str, ...] = ("vision", "visual")
+) -> None:
     """Loss and gradients agree, those of the tower and the decoder, against the largest of each part."""
     assert got.keys() == want.keys()
-    towers = [name for name in want if "vision" in name or "visual" in name]
+    towers = [name for name in want if any(part in name for part in tower)]
     assert towers and len(towers) < len(want) - 1
     for names in (["loss"], towers, want.keys() - {"loss", *towers}):
         largest = max(float(want[name].abs().max()) for name in names)
