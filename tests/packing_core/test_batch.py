@@ -221,69 +221,40 @@ def fields(**changes):
     return given | changes
 
 
-BAD = {
-    "flat ids": ({"input_ids": np.zeros(4, int)}, LayoutError, r"input_ids has shape \[4\]: pass \[rows, capacity\]"),
-    "float ids": ({"input_ids": np.zeros((2, 7))}, LayoutError, "input_ids has dtype float64: pass integers"),
-    "unsigned labels": (
-        {"labels": np.zeros((2, 7), np.uint8)},
-        LayoutError,
-        "labels has dtype uint8: pass signed integers",
-    ),
-    "int mask": ({"loss_mask": np.zeros((2, 7), int)}, LayoutError, "loss_mask has dtype int64: pass bool"),
-    "short labels": (
-        {"labels": np.zeros((2, 6), int)},
-        LayoutError,
-        r"labels has shape \[2, 6\] and input_ids \[2, 7\]",
-    ),
-    "short column": ({"columns": {"x": np.zeros((1, 7))}}, LayoutError, r"columns\['x'\] has shape \[1, 7\]"),
-    "text column": (
-        {"columns": {"x": np.full((2, 7), "a")}},
-        LayoutError,
-        r"columns\['x'\] has dtype <U1: pass numbers",
-    ),
-    "float bounds": (
+BAD = [
+    ({"input_ids": np.zeros(4, int)}, LayoutError, r"input_ids has shape \[4\]: pass \[rows, capacity\]"),
+    ({"input_ids": np.zeros((2, 7))}, LayoutError, "input_ids has dtype float64: pass integers"),
+    ({"labels": np.zeros((2, 7), np.uint8)}, LayoutError, "labels has dtype uint8: pass signed integers"),
+    ({"loss_mask": np.zeros((2, 7), int)}, LayoutError, "loss_mask has dtype int64: pass bool"),
+    ({"labels": np.zeros((2, 6), int)}, LayoutError, r"labels has shape \[2, 6\] and input_ids \[2, 7\]"),
+    ({"columns": {"x": np.zeros((1, 7))}}, LayoutError, r"columns\['x'\] has shape \[1, 7\]"),
+    ({"columns": {"x": np.full((2, 7), "a")}}, LayoutError, r"columns\['x'\] has dtype <U1: pass numbers"),
+    (
         {"cu_seqlens": np.array([0.0, 3.0, 5.0, 6.0])},
         LayoutError,
         r"cu_seqlens is float64 \[4\]: pass integers in one dimension",
     ),
-    "2-D rows": ({"rows": np.zeros((3, 1), int)}, LayoutError, r"rows is int64 \[3, 1\]"),
-    "no bounds": ({"cu_seqlens": np.zeros(0, int)}, LayoutError, "cu_seqlens marks -1 segments"),
-    "counts differ": (
-        {"sources": np.array([0, 1])},
-        LayoutError,
-        "sources has 2 entries and cu_seqlens marks 3 segments",
-    ),
-    "from 1": (
-        {"cu_seqlens": np.array([1, 3, 5, 6])},
-        LayoutError,
-        "cu_seqlens must start at 0 and strictly increase",
-    ),
-    "empty segment": (
-        {"cu_seqlens": np.array([0, 3, 3, 6])},
-        LayoutError,
-        "must start at 0 and strictly increase: padding",
-    ),
-    "rows back": ({"rows": np.array([1, 0, 1])}, LayoutError, r"rows must never decrease and stay in 0\.\.1: sort"),
-    "rows beyond": ({"rows": np.array([0, 1, 2])}, LayoutError, r"stay in 0\.\.1"),
-    "negative rows": ({"rows": np.array([-1, 0, 1])}, LayoutError, r"stay in 0\.\.1"),
-    "negative source": (
-        {"sources": np.array([0, -1, 2])},
-        LayoutError,
-        r"sources\[1\] is -1: documents and tokens count from 0",
-    ),
-    "negative start": ({"starts": np.array([0, -1, 2])}, LayoutError, r"starts\[1\] is -1: documents"),
-    "weighting": ({"weighting": "row"}, PackingError, "weighting must be one of 'token', 'document'; got 'row'"),
-    "overfull": (
+    ({"rows": np.zeros((3, 1), int)}, LayoutError, r"rows is int64 \[3, 1\]"),
+    ({"cu_seqlens": np.zeros(0, int)}, LayoutError, "cu_seqlens marks -1 segments"),
+    ({"sources": np.array([0, 1])}, LayoutError, "sources has 2 entries and cu_seqlens marks 3 segments"),
+    ({"cu_seqlens": np.array([1, 3, 5, 6])}, LayoutError, "cu_seqlens must start at 0 and strictly increase"),
+    ({"cu_seqlens": np.array([0, 3, 3, 6])}, LayoutError, "must start at 0 and strictly increase: padding"),
+    ({"rows": np.array([1, 0, 1])}, LayoutError, r"rows must never decrease and stay in 0\.\.1: sort"),
+    ({"rows": np.array([0, 1, 2])}, LayoutError, r"stay in 0\.\.1"),
+    ({"rows": np.array([-1, 0, 1])}, LayoutError, r"stay in 0\.\.1"),
+    ({"sources": np.array([0, -1, 2])}, LayoutError, r"sources\[1\] is -1: documents and tokens count from 0"),
+    ({"starts": np.array([0, -1, 2])}, LayoutError, r"starts\[1\] is -1: documents"),
+    ({"weighting": "row"}, PackingError, "weighting must be one of 'token', 'document'; got 'row'"),
+    (
         {"cu_seqlens": np.array([0, 3, 8, 9])},
         CapacityError,
         r"segment 1 \(document 1\) ends at token 8 of row 0 and capacity is 7: move it to another row",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_contradicting_fields_are_named(case):
-    changes, kind, message = BAD[case]
+@pytest.mark.parametrize(("changes", "kind", "message"), BAD)
+def test_contradicting_fields_are_named(changes, kind, message):
     PackedBatch(**fields())
     with pytest.raises(kind, match=message):
         PackedBatch(**fields(**changes))

@@ -82,91 +82,70 @@ def test_documents_stay_where_they_are():
 
 
 DOCUMENTS = [[1, 2, 3], [4, 5]]
-BAD = {
-    "too long": (
+BAD = [
+    (
         {"capacity_or_plan": 2},
         CapacityError,
         r'document 0 has 3 tokens and capacity is 2: .*overflow="split".*"truncate"',
     ),
-    "empty document": ({"sequences": [[1], []]}, PackingError, "document 1 "),
-    "empty list": ({"sequences": []}, PackingError, "sequences is empty: pass at least one sequence"),
-    "capacity 0": ({"capacity_or_plan": 0}, PackingError, "capacity"),
-    "negative capacity": ({"capacity_or_plan": -4}, PackingError, "capacity"),
-    "float tokens": ({"sequences": [[1.0, 2.0]]}, LayoutError, "sequences has dtype float64: pass integer token ids"),
-    "bool tokens": ({"sequences": [[True]]}, LayoutError, "sequences has dtype bool: pass integer token ids"),
-    "unknown option": ({"stragety": "best_fit"}, TypeError, "stragety"),
-    "options with a plan": (
+    ({"sequences": [[1], []]}, PackingError, "document 1 "),
+    ({"sequences": []}, PackingError, "sequences is empty: pass at least one sequence"),
+    ({"capacity_or_plan": 0}, PackingError, "capacity"),
+    ({"capacity_or_plan": -4}, PackingError, "capacity"),
+    ({"sequences": [[1.0, 2.0]]}, LayoutError, "sequences has dtype float64: pass integer token ids"),
+    ({"sequences": [[True]]}, LayoutError, "sequences has dtype bool: pass integer token ids"),
+    ({"stragety": "best_fit"}, TypeError, "stragety"),
+    (
         {"capacity_or_plan": plan([3, 2], 4), "seed": 1},
         PackingError,
         "seed cannot change a plan that is made: pass a capacity instead",
     ),
-    "a plan of others": (
+    (
         {"capacity_or_plan": plan([3, 2, 1], 4)},
         LayoutError,
         "the plan was made for 3 documents and there are 2: plan these documents",
     ),
-    "a plan of longer ones": (
+    (
         {"capacity_or_plan": plan([3, 3], 4)},
         LayoutError,
         "the plan takes tokens up to 3 of document 1, which has 2: plan these",
     ),
-    "pad_id": (
+    (
         {"sequences": [np.array([1], np.uint8)], "pad_id": -1},
         PackingError,
         "pad_id -1 does not fit into the documents' dtype uint8",
     ),
-    "float pad_id": ({"pad_id": 0.5}, PackingError, r"pad_id is 0\.5: pass an integer"),
-    "weighting": ({"weighting": "row"}, PackingError, "weighting must be one of 'token', 'document'; got 'row'"),
-    "few labels": ({"labels": [[1, 2, 3]]}, LayoutError, "labels has 1 sequences and there are 2 documents: they must"),
-    "ragged labels": (
+    ({"pad_id": 0.5}, PackingError, r"pad_id is 0\.5: pass an integer"),
+    ({"weighting": "row"}, PackingError, "weighting must be one of 'token', 'document'; got 'row'"),
+    ({"labels": [[1, 2, 3]]}, LayoutError, "labels has 1 sequences and there are 2 documents: they must"),
+    (
         {"labels": [[1, 2, 3], [4]]},
         LayoutError,
         r"labels\[1\] has 1 entries and document 1 has 2 tokens: give one entry per token \(1 documents differ\)",
     ),
-    "float labels": ({"labels": [[1.0] * 3, [1.0] * 2]}, LayoutError, "labels has dtype float64: pass signed integers"),
-    "unsigned labels": (
+    ({"labels": [[1.0] * 3, [1.0] * 2]}, LayoutError, "labels has dtype float64: pass signed integers"),
+    (
         {"labels": [np.zeros(3, np.uint16), np.zeros(2, np.uint16)]},
         LayoutError,
         r"labels has dtype uint16: pass signed integers \(-100 is none\)",
     ),
-    "float mask": (
-        {"loss_mask": [[0.5] * 3, [1.0] * 2]},
-        LayoutError,
-        "loss_mask has dtype float64: pass bool, or 0 and 1",
-    ),
-    "ragged mask": (
-        {"loss_mask": [[1], [1]]},
-        LayoutError,
-        r"loss_mask\[0\] has 1 entries and document 0 has 3 tokens",
-    ),
-    "few prompts": (
-        {"prompt_lengths": [1]},
-        LayoutError,
-        r"prompt_lengths is int64 \[1\] and there are 2 documents: pass one",
-    ),
-    "float prompts": ({"prompt_lengths": [1.0, 2.0]}, LayoutError, r"prompt_lengths is float64 \[2\]"),
-    "long prompt": (
-        {"prompt_lengths": [1, 3]},
-        LayoutError,
-        r"prompt_lengths\[1\] is 3 and document 1 has 2 tokens: pass 0 to 2",
-    ),
-    "negative prompt": ({"prompt_lengths": [-1, 0]}, LayoutError, r"prompt_lengths\[0\] is -1"),
-    "reserved column": (
+    ({"loss_mask": [[0.5] * 3, [1.0] * 2]}, LayoutError, "loss_mask has dtype float64: pass bool, or 0 and 1"),
+    ({"loss_mask": [[1], [1]]}, LayoutError, r"loss_mask\[0\] has 1 entries and document 0 has 3 tokens"),
+    ({"prompt_lengths": [1]}, LayoutError, r"prompt_lengths is int64 \[1\] and there are 2 documents: pass one"),
+    ({"prompt_lengths": [1.0, 2.0]}, LayoutError, r"prompt_lengths is float64 \[2\]"),
+    ({"prompt_lengths": [1, 3]}, LayoutError, r"prompt_lengths\[1\] is 3 and document 1 has 2 tokens: pass 0 to 2"),
+    ({"prompt_lengths": [-1, 0]}, LayoutError, r"prompt_lengths\[0\] is -1"),
+    (
         {"columns": {"position_ids": DOCUMENTS}},
         PackingError,
         r"columns\['position_ids'\] has the name of a PackedBatch field: choose another name",
     ),
-    "ragged column": (
-        {"columns": {"x": [[1], [1]]}},
-        LayoutError,
-        r"columns\['x'\]\[0\] has 1 entries and document 0 has 3",
-    ),
-}
+    ({"columns": {"x": [[1], [1]]}}, LayoutError, r"columns\['x'\]\[0\] has 1 entries and document 0 has 3"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_named_before_a_row_is_made(case):
-    changes, kind, message = BAD[case]
+@pytest.mark.parametrize(("changes", "kind", "message"), BAD)
+def test_bad_input_is_named_before_a_row_is_made(changes, kind, message):
     arguments = {"sequences": DOCUMENTS, "capacity_or_plan": 4} | changes
     with pytest.raises(kind, match=message):
         PackedDataset(arguments.pop("sequences"), arguments.pop("capacity_or_plan"), **arguments)

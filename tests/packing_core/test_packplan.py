@@ -95,26 +95,26 @@ def test_a_list_of_ids_cannot_say_which_piece():
         made.to_lists()
 
 
-CONTRADICTIONS = {
-    "a length missing": ({"length": [5, 3]}, "source, start and length have 3, 3 and 2 entries"),
-    "offsets too short": ({"row_offsets": [0, 2]}, "row_offsets must run from 0 to the number of pieces, 3"),
-    "offsets from 1": ({"row_offsets": [1, 2, 3]}, "got 3 entries from 1 to 3"),
-    "no row": ({"row_offsets": [0], "source": [], "start": [], "length": []}, "over at least one row"),
-    "an empty row": ({"row_offsets": [0, 2, 2, 3]}, "row 1 has no piece"),
-    "an empty piece": ({"length": [1, 0, 4]}, "piece 1 has length 0: leave empty pieces out"),
-    "too many tokens": ({"length": [5, 4, 4]}, "row 0 takes 9 tokens and capacity is 8"),
-    "no such document": ({"source": [0, 3, 1]}, "piece 1 is of document 3, and the plan has 3 documents: name 0 to 2"),
-    "before the document": ({"start": [0, -1, 0]}, "piece 1 starts at token -1: starts count from 0"),
-    "tokens twice": ({"source": [0, 0, 1], "start": [0, 4, 0]}, "token 4 of document 0 stands in two pieces, 0 and 1"),
-    "dropped and kept": ({"dropped": [2]}, "document 2 is listed as dropped and stands in a row"),
-    "dropped unknown": ({"dropped": [3]}, "dropped names a document outside 0..2"),
-    "truncated unknown": ({"truncated": [-1]}, "truncated names a document outside 0..2"),
-    "floats": ({"length": [5.0, 3.0, 4.0]}, "length is float64 [3]: pass integers in one dimension"),
-    "no documents": ({"n_documents": 0}, "n_documents must be an integer of at least 1, got 0"),
-}
+CONTRADICTIONS = [
+    ({"length": [5, 3]}, "source, start and length have 3, 3 and 2 entries"),
+    ({"row_offsets": [0, 2]}, "row_offsets must run from 0 to the number of pieces, 3"),
+    ({"row_offsets": [1, 2, 3]}, "got 3 entries from 1 to 3"),
+    ({"row_offsets": [0], "source": [], "start": [], "length": []}, "over at least one row"),
+    ({"row_offsets": [0, 2, 2, 3]}, "row 1 has no piece"),
+    ({"length": [1, 0, 4]}, "piece 1 has length 0: leave empty pieces out"),
+    ({"length": [5, 4, 4]}, "row 0 takes 9 tokens and capacity is 8"),
+    ({"source": [0, 3, 1]}, "piece 1 is of document 3, and the plan has 3 documents: name 0 to 2"),
+    ({"start": [0, -1, 0]}, "piece 1 starts at token -1: starts count from 0"),
+    ({"source": [0, 0, 1], "start": [0, 4, 0]}, "token 4 of document 0 stands in two pieces, 0 and 1"),
+    ({"dropped": [2]}, "document 2 is listed as dropped and stands in a row"),
+    ({"dropped": [3]}, "dropped names a document outside 0..2"),
+    ({"truncated": [-1]}, "truncated names a document outside 0..2"),
+    ({"length": [5.0, 3.0, 4.0]}, "length is float64 [3]: pass integers in one dimension"),
+    ({"n_documents": 0}, "n_documents must be an integer of at least 1, got 0"),
+]
 
 
-@pytest.mark.parametrize(("changes", "message"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+@pytest.mark.parametrize(("changes", "message"), CONTRADICTIONS)
 def test_contradictions_are_refused(changes, message):
     with pytest.raises(PackingError) as raised:
         two_rows(**changes)

@@ -187,59 +187,43 @@ def test_unpickling_says_when_the_file_is_gone(tmp_path):
         Ragged.open(tmp_path)
 
 
-BAD = {
-    "offsets decrease": (
+BAD = [
+    (
         lambda: Ragged(FLAT, np.array([0, 5, 3, 8])),
         r"sequences\[1\] has length -2 \(offsets 5 to 3\): offsets must never decrease",
     ),
-    "offsets outside": (lambda: Ragged(FLAT, np.array([0, 3, 9])), "runs from 0 to 9 and there are 8 values"),
-    "offsets negative": (lambda: Ragged(FLAT, np.array([-1, 3])), "runs from -1 to 3"),
-    "offsets float": (
-        lambda: Ragged(FLAT, np.array([0.0, 3.0])),
-        "sequences.offsets has dtype float64: pass int",
-    ),
-    "one offset": (lambda: Ragged(FLAT, np.array([0])), r"sequences.offsets has shape \[1\]: pass \[N\+1\]"),
-    "values 2-D": (lambda: Ragged(FLAT.reshape(2, 4), OFFSETS), r"shape \[2, 4\].*np.ascontiguousarray"),
-    "values strided": (lambda: Ragged(FLAT[::2], np.array([0, 3])), r"strides \[8\]: Ragged needs one flat contiguous"),
-    "values a list": (
-        lambda: Ragged([1, 2], np.array([0, 2])),
-        "sequences.values is a list: pass a numpy array",
-    ),
-    "values text": (lambda: Ragged(np.array(["a"]), np.array([0, 1])), "sequences.values has dtype <U1: pass numbers"),
-    "empty list": (lambda: Ragged.of([]), "sequences is empty: pass at least one sequence"),
-    "empty chunked": (lambda: Ragged.of(pa.chunked_array([], pa.list_(pa.int32()))), "sequences is empty"),
-    "generator": (lambda: Ragged.of(d for d in DOCUMENTS), "sequences is a generator: .*crosspack.stream"),
-    "text": (lambda: Ragged.of("text"), "sequences is a str: pass a list of token arrays"),
-    "a document of text": (lambda: Ragged.of([[1], "ab"]), r"sequences\[1\] is text: tokenise it first"),
-    "words": (lambda: Ragged.of([[1], ["ab"]]), r"sequences\[1\] has dtype <U2: pass numbers"),
-    "None": (lambda: Ragged.of([[1], None]), r"sequences\[1\] is None: drop it"),
-    "one flat list": (
-        lambda: Ragged.of([1, 2]),
-        r"sequences\[0\] is a number .* or pass \[sequences\] if it is a single",
-    ),
-    "numbers": (
-        lambda: Ragged.of([1.0], name="weight"),
-        r"weight\[0\] is a number and must .*: leave the column out, or",
-    ),
-    "nested": (lambda: Ragged.of([[[1, 2], [3, 4]]]), r"sequences\[0\] has shape \[2, 2\] and must be flat"),
-    "ragged inside": (lambda: Ragged.of([[[1, 2], [3]]]), r"sequences\[0\] is not one flat sequence of numbers"),
-    "null list": (lambda: Ragged.of(arrow(documents=[[1], None])), r"sequences\[1\] is null \(1 nulls.*drop_null"),
-    "null token": (
-        lambda: Ragged.of(arrow(documents=[[1], [], [2, None]])),
-        r"sequences\[2\] holds a null token .*fill",
-    ),
-    "arrow numbers": (lambda: Ragged.of(pa.array([1, 2])), "sequences is an Arrow array of int64: cast it to list"),
-    "arrow list_view": (
+    (lambda: Ragged(FLAT, np.array([0, 3, 9])), "runs from 0 to 9 and there are 8 values"),
+    (lambda: Ragged(FLAT, np.array([-1, 3])), "runs from -1 to 3"),
+    (lambda: Ragged(FLAT, np.array([0.0, 3.0])), "sequences.offsets has dtype float64: pass int"),
+    (lambda: Ragged(FLAT, np.array([0])), r"sequences.offsets has shape \[1\]: pass \[N\+1\]"),
+    (lambda: Ragged(FLAT.reshape(2, 4), OFFSETS), r"shape \[2, 4\].*np.ascontiguousarray"),
+    (lambda: Ragged(FLAT[::2], np.array([0, 3])), r"strides \[8\]: Ragged needs one flat contiguous"),
+    (lambda: Ragged([1, 2], np.array([0, 2])), "sequences.values is a list: pass a numpy array"),
+    (lambda: Ragged(np.array(["a"]), np.array([0, 1])), "sequences.values has dtype <U1: pass numbers"),
+    (lambda: Ragged.of([]), "sequences is empty: pass at least one sequence"),
+    (lambda: Ragged.of(pa.chunked_array([], pa.list_(pa.int32()))), "sequences is empty"),
+    (lambda: Ragged.of(d for d in DOCUMENTS), "sequences is a generator: .*crosspack.stream"),
+    (lambda: Ragged.of("text"), "sequences is a str: pass a list of token arrays"),
+    (lambda: Ragged.of([[1], "ab"]), r"sequences\[1\] is text: tokenise it first"),
+    (lambda: Ragged.of([[1], ["ab"]]), r"sequences\[1\] has dtype <U2: pass numbers"),
+    (lambda: Ragged.of([[1], None]), r"sequences\[1\] is None: drop it"),
+    (lambda: Ragged.of([1, 2]), r"sequences\[0\] is a number .* or pass \[sequences\] if it is a single"),
+    (lambda: Ragged.of([1.0], name="weight"), r"weight\[0\] is a number and must .*: leave the column out, or"),
+    (lambda: Ragged.of([[[1, 2], [3, 4]]]), r"sequences\[0\] has shape \[2, 2\] and must be flat"),
+    (lambda: Ragged.of([[[1, 2], [3]]]), r"sequences\[0\] is not one flat sequence of numbers"),
+    (lambda: Ragged.of(arrow(documents=[[1], None])), r"sequences\[1\] is null \(1 nulls.*drop_null"),
+    (lambda: Ragged.of(arrow(documents=[[1], [], [2, None]])), r"sequences\[2\] holds a null token .*fill"),
+    (lambda: Ragged.of(pa.array([1, 2])), "sequences is an Arrow array of int64: cast it to list"),
+    (
         lambda: Ragged.of(pa.array([[1]], type=pa.list_view(pa.int32()))),
         "Arrow array of list_view<item: int32>: cast it to list",
     ),
-    "arrow strings": (lambda: Ragged.of(pa.array([["a"]])), "sequences.values has dtype object: pass numbers"),
-}
+    (lambda: Ragged.of(pa.array([["a"]])), "sequences.values has dtype object: pass numbers"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_storage_is_named_with_the_way_out(case):
-    make, message = BAD[case]
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_bad_storage_is_named_with_the_way_out(make, message):
     with pytest.raises(PackingError, match=message):
         make()
 

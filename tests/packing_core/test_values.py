@@ -60,133 +60,75 @@ def fields(**changes):
 
 DOCUMENTS = [[1, 2, 3], [4, 5]]
 MADE = plan([3, 2], 4)
-BAD = {
-    "negative id": (lambda: pack([[1], [2, -7]], 4), r"sequences\[1\]\[1\] is -7: token ids run from 0 to 2\*\*63 - 1"),
-    "negative id in a split document": (
-        lambda: pack([[1] * 9 + [-2]], 4, overflow="split"),
-        r"sequences\[0\]\[9\] is -2: token ids",
-    ),
-    "id above int64": (
-        lambda: pack([np.array([1, 2**63], np.uint64)], 4),
-        r"sequences\[0\]\[1\] is 9223372036854775808",
-    ),
-    "mask of 2": (
-        lambda: pack(DOCUMENTS, 4, loss_mask=[[1, 0, 1], [1, 2]]),
-        r"loss_mask\[1\]\[1\] is 2: pass 1 \(or T",
-    ),
-    "mask of -100": (
-        lambda: pack(DOCUMENTS, 4, loss_mask=[[-100, 0, 1], [1, 1]]),
-        r"loss_mask\[0\]\[0\] is -100: pass 1",
-    ),
-    "label of -1": (
-        lambda: pack(DOCUMENTS, 4, labels=[[1, -1, 1], [1, 2]]),
-        r"labels\[0\]\[1\] is -1: labels are token",
-    ),
-    "column of a batch": (
-        lambda: PackedBatch(**fields(columns={"targets": [[1, 2, 3]]})),
-        "has the name of a PackedBatch",
-    ),
-    "column without a name": (lambda: pack(DOCUMENTS, 4, columns={5: DOCUMENTS}), "columns has the name 5: pass names"),
-    "columns in a list": (lambda: pack(DOCUMENTS, 4, columns=[DOCUMENTS]), "columns is a list: pass a mapping"),
-    "pad_id of a batch": (lambda: PackedBatch(**fields(pad_id="x")), "pad_id is 'x': pass an integer"),
-    "huge ids of a batch": (
+BAD = [
+    (lambda: pack([[1], [2, -7]], 4), r"sequences\[1\]\[1\] is -7: token ids run from 0 to 2\*\*63 - 1"),
+    (lambda: pack([[1] * 9 + [-2]], 4, overflow="split"), r"sequences\[0\]\[9\] is -2: token ids"),
+    (lambda: pack([np.array([1, 2**63], np.uint64)], 4), r"sequences\[0\]\[1\] is 9223372036854775808"),
+    (lambda: pack(DOCUMENTS, 4, loss_mask=[[1, 0, 1], [1, 2]]), r"loss_mask\[1\]\[1\] is 2: pass 1 \(or T"),
+    (lambda: pack(DOCUMENTS, 4, loss_mask=[[-100, 0, 1], [1, 1]]), r"loss_mask\[0\]\[0\] is -100: pass 1"),
+    (lambda: pack(DOCUMENTS, 4, labels=[[1, -1, 1], [1, 2]]), r"labels\[0\]\[1\] is -1: labels are token"),
+    (lambda: PackedBatch(**fields(columns={"targets": [[1, 2, 3]]})), "has the name of a PackedBatch"),
+    (lambda: pack(DOCUMENTS, 4, columns={5: DOCUMENTS}), "columns has the name 5: pass names"),
+    (lambda: pack(DOCUMENTS, 4, columns=[DOCUMENTS]), "columns is a list: pass a mapping"),
+    (lambda: PackedBatch(**fields(pad_id="x")), "pad_id is 'x': pass an integer"),
+    (
         lambda: PackedBatch(**fields(input_ids=np.array([[1, 2**64 - 1]], np.uint64))),
         "input_ids holds 18,446,744,073,709,551,615, which does not fit int64: pass token ids",
     ),
-    "ragged ids": (
-        lambda: PackedBatch(**fields(input_ids=[[1], [1, 2]])),
-        "input_ids is not one flat sequence of numb",
-    ),
-    "no ids": (lambda: PackedBatch(**fields(input_ids=None)), "input_ids holds a null"),
-    "many tokens": (
-        lambda: PackedBatch(**fields(cu_seqlens=[0, 2**63 - 1])),
-        "cu_seqlens marks 9,223,372,036,854,775,807",
-    ),
-    "late start": (lambda: PackedBatch(**fields(starts=[2**63 - 1])), "that long, so pass the place of each segment"),
-    "all padding": (lambda: PackedBatch([[0]], [0], [], [], []).padding_free(), "nothing but padding: use kernel_view"),
-    "unhashable name": (lambda: pack(DOCUMENTS, 4).unpack(["x"]), r"no per-token array \['x'\]"),
-    "unhashable convention": (lambda: pack(DOCUMENTS, 4).to_dict(["hf"]), r"there is no convention \['hf'\]"),
-    "max_seqlen": (
-        lambda: pack(DOCUMENTS, 4).kernel_view(max_seqlen=5.5),
-        "max_seqlen must be an integer of at least 1",
-    ),
-    "large max_seqlen": (lambda: pack(DOCUMENTS, 4).kernel_view(max_seqlen=2**31), "which int32 kernels do not count"),
-    "large bucket": (
-        lambda: pack(DOCUMENTS, 4).kernel_view(bucket=2**40),
-        r"bucket is 1,099,511,627,776: pass at most 16",
-    ),
-    "capacity 2**70": (
-        lambda: plan([1], 2**70),
-        r"capacity must be an integer of at most 2\*\*60, got 11805916207174113",
-    ),
-    "capacity 2**60": (lambda: pack(DOCUMENTS, 2**60), "1,152,921,504,606,846,976 tokens do not fit into memory"),
-    "capacity 2**50": (lambda: pack(DOCUMENTS, 2**50), "1,125,899,906,842,624 tokens do not fit into memory"),
-    "endless pieces": (
-        lambda: plan([2**50], 1, overflow="split"),
-        r"split into 1,125,899,906,842,624 pieces of 1 tokens",
-    ),
-    "strategy in a list": (
-        lambda: plan([1], 4, strategy=["best_fit"]),
-        "strategy must be one of 'best_fit', 'mixed', 'first_fit'",
-    ),
-    "overflow in an array": (lambda: plan([1], 4, overflow=np.array(["drop"])), "overflow must be one of"),
-    "null lengths": (lambda: plan([1, None], 4), "lengths must be integers, got object: convert"),
-    "huge lengths": (lambda: plan([2**70], 4), "lengths must be integers, got object"),
-    "far starts": (
+    (lambda: PackedBatch(**fields(input_ids=[[1], [1, 2]])), "input_ids is not one flat sequence of numb"),
+    (lambda: PackedBatch(**fields(input_ids=None)), "input_ids holds a null"),
+    (lambda: PackedBatch(**fields(cu_seqlens=[0, 2**63 - 1])), "cu_seqlens marks 9,223,372,036,854,775,807"),
+    (lambda: PackedBatch(**fields(starts=[2**63 - 1])), "that long, so pass the place of each segment"),
+    (lambda: PackedBatch([[0]], [0], [], [], []).padding_free(), "nothing but padding: use kernel_view"),
+    (lambda: pack(DOCUMENTS, 4).unpack(["x"]), r"no per-token array \['x'\]"),
+    (lambda: pack(DOCUMENTS, 4).to_dict(["hf"]), r"there is no convention \['hf'\]"),
+    (lambda: pack(DOCUMENTS, 4).kernel_view(max_seqlen=5.5), "max_seqlen must be an integer of at least 1"),
+    (lambda: pack(DOCUMENTS, 4).kernel_view(max_seqlen=2**31), "which int32 kernels do not count"),
+    (lambda: pack(DOCUMENTS, 4).kernel_view(bucket=2**40), r"bucket is 1,099,511,627,776: pass at most 16"),
+    (lambda: plan([1], 2**70), r"capacity must be an integer of at most 2\*\*60, got 11805916207174113"),
+    (lambda: pack(DOCUMENTS, 2**60), "1,152,921,504,606,846,976 tokens do not fit into memory"),
+    (lambda: pack(DOCUMENTS, 2**50), "1,125,899,906,842,624 tokens do not fit into memory"),
+    (lambda: plan([2**50], 1, overflow="split"), r"split into 1,125,899,906,842,624 pieces of 1 tokens"),
+    (lambda: plan([1], 4, strategy=["best_fit"]), "strategy must be one of 'best_fit', 'mixed', 'first_fit'"),
+    (lambda: plan([1], 4, overflow=np.array(["drop"])), "overflow must be one of"),
+    (lambda: plan([1, None], 4), "lengths must be integers, got object: convert"),
+    (lambda: plan([2**70], 4), "lengths must be integers, got object"),
+    (
         lambda: PackPlan([0, 1], [0], [2**63 - 1], [1], capacity=4, n_documents=1),
         "piece 0 starts at 9,223,372,036,854,775,807: no document is that long, so pass the place",
     ),
-    "lengths that overflow together": (
+    (
         lambda: PackPlan([0, 16], range(16), [0] * 16, [2**60] * 16, capacity=2**60, n_documents=16),
         r"lengths up to 1,152,921,504,606,846,976 over 16 pieces pass 2\*\*60 tokens: use several plans",
     ),
-    "unsigned overflow": (
+    (
         lambda: PackPlan([0, 1], np.array([2**64 - 1], np.uint64), [0], [1], capacity=4, n_documents=1),
         "source holds 18,446,744,073,709,551,615, which does not fit int64",
     ),
-    "a plan nowhere": (
-        lambda: PackPlan.load("/nowhere"),
-        r"/nowhere is not a saved plan \(.*No such file.*\): pass what",
-    ),
-    "a plan to nowhere": (lambda: MADE.save("/nowhere/plan"), r"/nowhere/plan cannot be written \(.*\): pass the path"),
-    "no such row": (lambda: PackedDataset(DOCUMENTS, MADE)[9], "row 9 of 2: rows are numbered 0 to 1"),
-    "a row by name": (lambda: PackedDataset(DOCUMENTS, MADE)["a"], "rows are chosen by integers"),
-    "ragged rows": (lambda: PackedDataset(DOCUMENTS, MADE)[[[0], [0, 1]]], "rows are chosen by integers"),
-    "a slice by name": (lambda: PackedDataset(DOCUMENTS, MADE)["a":], "rows are chosen by slices of integers"),
-    "rows by halves": (
-        lambda: MADE.select(slice(0.5)),
-        r"slices of integers, got slice.*: pass one such as batch\[2:5\]",
-    ),
-    "rows of no plan": (lambda: balance([1], 1), "plan is a list: pass what crosspack.plan, pack or pack_tree returns"),
-    "a cost by name": (
-        lambda: balance(MADE, 1, cost="tokens"),
-        r"cost is 'tokens': pass Cost\(tokens=...".replace(".", "[.]"),
-    ),
-    "cost of text": (lambda: Cost(tokens="1"), "cost has tokens=1 and squares=3.06e-05: pass factors of 0 or more"),
-    "endless cost": (lambda: Cost(tokens=float("inf")), "cost has tokens=inf"),
-    "sizes of too few layers": (
+    (lambda: PackPlan.load("/nowhere"), r"/nowhere is not a saved plan \(.*No such file.*\): pass what"),
+    (lambda: MADE.save("/nowhere/plan"), r"/nowhere/plan cannot be written \(.*\): pass the path"),
+    (lambda: PackedDataset(DOCUMENTS, MADE)[9], "row 9 of 2: rows are numbered 0 to 1"),
+    (lambda: PackedDataset(DOCUMENTS, MADE)["a"], "rows are chosen by integers"),
+    (lambda: PackedDataset(DOCUMENTS, MADE)[[[0], [0, 1]]], "rows are chosen by integers"),
+    (lambda: PackedDataset(DOCUMENTS, MADE)["a":], "rows are chosen by slices of integers"),
+    (lambda: MADE.select(slice(0.5)), r"slices of integers, got slice.*: pass one such as batch\[2:5\]"),
+    (lambda: balance([1], 1), "plan is a list: pass what crosspack.plan, pack or pack_tree returns"),
+    (lambda: balance(MADE, 1, cost="tokens"), r"cost is 'tokens': pass Cost\(tokens=...".replace(".", "[.]")),
+    (lambda: Cost(tokens="1"), "cost has tokens=1 and squares=3.06e-05: pass factors of 0 or more"),
+    (lambda: Cost(tokens=float("inf")), "cost has tokens=inf"),
+    (
         lambda: Cost.from_config({"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": [1, 2]}),
         r"the config's num_attention_heads must be an integer of at least 1, got \[1, 2\]",
     ),
-    "many rows a step": (
-        lambda: balance(MADE, 1, rows_per_step=2**50),
-        "steps of 1 x 1,125,899,906,842,624 rows do not",
-    ),
-    "a rank by name": (lambda: balance(MADE, 1).rank("0"), "rank is '0' and the plan is for ranks 0 to 0: pass one"),
-    "row -1 of steps": (
-        lambda: ShardedPlan(MADE, np.full((1, 1, 1), -1), Cost()),
-        "steps names row -1: the plan has 2 rows",
-    ),
-    "a row twice": (
-        lambda: ShardedPlan(MADE, np.zeros((1, 2, 1), int), Cost()),
-        "steps names row 0 twice: every row is",
-    ),
-}
+    (lambda: balance(MADE, 1, rows_per_step=2**50), "steps of 1 x 1,125,899,906,842,624 rows do not"),
+    (lambda: balance(MADE, 1).rank("0"), "rank is '0' and the plan is for ranks 0 to 0: pass one"),
+    (lambda: ShardedPlan(MADE, np.full((1, 1, 1), -1), Cost()), "steps names row -1: the plan has 2 rows"),
+    (lambda: ShardedPlan(MADE, np.zeros((1, 2, 1), int), Cost()), "steps names row 0 twice: every row is"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_values_say_what_where_and_the_way_out(case) -> None:
-    call, message = BAD[case]
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_bad_values_say_what_where_and_the_way_out(call, message) -> None:
     with pytest.raises(PackingError, match=message):
         call()
 
