@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -366,38 +367,31 @@ def test_an_end_to_end_pair_over_two_rows_reads_its_own_documents() -> None:
 
 
 def test_what_has_no_meaning_is_refused() -> None:
-    pair = logprobs(2, 3)
-    with pytest.raises(PackingError, match="kind must be one of 'sigmoid', 'hinge', 'ipo', 'robust'; got 'cubic'"):
-        dpo_loss(*pair, kind="cubic")  # type: ignore[arg-type]
-    with pytest.raises(
-        PackingError, match="label_smoothing is defined for 'sigmoid' and 'robust', not for 'ipo': leave it out"
-    ):
-        dpo_loss(*pair, kind="ipo", label_smoothing=0.1)
-    with pytest.raises(PackingError, match="at least 0 and below 0.5, got 0.5"):
-        dpo_loss(*pair, kind="robust", label_smoothing=0.5)
-    with pytest.raises(PackingError, match="beta must be above 0"):
-        dpo_loss(*pair, beta=0.0)
-    with pytest.raises(LayoutError, match="come together"):
-        dpo_loss(*pair, pair[0])
-    with pytest.raises(LayoutError, match="take one number per pair or document of each"):
-        dpo_loss(pair[0], pair[1, :2])
-    with pytest.raises(LayoutError, match="take one number per pair or document of each"):
-        simpo_loss(pair[0], pair[1, :2])
-    with pytest.raises(LayoutError, match="take one number per pair or document of each"):
-        orpo_loss(pair[0], pair[1, :2])
-    with pytest.raises(LayoutError, match="desirable must be bool"):
-        kto_loss(*pair, pair[0], pair[0, 0])
-    with pytest.raises(PackingError, match="kind must be one of 'grpo', 'dr_grpo', 'rloo'; got 'ppo'"):
-        group_advantages(pair[0], torch.zeros(3), kind="ppo")  # type: ignore[arg-type]
-    batch = sampled([0, 1])
-    new = torch.zeros(batch["labels"].shape)
-    with pytest.raises(PackingError, match="pass both"):
-        policy_loss(new, batch, torch.zeros(2), beta=0.1)
-    with pytest.raises(PackingError, match="divides by max_length"):
-        policy_loss(new, batch, torch.zeros(2), per="constant")
-    with pytest.raises(LayoutError, match="one per document, got"):
-        policy_loss(new, batch, torch.zeros(3))
-    with pytest.raises(LayoutError, match="old must be"):
-        policy_loss(new, batch, torch.zeros(2), old=torch.zeros(3))
-    with pytest.raises(LayoutError, match="must be \\[..., K\\] of the same ids"):
-        distillation_loss(torch.zeros(2, 3), torch.zeros(2, 4))
+    pair, batch, none = logprobs(2, 3), sampled([0, 1]), torch.zeros(2)
+    first, fewer, new = pair[0], (pair[0], pair[1, :2]), torch.zeros(batch["labels"].shape)
+    smoothed = "label_smoothing is defined for 'sigmoid' and 'robust', not for 'ipo': leave it out"
+    unequal = "take one number per pair or document of each"
+    refused: list[tuple[type[PackingError], str, Callable[[], Any]]] = [
+        (
+            PackingError,
+            "'hinge', 'ipo', 'robust'; got 'cubic'",
+            lambda: dpo_loss(*pair, kind="cubic"),
+        ),  # type: ignore[arg-type]
+        (PackingError, smoothed, lambda: dpo_loss(*pair, kind="ipo", label_smoothing=0.1)),
+        (PackingError, "below 0.5, got 0.5", lambda: dpo_loss(*pair, kind="robust", label_smoothing=0.5)),
+        (PackingError, "beta must be above 0", lambda: dpo_loss(*pair, beta=0.0)),
+        (LayoutError, "come together", lambda: dpo_loss(*pair, first)),
+        (LayoutError, unequal, lambda: dpo_loss(*fewer)),
+        (LayoutError, unequal, lambda: simpo_loss(*fewer)),
+        (LayoutError, unequal, lambda: orpo_loss(*fewer)),
+        (LayoutError, "desirable must be bool", lambda: kto_loss(*pair, first, first[0])),
+        (PackingError, "'grpo', 'dr_grpo', 'rloo'; got 'ppo'", lambda: group_advantages(first, first, kind="ppo")),  # type: ignore[arg-type]
+        (PackingError, "pass both", lambda: policy_loss(new, batch, none, beta=0.1)),
+        (PackingError, "divides by max_length", lambda: policy_loss(new, batch, none, per="constant")),
+        (LayoutError, "one per document, got", lambda: policy_loss(new, batch, torch.zeros(3))),
+        (LayoutError, "old must be", lambda: policy_loss(new, batch, none, old=torch.zeros(3))),
+        (LayoutError, r"must be \[..., K\] of the same ids", lambda: distillation_loss(none, torch.zeros(4))),
+    ]
+    for error, message, call in refused:
+        with pytest.raises(error, match=message):
+            call()
