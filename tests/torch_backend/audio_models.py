@@ -13,23 +13,11 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from tests.torch_backend.vision_models import IMAGE, VIDEO, Document
+from tests.torch_backend.vision_models import IMAGE, TEXT, VIDEO, Document
 from torch_backend.auditing.tiny import tiny_model
 from torch_backend.hf.anatomy.audio import Audio, audio_of
 
 AUDIO, BINS, POSITIONS = 93, 8, 40  # the token of clips, mel bins, and positions of an encoder of Whisper's kind
-_TEXT: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _WHISPER: dict[str, Any] = {
     "num_mel_bins": BINS,
     "d_model": 32,
@@ -66,12 +54,12 @@ def _config(text: dict[str, Any], audio: dict[str, Any], **more: Any) -> dict[st
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "qwen2_audio": _config({**_TEXT, "model_type": "qwen2"}, {**_WHISPER, "model_type": "qwen2_audio_encoder"}),
-    "audioflamingo3": _config({**_TEXT, "model_type": "qwen2"}, {**_WHISPER, "model_type": "audioflamingo3_encoder"}),
-    "voxtral": _config({**_TEXT, "model_type": "llama"}, {**_WHISPER, "model_type": "voxtral_encoder"}),
-    "qwen2_5_omni_thinker": _config({**_TEXT, **_M_ROPE}, _WINDOWS, vision_config=_VISION_2_5, **_OMNI),
-    "qwen3_omni_moe_thinker": _config({**_TEXT, **_M_ROPE, **_EXPERTS}, _WINDOWS_50, vision_config=_VISION_3, **_OMNI),
-    "qwen3_asr": _config({**_TEXT, "model_type": "qwen3"}, _WINDOWS_50),
+    "qwen2_audio": _config({**TEXT, "model_type": "qwen2"}, {**_WHISPER, "model_type": "qwen2_audio_encoder"}),
+    "audioflamingo3": _config({**TEXT, "model_type": "qwen2"}, {**_WHISPER, "model_type": "audioflamingo3_encoder"}),
+    "voxtral": _config({**TEXT, "model_type": "llama"}, {**_WHISPER, "model_type": "voxtral_encoder"}),
+    "qwen2_5_omni_thinker": _config({**TEXT, **_M_ROPE}, _WINDOWS, vision_config=_VISION_2_5, **_OMNI),
+    "qwen3_omni_moe_thinker": _config({**TEXT, **_M_ROPE, **_EXPERTS}, _WINDOWS_50, vision_config=_VISION_3, **_OMNI),
+    "qwen3_asr": _config({**TEXT, "model_type": "qwen3"}, _WINDOWS_50),
 }
 KINDS = {
     "qwen2_audio": "Qwen2AudioForConditionalGeneration",

@@ -20,7 +20,7 @@ from torch_backend.hf.anatomy.families import M_ROPE
 
 IMAGE, VIDEO = 91, 92  # token ids; text has ids from 4 to 89
 
-_TEXT = {
+TEXT: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 32,
@@ -50,7 +50,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 
 def _text(model_type: str = "", **changes: Any) -> dict[str, Any]:
-    return {**_TEXT, **({"model_type": model_type} if model_type else {}), **changes}
+    return {**TEXT, **({"model_type": model_type} if model_type else {}), **changes}
 
 
 Pixels = Callable[[int, torch.Generator], dict[str, Tensor]]

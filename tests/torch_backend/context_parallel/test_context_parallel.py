@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.torch_backend.hf import test_conditions as conditions
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.ranks import everyones, on_ranks
 from tests.torch_backend.wrappers import assert_same_loss
@@ -32,17 +33,8 @@ pytestmark = pytest.mark.slow  # starts processes
 # On two ranks the document of 190 has one cut, on four three.
 LENGTHS = (5, 190, 33, 1, 7, 2)
 # The document of 190 has the long frequencies, and no position of its second rank shows it.
-LONGROPE: dict[str, Any] = {
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0 + 0.1 * i for i in range(8)],
-        "long_factor": [4.0 + i for i in range(8)],
-        "original_max_position_embeddings": 160,
-        "factor": 4.0,
-    },
-    "original_max_position_embeddings": 160,
-}
+LONGROPE: dict[str, Any] = {"original_max_position_embeddings": 160}
+LONGROPE |= {"rope_parameters": conditions.LONGROPE["rope_parameters"] | LONGROPE}
 # Of the few tokens each rank has one or two.
 FEW = (3, 2)
 

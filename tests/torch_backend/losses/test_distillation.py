@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from tests.torch_backend.kernels import Elements
+from tests.torch_backend.losses.test_token_logprobs import batch as batch
 from tests.torch_backend.models import collate, documents, patched, tiny
 from torch_backend import PackedCollator, patch
 from torch_backend.losses.cross_entropy import normalise
@@ -17,13 +18,6 @@ from torch_backend.losses.distillation import causal_lm_divergence
 from torch_backend.ops.linear_divergence import linear_divergence
 
 BETAS = (0.0, 1.0, 0.5, 0.1)
-
-
-@pytest.fixture
-def batch() -> dict[str, Any]:
-    found = collate(documents((5, 9, 3)))
-    found["labels"][0, :3] = -100  # a prompt
-    return found
 
 
 def larger(family: str = "llama", **changes: Any) -> Any:

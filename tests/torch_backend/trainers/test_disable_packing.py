@@ -19,15 +19,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from packing_core.errors import PackingError
 from tests.imports import ROOT
 from tests.torch_backend.preference import tokenizer
-from tests.torch_backend.scored_trainers import dpo
+from tests.torch_backend.scored_trainers import datasets, dpo, trl
 from tests.torch_backend.trainers.test_trainer import CAPACITY, arguments, documents, llama
 from tests.torch_backend.trainers.test_tree_rows import TREE_ATTENTION, packing, tiny, trainer_of
 from torch_backend import PackedCollator
 from torch_backend.hf.patch import state_of
 from torch_backend.trainers.enable_packing import disable_packing, enable_packing
-
-datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
-trl = pytest.importorskip("trl", reason="half of the trainers are TRL's")
 
 
 def even() -> Any:

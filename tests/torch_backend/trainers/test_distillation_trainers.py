@@ -16,14 +16,12 @@ from tests.torch_backend.preference import (
     tokenizer,
     trained,
 )
+from tests.torch_backend.scored_trainers import datasets, peft, trl
 from torch_backend import audit, disable_packing, explain
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.patch import state_of
 from torch_backend.trainers.enable_packing import enable_packing
 
-datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
-trl = pytest.importorskip("trl", reason="the trainers are TRL's")
-peft = pytest.importorskip("peft", reason="TRL applies adapters")
 gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL 1.16 has them")
 gold = pytest.importorskip("trl.experimental.gold", reason="TRL 1.16 has them")
 

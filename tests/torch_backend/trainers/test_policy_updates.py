@@ -15,15 +15,11 @@ from packing_core.errors import LayoutError
 from tests.torch_backend.graphs import compiled as compiled
 from tests.torch_backend.graphs import graphs as graphs
 from tests.torch_backend.preference import arguments, assert_same_training, model_of, packed, tokenizer, trained
-from tests.torch_backend.scored_trainers import LORA
+from tests.torch_backend.scored_trainers import LORA, datasets, peft, trl
 from tests.torch_backend.steps.test_packed_calls import possible as possible
 from torch_backend import audit
 from torch_backend.steps.dynamic_compile import RECORDED
 from torch_backend.trainers.enable_packing import enable_packing
-
-datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
-trl = pytest.importorskip("trl", reason="the trainer is TRL's")
-peft = pytest.importorskip("peft", reason="TRL applies adapters")
 
 LONGEST, END = 12, 2
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelError
 from tests.torch_backend.preference import arguments, assert_same_training, divide, packed, text, trained
 from tests.torch_backend.processors import picture, tiny_processor
+from tests.torch_backend.scored_trainers import datasets, peft, trl
 from tests.torch_backend.vision_models import IMAGE, vision_model
 from torch_backend import audit
 from torch_backend.auditing.images import images_of_rows
@@ -24,10 +25,6 @@ from torch_backend.hf.inputs.padded_images import DocumentPositions
 from torch_backend.trainers.enable_packing import enable_packing
 from torch_backend.trainers.port import PackingRequest
 from torch_backend.trainers.preference import RewardPort, ScoredPort
-
-datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
-trl = pytest.importorskip("trl", reason="the trainers are TRL's")
-peft = pytest.importorskip("peft", reason="TRL applies adapters")
 
 slow = pytest.mark.slow
 FAMILIES = ["qwen2_5_vl", *(pytest.param(name, marks=slow) for name in ("qwen3_vl", "llava", "idefics3", "gemma3"))]
