@@ -29,6 +29,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.forward import forward_among
 from torch_backend.hf.patch import state_of
+from torch_backend.steps.adapter_products import with_joined_adapters
 from torch_backend.steps.memory import Level, marked
 from torch_backend.steps.progress import announced
 from torch_backend.steps.tower_blocks import compile_towers
@@ -77,7 +78,7 @@ def compile_layers(
     by_level = marked(_inductor if chosen == "inductor" else chosen, memory)
     for module in layers_of(state.decoder):
         recomputed = getattr(module, "gradient_checkpointing", False) and memory != "none"
-        module.compile(backend=by_level if recomputed else chosen, dynamic=dynamic)
+        module.compile(backend=with_joined_adapters(by_level if recomputed else chosen), dynamic=dynamic)
         if dynamic is None:
             compiled: Any = module._compiled_call_impl
             module._compiled_call_impl = partial(_of_any_length, compiled)
