@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
 from packing_core.extras import require
+from torch_backend.hf.anatomy.experts import find_experts
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm, decoder_of, own_modules
 from torch_backend.hf.attention import DecoderLayer
@@ -41,6 +42,8 @@ EMULATED = False  # by products of float32 on any device, as torchao does for te
 _MULTIPLE = 16  # of features, which the products of float8 take
 _ADDED = "_crosspack_float8"  # attribute of a layer: the recipe, and the names of the settings that it was given
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
+# torchao.prototype.moe_training of 0.18; it also takes groups of multiples of 16 tokens alone.
+_EXPERTS = "experts, whose only products in float8 are a prototype of torchao that scales gradients over documents"
 
 
 def recipe_of(precision: str) -> str:
@@ -116,7 +119,11 @@ def to_bfloat16(model: nn.Module) -> None:
 
 
 def describe_float8(root: Any) -> str | None:
-    """Describes which linear layers of a decoder multiply in float8, and why others do not; None if none does."""
+    """Describes which linear layers of a decoder multiply in float8, and why others and experts do not.
+
+    Returns:
+        None if no layer does.
+    """
     layers = list(_linear_layers(root))
     inside = [layer for _, layer, _ in layers if _is_float8(layer)]
     if not inside:
@@ -131,6 +138,8 @@ def describe_float8(root: Any) -> str | None:
     for path, layer, reason in layers:
         if reason is not None and not _is_float8(layer):
             others.setdefault(reason, []).append(path)
+    if experts := [*find_experts(decoder_of(root))]:
+        others[_EXPERTS] = experts
     left = (
         f"; not {first}{f' and {len(more)} more' if more else ''}: {reason}"
         for reason, (first, *more) in others.items()
