@@ -189,6 +189,14 @@ class AttentionCase(OperationCase):
             arrays["spans"] = span_numbers(self.rows, self.spans)
         return arrays if self.top_k is None else arrays | index_operands(ids, draw, self.index_block)
 
+    def index_arguments(self, dtype: str) -> dict[str, Array]:
+        """What `Backend.index_loss` takes: scores no two of which are equal, so small that all have a probability."""
+        arrays = self.arguments(dtype)
+        weights = arrays["index_weights"] / 16
+        return {"index_q": arrays["index_q"], "index_k": arrays["index_k"], "index_weights": weights} | {
+            name: arrays[name] for name in ("q", "k")
+        }
+
     def options(self) -> dict[str, Any]:
         chosen = {name: getattr(self, name) for name in ("causal", "window", "softcap", "scale")}
         chosen |= {} if self.top_k is None else {"top_k": self.top_k}

@@ -67,6 +67,22 @@ def attention(case: AttentionCase, dtype: WorkingDtype) -> Expected:
     return _both(compute, dtype)
 
 
+def index_loss(case: AttentionCase, dout: Array, dtype: WorkingDtype) -> Expected:
+    """``[N]`` and the gradients of an indexer's operands."""
+    given, ids = case.index_arguments(dtype), segment_ids(case.rows)
+    assert case.top_k is not None
+    real, bounds = _compact(ids)
+    operands = [_take(x, real) for x in given.values()]
+    selected = reference.select(*operands[:3], bounds, top_k=case.top_k)
+
+    def compute(arithmetic: WorkingDtype) -> Result:
+        losses = reference.index_loss(*operands, bounds, selected=selected, dtype=arithmetic)
+        found = reference.index_loss_vjp(*operands, bounds, dout, selected=selected, dtype=arithmetic)
+        return losses, {name: _put(x, real, ids) for name, x in found.items()}
+
+    return _both(compute, dtype)
+
+
 @cache
 def rope(case: RopeCase, dtype: WorkingDtype) -> Expected:
     """``[B, S, H, D]`` and the gradient of ``x``."""

@@ -23,6 +23,7 @@ from conformance.reference_context import CutMethods
 from conformance.reference_documents import DocumentMethods
 from conformance.reference_experts import ExpertMethods
 from conformance.reference_scans import ScanMethods
+from conformance.reference_selection import SelectionMethods
 from conformance.reference_trees import TreeMethods
 from packing_core.protocol import (
     Array,
@@ -44,7 +45,16 @@ def backends() -> Mapping[str, BackendFactory]:
     return {"reference": Reference}
 
 
-class Reference(DocumentMethods, ScanMethods, ClipMethods, ExpertMethods, TreeMethods, CutMethods, PackingMethods):
+class Reference(
+    DocumentMethods,
+    ScanMethods,
+    SelectionMethods,
+    ClipMethods,
+    ExpertMethods,
+    TreeMethods,
+    CutMethods,
+    PackingMethods,
+):
     """Every level and every option of the protocol, in dense numpy."""
 
     description = f"numpy {np.__version__}"
@@ -78,31 +88,6 @@ class Reference(DocumentMethods, ScanMethods, ClipMethods, ExpertMethods, TreeMe
         column = np.arange(segment_ids.shape[1])
         after: Array = (spans[:, :, None] == spans[:, None, :]) & (spans[:, :, None] >= 0)
         return after & self.visible(segment_ids, False, None) & (column[:, None] < column)
-
-    def chosen(self, segment_ids: Array, seen: Array, scores: Array, top_k: int) -> Array:
-        """bool ``[B, S, S]``: the keys of the largest scores among those that a query sees."""
-        order = np.argsort(-np.where(seen, scores, -np.inf), axis=-1, kind="stable")
-        best = np.zeros_like(seen)
-        np.put_along_axis(best, order[..., :top_k], True, axis=-1)
-        return best & seen
-
-    def counted(self, segment_ids: Array) -> Sequence[tuple[int, int, int]]:
-        """The row, first token and end of everything from whose beginning blocks of keys are counted."""
-        return segments(segment_ids)
-
-    def chosen_blocks(self, segment_ids: Array, seen: Array, index: Sequence[Array], top_k: int, size: int) -> Array:
-        """bool ``[B, S, S]``: the keys of the best blocks that have ended, and those behind these."""
-        q, k, weights = index
-        best = np.zeros_like(seen)
-        for row, start, stop in self.counted(segment_ids):
-            blocks = np.arange(start, start + (stop - start) // size * size).reshape(-1, size)
-            products = np.einsum("ihf,jf->ihj", q[row], k[row][blocks].mean(1), dtype=np.float64)
-            scores = np.einsum("ih,ihj->ij", weights[row], np.maximum(products, 0))
-            for query in range(start, stop):
-                ended = (query - start + 1) // size
-                best[row, query, blocks[np.argsort(-scores[query, :ended])[:top_k]]] = True
-                best[row, query, start + ended * size : query + 1] = True
-        return best & seen
 
     def kv_head(self, heads: int, kv_heads: int) -> Array:
         """int ``[H]``: the key/value head that each query head reads."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
+from conformance import oracle
 from conformance.checks import check_isolated, compare_mask, visible_keys
-from conformance.draws import FULL, PADDED, AttentionCase, Rows, segment_ids
-from conformance.judge import Judge
+from conformance.draws import FULL, PADDED, AttentionCase, Rows, generator, segment_ids
+from conformance.judge import LARGE, Judge
+from conformance.oracle import Result
+from packing_core.protocol import Array, segments
 
 requirement = pytest.mark.requirement
 
@@ -109,3 +113,45 @@ def _compare_best_blocks(judge: Judge) -> None:
                 expected[0, query, best : best + 4] = True
         start += length
     compare_mask(judge, seen, expected)
+
+
+# | 3 | 4 | 7 | 1 | 9 | 8 of padding | and | 3 of padding | 5 | 16 | 8 |
+TWO_ROWS: Rows = (*AROUND, (-3, 5, 16, 8))
+
+
+@requirement("SPARSE-06")
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_k": TOP_K}, {"top_k": 12, "heads": 6, "kv_heads": 2}])
+def test_an_indexer_learns_from_attention_inside_each_segment(judge: Judge, options: dict[str, Any]) -> None:
+    case = AttentionCase(TWO_ROWS, **options)
+    dout = generator("index_loss").standard_normal(len(segments(segment_ids(TWO_ROWS)))).astype(np.float32)
+    before = _ask_index_loss(judge, case, dout)
+    judge.within(before, oracle.index_loss(case, dout, judge.dtype), segment_ids(TWO_ROWS), judge.dtype)  # type: ignore[arg-type]
+    if options["top_k"] == TOP_K:
+        for number in (0, 2, 4, 7):
+            _compare_others(judge, case, dout, before, number)
+
+
+def _ask_index_loss(
+    judge: Judge, case: AttentionCase, dout: Array, changed: Mapping[str, Array] | None = None
+) -> Result:
+    arrays = {**case.index_arguments(judge.dtype), **(changed or {})}
+    out, gradients = judge.ask(
+        "index_loss", *arrays.values(), segment_ids(case.rows), top_k=case.top_k, dtype=judge.dtype, dout=dout
+    )
+    return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in gradients.items()}
+
+
+def _compare_others(judge: Judge, case: AttentionCase, dout: Array, before: Result, number: int) -> None:
+    """Changes all operands of one segment, and compares the losses and gradients of the others."""
+    row, start, stop = segments(segment_ids(case.rows))[number]
+    changed = {name: x.copy() for name, x in case.index_arguments(judge.dtype).items()}
+    for name, x in changed.items():
+        x[row, start:stop] = generator("change", name).choice([-1, 1], x[row, start:stop].shape) * LARGE[judge.dtype]
+    after, because = _ask_index_loss(judge, case, dout, changed), f"segment {number} changed"
+    other, elsewhere = np.arange(len(dout)) != number, segment_ids(case.rows) > 0
+    elsewhere[row, start:stop] = False
+    judge.unmoved("the loss of others", before[0][other], after[0][other], because=because)
+    for name, x in before[1].items():
+        judge.unmoved(f"the gradient of {name} of others", x[elsewhere], after[1][name][elsewhere], because=because)
+    moved = stop - start == 1 or before[0][number] != after[0][number]  # a token alone always chooses itself
+    judge.holds(bool(moved), f"{because} and its loss did not move")

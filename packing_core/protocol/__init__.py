@@ -6,7 +6,7 @@ A stack takes part at four levels and implements what it has; every method left 
 
     collator      `plan`, `collate`                         documents in, batch out
     operation     `attention`, `rope`, `scan`,              each with its vector-Jacobian product
-                  `delta_rule`, `ssd`, `convolution`, `clips`, `experts`, `loss`, `reduce`
+                  `delta_rule`, `ssd`, `convolution`, `clips`, `index_loss`, `experts`, `loss`, `reduce`
     model         `forward`, `gradients`, `logprobs`,       batch in, numbers per token and gradients out
                   `embed`                                   documents in, a vector of each out
     trainer       `train`, `preference`                     documents in, updated weights or gradients out

@@ -21,6 +21,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
         "ssd",
         "convolution",
         "clips",
+        "index_loss",
         "experts",
         "loss",
         "reduce",
@@ -62,6 +63,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     "ssd": {"continued_segments": "parents=[N], segments that go on from the end of others"},
     "convolution": {"continued_segments": "parents=[N], segments that go on from the end of others"},
     "clips": {},
+    "index_loss": {},
     "experts": {
         "biased_experts": "up_bias=[E, O] and down_bias=[E, D]",
         "clamped_experts": "an activation with a limit (gpt-oss)",

@@ -231,6 +231,38 @@ class Operations:
         """
         raise self._lacks("convolution")
 
+    def index_loss(
+        self,
+        index_q: Array,
+        index_k: Array,
+        index_weights: Array,
+        q: Array,
+        k: Array,
+        segment_ids: Array,
+        *,
+        top_k: int,
+        dtype: str,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        """The loss by which an indexer learns what attention looks at (DeepSeek-V3.2, arXiv 2512.02556, equation 4).
+
+        Of a query it is the divergence of the softmax of its scores from its attention, both over the ``top_k`` keys
+        that it selects as in `attention`; attention is added up over heads and divided by its sum. Of a segment it is
+        the mean over its tokens.
+
+        Args:
+            index_q: float32 ``[B, S, I, F]``; index_k: ``[B, S, F]``; index_weights: ``[B, S, I]``.
+            q: ``[B, S, H, D]``; k: ``[B, S, K, D]``. They have no gradients.
+            segment_ids: ``[B, S]``.
+            dtype: of q and k; what is returned is in float32.
+            dout: ``[N]``, or None.
+
+        Returns:
+            ``[N]``, segments in reading order, and the gradients ``{"index_q", "index_k", "index_weights"}`` (empty
+            without ``dout``), zero at padding.
+        """
+        raise self._lacks("index_loss")
+
     def clips(
         self,
         features: Array,

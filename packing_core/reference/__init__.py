@@ -13,7 +13,7 @@ from packing_core.reference.experts import ExpertActivation, experts, experts_vj
 from packing_core.reference.loss import cross_entropy, cross_entropy_vjp, token_logprobs, token_logprobs_vjp
 from packing_core.reference.rope import rope, rope_vjp
 from packing_core.reference.scan import selective_scan, selective_scan_vjp
-from packing_core.reference.selection import select
+from packing_core.reference.selection import index_loss, index_loss_vjp, select
 
 __all__ = [
     "AttentionOptions",
@@ -30,6 +30,8 @@ __all__ = [
     "experts_vjp",
     "gated_delta_rule",
     "gated_delta_rule_vjp",
+    "index_loss",
+    "index_loss_vjp",
     "rope",
     "rope_vjp",
     "select",

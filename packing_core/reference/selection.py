@@ -1,4 +1,4 @@
-"""Keys that an indexer selects inside documents: the oracle of sparse attention over tokens.
+"""Keys that an indexer selects inside documents: the oracle of sparse attention over tokens, and of the indexer's loss.
 
 For query i and key j of one document, ``j <= i``, the score is (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 1)
 
@@ -8,15 +8,27 @@ and query i sees the ``top_k`` keys of the largest scores, all of them where the
 earlier key comes first. Where keys are chosen in blocks (Qwen 4), counted from the document's first token, the mean
 of a block stands for it, blocks that end after the query are left out, and query i also sees the keys behind the last
 other one, up to itself. The choice has no gradient.
+
+The indexer trains by a loss of its own (eq. 4). With t_ij, the attention of all heads to a selected key j, divided by
+the sum over these keys, it is for each document the mean over its queries i of
+
+    l_i = sum_j t_ij (log t_ij - log softmax_j(s_ij))       over selected keys j
+
+which has no gradient by way of t.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from packing_core.errors import PackingError
+from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain
+from packing_core.reference.attention import attention
 from packing_core.reference.layout import Boundaries, check_shape
+from packing_core.reference.loss import log_sum_exp
 from packing_core.reference.paths import documents
 
 
@@ -38,7 +50,7 @@ def select(
         LayoutError: shapes or boundaries contradict each other.
         PackingError: ``top_k`` or ``block`` is below 1.
     """
-    q, k, weights = _checked(q, k, weights)
+    q, k, weights = _checked("float64", q, k, weights)
     if min(top_k, block) < 1:
         raise PackingError(f"top_k is {top_k} in blocks of {block}: a query sees at least one key")
     tokens = len(q)
@@ -55,8 +67,98 @@ def select(
     return seen
 
 
-def _checked(q: npt.ArrayLike, k: npt.ArrayLike, weights: npt.ArrayLike) -> tuple[npt.NDArray[np.float64], ...]:
-    q, k, weights = (np.asarray(x, np.float64) for x in (q, k, weights))
+def index_loss(
+    index_q: npt.ArrayLike,
+    index_k: npt.ArrayLike,
+    index_weights: npt.ArrayLike,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    cu_seqlens: Boundaries,
+    *,
+    selected: npt.NDArray[np.bool_],
+    dtype: WorkingDtype = "float64",
+) -> npt.NDArray[np.float64]:
+    """The loss of an indexer in each document.
+
+    Args:
+        index_q, index_k, index_weights: ``q``, ``k`` and ``weights`` of `select`.
+        q, k: ``[T, H, D]``, ``[T, K, D]`` of attention.
+        cu_seqlens: ``[S+1]`` boundaries of the documents, starting at 0.
+        selected: ``[T, T]``, as `select` returns it.
+        dtype: working dtype that every operation is rounded to.
+
+    Returns:
+        ``[S]``.
+
+    Raises:
+        LayoutError: shapes or boundaries contradict each other.
+    """
+    index = _checked(dtype, index_q, index_k, index_weights)
+    attended = _attended(q, k, cu_seqlens, selected, dtype)
+    losses = []
+    for document in documents(cu_seqlens, len(index[0]), None):
+        terms = [
+            (wanted * (np.log(np.where(wanted > 0, wanted, 1)) - log_choice)).sum()
+            for _, _, _, log_choice, wanted in _queries(document.tokens, index, attended, selected)
+        ]
+        losses.append(operands(dtype, terms)[0].sum() / len(terms))
+    return plain(np.array(losses))
+
+
+def index_loss_vjp(
+    index_q: npt.ArrayLike,
+    index_k: npt.ArrayLike,
+    index_weights: npt.ArrayLike,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    cu_seqlens: Boundaries,
+    dout: npt.ArrayLike,
+    *,
+    selected: npt.NDArray[np.bool_],
+    dtype: WorkingDtype = "float64",
+) -> dict[str, npt.NDArray[np.float64]]:
+    """The gradients of ``(index_loss * dout).sum()``, dout ``[S]``: ``{"index_q", "index_k", "index_weights"}``."""
+    index = _checked(dtype, index_q, index_k, index_weights)
+    attended = _attended(q, k, cu_seqlens, selected, dtype)
+    (douts,) = operands(dtype, dout)
+    dq, dk, dweights = (np.zeros_like(x) for x in index)
+    for number, document in enumerate(documents(cu_seqlens, len(dq), None)):
+        for query, keys, products, log_choice, wanted in _queries(document.tokens, index, attended, selected):
+            of_scores = (np.exp(log_choice) - wanted) * (douts[number] / len(document.tokens))
+            of_products = of_scores[:, None] * (index[2][query] * (products > 0))
+            dweights[query] = of_scores @ np.maximum(products, 0)
+            dq[query] = of_products.T @ index[1][keys]
+            dk[keys] += of_products @ index[0][query]
+    return {"index_q": plain(dq), "index_k": plain(dk), "index_weights": plain(dweights)}
+
+
+def _attended(
+    q: npt.ArrayLike, k: npt.ArrayLike, cu_seqlens: Boundaries, selected: npt.NDArray[np.bool_], dtype: WorkingDtype
+) -> Array:
+    """``[T, T]``, the attention to selected keys, added up over heads."""
+    one = np.eye(len(selected))[:, None].repeat(np.shape(k)[1], 1)
+    (by_head,) = operands(dtype, attention(q, k, one, cu_seqlens, selected=selected, dtype=dtype))
+    total: Array = by_head.sum(1)
+    return total
+
+
+def _queries(
+    tokens: npt.NDArray[np.int64], index: tuple[Array, ...], attended: Array, selected: npt.NDArray[np.bool_]
+) -> Iterator[tuple[int, npt.NDArray[np.int64], Array, Array, Array]]:
+    """Of each query its keys [n], their products [n, H], the logarithm of the indexer's softmax, and the target [n]."""
+    q, k, weights = index
+    for query in tokens:
+        (keys,) = selected[query].nonzero()
+        products = k[keys] @ q[query].T
+        scores = np.maximum(products, 0) @ weights[query]
+        wanted = attended[query, keys]
+        yield query, keys, products, scores - log_sum_exp(scores[None])[0], wanted / wanted.sum()
+
+
+def _checked(
+    dtype: WorkingDtype, q: npt.ArrayLike, k: npt.ArrayLike, weights: npt.ArrayLike
+) -> tuple[Array, Array, Array]:
+    q, k, weights = operands(dtype, q, k, weights)
     check_shape("q", q, (None, None, None), "[T, H, D]")
     tokens, heads, width = q.shape
     check_shape("k", k, (tokens, width), "[T, D]")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from packing_core.errors import LayoutError, PackingError
-from packing_core.reference import attention, attention_lse, attention_vjp, select
+from packing_core.reference import attention, attention_lse, attention_vjp, index_loss, index_loss_vjp, select
 from tests.packing_core.finite_differences import assert_gradients
 
 # Three documents of 4, 1 and 3 tokens, and 2 tokens that belong to none:  aaaa b ccc ..
@@ -213,3 +213,29 @@ def test_attention_over_selected_keys_is_that_of_the_keys_alone() -> None:
     np.testing.assert_allclose(out[:4], v[:4])
     alone = attention(q[[1, 3, 4]], k[[1, 3, 4]], v[[1, 3, 4]], [0, 3], selected=[[1, 1, 0]] * 3)
     np.testing.assert_allclose(out[4], alone[2])
+
+
+def test_the_loss_of_an_indexer_is_its_divergence_in_each_document_and_its_gradients_are_slopes() -> None:
+    """Written out for one query: of a document's three tokens, the last one chooses among two keys of three."""
+    rng = np.random.default_rng(4)
+    index = {"index_q": rng.standard_normal((5, 2, 3)), "index_k": rng.standard_normal((5, 3))}
+    index["index_weights"] = rng.standard_normal((5, 2))
+    q, k = rng.standard_normal((5, 4, 3)), rng.standard_normal((5, 2, 3))
+    selected = select(*index.values(), [0, 2, 5], top_k=2)
+    losses = index_loss(**index, q=q, k=k, cu_seqlens=[0, 2, 5], selected=selected)
+    keys = np.flatnonzero(selected[4])
+    assert len(keys) == 2 and keys.min() >= 2
+    scores = [
+        sum(w * max(a @ index["index_k"][j], 0) for w, a in zip(index["index_weights"][4], index["index_q"][4]))
+        for j in keys
+    ]
+    choice = np.exp(scores) / np.exp(scores).sum()
+    by_head = [np.exp([q[4, h] @ k[j, h // 2] / math.sqrt(3) for j in keys]) for h in range(4)]
+    target = sum(weights / weights.sum() for weights in by_head) / 4
+    last = (target * np.log(target / choice)).sum()
+    without = index_loss(**index, q=q, k=k, cu_seqlens=[0, 2, 4], selected=selected)  # of the first two of the three
+    np.testing.assert_allclose(losses[1], (2 * without[1] + last) / 3, rtol=1e-12)
+    dout = np.array([0.7, -1.3])
+    options = {"q": q, "k": k, "cu_seqlens": [0, 2, 5], "selected": selected}
+    found = index_loss_vjp(**index, **options, dout=dout)
+    assert_gradients(lambda **moved: (index_loss(**moved, **options) * dout).sum(), index, found)

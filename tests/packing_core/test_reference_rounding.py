@@ -42,12 +42,18 @@ CLIP_DOUT = normal(20, 5)
 EXPERTS = {"x": Q[:, 0], "indices": np.stack([np.arange(TOKENS) % 3, (np.arange(TOKENS) + 1) % 3], axis=1)}
 EXPERTS |= {"weights": np.abs(normal(TOKENS, 2)), "up": normal(3, 12, 8) / 4, "down": normal(3, 8, 6) / 4}
 
+INDEX = {"index_q": Q, "index_k": normal(TOKENS, 8), "index_weights": normal(TOKENS, 4), "q": Q, "k": K}
+INDEX |= {"cu_seqlens": CU_SEQLENS}
+INDEX["selected"] = reference.select(*list(INDEX.values())[:3], CU_SEQLENS, top_k=9)
+
 CALLS = {
     "attention": lambda dtype: reference.attention(Q, K, V, CU_SEQLENS, dtype=dtype, **ATTENTION),
     "attention_lse": lambda dtype: reference.attention_lse(Q, K, CU_SEQLENS, dtype=dtype, **ATTENTION)[:48],
     "attention_vjp": lambda dtype: reference.attention_vjp(
         Q, K, V, CU_SEQLENS, Q, dlse=V[:, :, 0].repeat(2, axis=1), dtype=dtype, **ATTENTION
     ),
+    "index_loss": lambda dtype: reference.index_loss(**INDEX, dtype=dtype),
+    "index_loss_vjp": lambda dtype: reference.index_loss_vjp(**INDEX, dout=[1.0, -0.5, 2.0], dtype=dtype),
     "rope": lambda dtype: reference.rope(Q, np.arange(TOKENS), INV_FREQ, dtype=dtype),
     "rope_vjp": lambda dtype: reference.rope_vjp(Q, np.arange(TOKENS), INV_FREQ, Q, interleaved=True, dtype=dtype),
     "cross_entropy": lambda dtype: np.array(reference.cross_entropy(Q[:, 0], TARGETS, dtype=dtype)),

@@ -38,13 +38,14 @@ from torch_backend.conformance.experts import ExpertMethods
 from torch_backend.conformance.ranks import ContextMethods, on_ranks
 from torch_backend.conformance.reductions import DocumentMethods
 from torch_backend.conformance.scans import ScanMethods
-from torch_backend.conformance.tensors import TensorMethods, to_numpy
+from torch_backend.conformance.selection import SelectionMethods
+from torch_backend.conformance.tensors import to_numpy
 from torch_backend.interpretation import interpret_quickly
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections, request_of
 from torch_backend.ops.attention.probe import Probed
-from torch_backend.ops.attention.selected import LongDocuments, select, select_pooled, selected_attention
+from torch_backend.ops.attention.selected import LongDocuments, selected_attention
 from torch_backend.ops.document_batches import per_document
 from torch_backend.ops.rope import apply_rope
 from torch_backend.patching import patch
@@ -137,7 +138,7 @@ def _request(device: torch.device, dtype: str) -> AttentionRequest:
     )
 
 
-class AttentionStack(TensorMethods):
+class AttentionStack(SelectionMethods):
     """The levels that depend on the attention implementation: attention itself and a model's forward and backward."""
 
     def __init__(self, name: str, device: torch.device, declared: Capabilities) -> None:
@@ -171,21 +172,13 @@ class AttentionStack(TensorMethods):
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
             if long is not None:
                 request = request_of(q, k, v, packed, sinks=sinks, **options)
-                selected = self._selected(index, long, top_k)
+                selected = self.selected(index, long, top_k)
                 out = selected_attention(q, k, v, selected, long, request, sinks=sinks, implementation=self.name)
                 return out.unflatten(0, call.segment_ids.shape)
             chosen = {"sinks": sinks, "alibi_slopes": slopes, "implementation": self.name, **options}
             return attention(q, k, v, packed, **chosen).unflatten(0, call.segment_ids.shape)
 
         return self._run(attend, call)
-
-    def _selected(self, index: Sequence[Tensor], long: LongDocuments, top_k: int) -> Tensor:
-        q, k, weights = index
-        if long.block == 1:
-            return select(q, k, weights, long, top_k=top_k)
-        keys = (x[: len(x) // long.block * long.block] for x in k[long.places].split(long.lengths))
-        pooled = [x.unflatten(0, (-1, long.block)).mean(1) for x in keys]
-        return select_pooled(q * weights.unsqueeze(-1), pooled, long, top_k=top_k)  # weights are not below 0
 
     def forward(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> Array:
         with torch.no_grad():

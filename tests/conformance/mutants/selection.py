@@ -77,3 +77,27 @@ class BlocksBeforeTheirEnd(Mutant, rejected_by="SPARSE-05"):
         own = (position_ids(segment_ids) % size == size - 2)[..., None]
         later = np.concatenate([best[:, 1:], best[:, -1:]], 1)
         return np.where(own, later & seen, best)
+
+
+class TargetOverTheRow(Mutant, rejected_by="SPARSE-06"):
+    """The indexer learns from attention over all of the row before the query, other segments included."""
+
+    def target(self, q, k, chosen):
+        row = np.broadcast_to(np.tri(chosen.shape[1], dtype=bool), chosen.shape)
+        return super().target(q, k, row) * chosen
+
+
+class ChoiceAmongTheRow(Mutant, rejected_by="SPARSE-06"):
+    """The softmax of the indexer's scores also runs over the selected keys of the query before it in the row."""
+
+    def choice(self, scores, chosen):
+        before = np.concatenate([chosen[:, :1], chosen[:, :-1]], 1)
+        return super().choice(scores, chosen | before) * chosen
+
+
+class LossOverTheRow(Mutant, rejected_by="SPARSE-06"):
+    """The loss of a segment is a mean over the real tokens of its row."""
+
+    def share_of_queries(self, segment_ids):
+        share = super().share_of_queries(segment_ids) > 0
+        return share / np.maximum((segment_ids > 0).sum(-1), 1)[:, None]
