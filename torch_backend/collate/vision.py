@@ -72,7 +72,8 @@ class VisionReader:
 
     Args:
         model: the model.
-        processor: makes tokens and image tensors of raw examples. None takes processed examples alone.
+        processor: makes tokens and image tensors of raw examples. None takes processed examples alone. A feature
+            extractor makes features of clips beside ``input_ids``, where the encoder takes clips of one length.
         loss: what is trained of ``messages``: every text token, or the assistant's turns, which the chat template has
             to mark by ``{% generation %}``. Of ``prompt`` and ``completion`` it is the completion.
         collate: makes a batch of one example in place of the processor, such as the collator of a trainer; its labels
@@ -97,6 +98,7 @@ class VisionReader:
         if processor is not None:
             check_processor(processor, model)
         self.processor = processor
+        self.extractor = getattr(processor, "feature_extractor", processor)
         self.loss = loss
         self.collate = collate
         self.name = getattr(collate, "name", type(processor or collate).__name__)
@@ -110,7 +112,7 @@ class VisionReader:
     @property
     def _rate(self) -> dict[str, Any]:
         """Returns what tells a processor the rate of clips, which :mod:`.sounds` has resampled."""
-        return {"sampling_rate": self.processor.feature_extractor.sampling_rate} if "audio" in self.kinds else {}
+        return {"sampling_rate": self.extractor.sampling_rate} if "audio" in self.kinds else {}
 
     def pad_id(self, default: int) -> int:
         """Returns the token that fills padding, which the processor's tokeniser knows better than some configs."""
@@ -133,7 +135,7 @@ class VisionReader:
         if self.collate is not None:
             found = self._called(where, self.collate, [dict(example)])
         elif example.get("input_ids") is not None:
-            found = {name: value for name, value in example.items() if name not in RAW}
+            found = {name: value for name, value in example.items() if name not in RAW} | self._heard(example, where)
         else:
             found = self._process(example, where)
         return self._checked(found, where)
@@ -201,6 +203,11 @@ class VisionReader:
                 f"{where} has a video: run the processor on it first, and pass input_ids with pixel_values_videos"
             )
         media = self._media(example, turns, where)
+        if self._of_one_length and (media["audio"] or getattr(self.processor, "tokenizer", None) is None):
+            raise UnsupportedError(
+                f"{where} has text, and no processor of {self.vision.model} writes tokens beside clips that are read "
+                "already: pass input_ids, with the audio tokens of every clip, beside audio"
+            )
         if example.get("messages") is not None:
             return self._messages(_with_media(example["messages"], media, where), where)
         if example.get("prompt") is not None and example.get("completion") is not None:
@@ -224,11 +231,26 @@ class VisionReader:
         return {kind: read[kind](example, where) for kind in self.kinds}
 
     def _clips(self, example: Mapping[str, Any], where: str) -> list[Any]:
-        extractor = self.processor.feature_extractor
+        extractor = self.extractor
         seconds = getattr(self.processor, "max_audio_len", None)
         longest = extractor.n_samples if self.vision.audio is not None and self.vision.audio.cuts else None
         longest = longest if seconds is None else seconds * extractor.sampling_rate
-        return clips_of(example, where, extractor.sampling_rate, longest)
+        return clips_of(example, where, extractor.sampling_rate, None if self._of_one_length else longest)
+
+    @property
+    def _of_one_length(self) -> bool:
+        """Returns whether the encoder takes clips of one length, into which longer ones are cut."""
+        return self.vision.audio is not None and self.vision.audio.encoder == "equal"
+
+    def _heard(self, example: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+        """The features [clips, bins, frames] of an example's clips beside its tokens, as Voxtral's processor has it."""
+        if not self._of_one_length or self.extractor is None or example.get(FEATURES) is not None:
+            return {}
+        options = {**self._rate, "padding": True, "truncation": False, "return_tensors": "pt"}
+        options["pad_to_multiple_of"] = self.extractor.n_samples
+        heard = [self._called(where, self.extractor, clip, **options)[FEATURES] for clip in self._clips(example, where)]
+        width = self.extractor.nb_max_frames
+        return {FEATURES: torch.cat([x[0].unflatten(1, (-1, width)).transpose(0, 1) for x in heard])} if heard else {}
 
     def _messages(self, messages: list[dict[str, Any]], where: str) -> dict[str, Any]:
         marks = self.loss == "assistant"

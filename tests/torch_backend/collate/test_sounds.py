@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 import torch
 import transformers
 from torch.utils.data import DataLoader
+from transformers import WhisperFeatureExtractor
+from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
 
 import torch_backend
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
 from tests.processes import limited
-from tests.torch_backend.audio_models import AUDIO, audio_model
+from tests.torch_backend.audio_models import AUDIO, BINS, audio_model
 from tests.torch_backend.audio_processors import PROCESSORS, RATE, omni_processor, sound, wav
 from tests.torch_backend.collate import test_vision_collator
 from tests.torch_backend.collate.test_audio_collator import assert_same
@@ -24,7 +27,7 @@ from tests.torch_backend.processors import picture
 from tests.torch_backend.vision_models import IMAGE
 from torch_backend import PackedCollator, PackedMediaDataset
 from torch_backend.collate.sounds import clips_of, resampled
-from torch_backend.hf.anatomy.audio import FEATURES
+from torch_backend.hf.anatomy.audio import FEATURES, audio_of
 
 chat = partial(test_vision_collator.chat, column="audios")
 
@@ -192,3 +195,31 @@ def test_a_model_of_images_takes_no_audio() -> None:
     collate = PackedCollator(vision_model("llava"), processor=tiny_processor("llava"))
     with pytest.raises(UnsupportedError, match="example 0 has audio, which LlavaForCond.* does not take packed"):
         collate([chat(at_rate(sound(0.1)))])
+
+
+def test_clips_beside_tokens_are_heard_as_by_voxtrals_processor() -> None:
+    """Its tokeniser is not needed; a clip longer than the encoder's length is cut into clips of it."""
+    model = audio_model("voxtral")
+    extractor = WhisperFeatureExtractor(
+        feature_size=BINS, sampling_rate=RATE, hop_length=200, chunk_length=1, n_fft=400
+    )
+    clips, audio = [sound(0.4, 1), sound(1.5, 2)], audio_of(model.config)
+    count = audio.tokens(audio.width) * 3
+    ids = [5, *[AUDIO] * count, 6, 7]
+    own = VoxtralProcessor._retrieve_input_features
+    options = {"sampling_rate": RATE, "padding": True, "truncation": False, "pad_to_multiple_of": RATE}
+    options |= {"max_source_positions": audio.width, "return_tensors": "pt"}
+    features = own(SimpleNamespace(feature_extractor=extractor), clips, **options)
+    assert features.shape == (3, BINS, audio.width)
+    collate = PackedCollator(torch_backend.patch(model, verify=False), 128, processor=extractor)
+    batch = collate([{"input_ids": ids, "audios": [at_rate(clip) for clip in clips]}, {"input_ids": [8, 9]}])
+    want = collate([{"input_ids": ids, FEATURES: features}, {"input_ids": [8, 9]}])
+    assert torch.equal(batch[FEATURES], want[FEATURES]) and torch.equal(batch["labels"], want["labels"])
+    assert update(model, [batch])["loss"].isfinite()
+    with pytest.raises(LayoutError, match="example 0 has .* audio tokens and clips of"):
+        collate([{"input_ids": ids, "audio": at_rate(clips[0])}])
+    with pytest.raises(UnsupportedError, match="example 0 has text, and no processor of Voxtral.* pass input_ids"):
+        collate([chat(at_rate(clips[0]))])
+    other = WhisperFeatureExtractor(feature_size=BINS + 1)
+    with pytest.raises(PackingError, match="the feature extractor of WhisperFeatureExtractor makes 9 mel bins"):
+        PackedCollator(model, 128, processor=other)

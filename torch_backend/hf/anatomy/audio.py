@@ -145,7 +145,11 @@ class Audio:
                 f"{name} marks audio by the token {its} and {kind} expects {self.placeholder}: pass the processor of "
                 "the model"
             )
-        bins = getattr(processor.feature_extractor, "feature_size", tower.num_mel_bins)
+        self.check_bins(processor.feature_extractor, name, kind, tower)
+
+    def check_bins(self, extractor: Any, name: str, kind: str, tower: Any) -> None:
+        """Raises PackingError if a feature extractor makes other features than a model takes."""
+        bins = getattr(extractor, "feature_size", tower.num_mel_bins)
         if bins != tower.num_mel_bins:
             raise PackingError(
                 f"the feature extractor of {name} makes {bins} mel bins and the encoder of {kind} takes "

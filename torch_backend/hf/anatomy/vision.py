@@ -223,6 +223,9 @@ def check_processor(processor: Any, model: nn.Module) -> None:
     name, kind = type(processor).__name__, type(root).__name__
     tokenizer = getattr(processor, "tokenizer", None)
     if (audio := audio_of(config)) is not None:
+        if audio.encoder == "equal" and hasattr(processor, "nb_max_frames"):  # a feature extractor
+            audio.check_bins(processor, name, kind, config.audio_config)
+            return
         if tokenizer is None or getattr(processor, "feature_extractor", None) is None:
             raise PackingError(
                 f"processor is a {name}, which has no tokenizer and feature_extractor: pass transformers.AutoProcessor"
