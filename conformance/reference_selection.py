@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from packing_core.protocol import Array, Backend, Gradients, segments
+from packing_core.protocol import Array, Backend, Gradients, OperationCall, segments, takes_call
 
 
 class SelectionMethods(Backend):
@@ -40,27 +40,16 @@ class SelectionMethods(Backend):
                 best[row, query, start + ended * size : query + 1] = True
         return best & seen
 
-    def index_loss(
-        self,
-        index_q: Array,
-        index_k: Array,
-        index_weights: Array,
-        q: Array,
-        k: Array,
-        segment_ids: Array,
-        *,
-        top_k: int,
-        dtype: str,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        index_q, index_k, index_weights = (np.asarray(x, np.float64) for x in (index_q, index_k, index_weights))
-        ids = segment_ids
+    @takes_call("index_q", "index_k", "index_weights")
+    def index_loss(self, call: OperationCall) -> tuple[Array, Gradients]:
+        index_q, index_k, index_weights = (np.asarray(x, np.float64) for x in call.operands.values())
+        ids, dout = call.segment_ids, call.dout
         seen = (ids[:, :, None] == ids[:, None, :]) & (ids > 0)[..., None] & np.tri(ids.shape[1], dtype=bool)
         products = np.einsum("bihf,bjf->bihj", index_q, index_k)
         shown = np.maximum(products, 0)
         scores = np.einsum("bih,bihj->bij", index_weights, shown)
-        chosen = self.chosen(ids, seen, scores, top_k)
-        target, choice = self.target(q, k, chosen), self.choice(scores, chosen)
+        chosen = self.chosen(ids, seen, scores, call.options["top_k"])
+        target, choice = self.target(call.options["q"], call.options["k"], chosen), self.choice(scores, chosen)
         logs = (np.log(np.where(x > 0, x, 1.0)) for x in (target, choice))
         of_query = (target * (next(logs) - next(logs))).sum(-1)
         share = self.share_of_queries(ids)

@@ -118,3 +118,9 @@ def plain_gradients(**gradients: Array | None) -> dict[str, npt.NDArray[np.float
 def sigmoid(x: Array) -> Array:
     """``1 / (1 + exp(-x))``, written with tanh so that it never overflows."""
     return 0.5 * (np.tanh(0.5 * x) + 1.0)
+
+
+def log_softmax(x: Array) -> Array:
+    """Over the last axis; the largest value comes off first, or exp would overflow."""
+    largest = x.max(axis=-1, keepdims=True)
+    return x - (np.log(np.exp(x - largest).sum(axis=-1, keepdims=True)) + largest)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packing_core.errors import LayoutError
-from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain
+from packing_core.reference.arithmetic import Array, WorkingDtype, log_softmax, operands, plain
 from packing_core.reference.layout import check_shape
 
 Float64 = npt.NDArray[np.float64]
@@ -150,6 +150,4 @@ def _log_softmax(
             f"target {targets[wrong[0]]} of row {wrong[0]} is neither one of {classes} classes nor the ignored "
             f"{ignore_index}: pass ignore_index if another value marks rows without a target"
         )
-    x = logits[rows] / temperature
-    largest = x.max(axis=1, keepdims=True)  # comes off first, or exp overflows
-    return x - (np.log(np.exp(x - largest).sum(axis=1, keepdims=True)) + largest), rows, targets
+    return log_softmax(logits[rows] / temperature), rows, targets

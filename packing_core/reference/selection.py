@@ -25,10 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from packing_core.errors import PackingError
-from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain
+from packing_core.reference.arithmetic import Array, WorkingDtype, log_softmax, operands, plain
 from packing_core.reference.attention import attention
 from packing_core.reference.layout import Boundaries, check_shape
-from packing_core.reference.loss import log_sum_exp
 from packing_core.reference.paths import documents
 
 
@@ -152,7 +151,7 @@ def _queries(
         products = k[keys] @ q[query].T
         scores = np.maximum(products, 0) @ weights[query]
         wanted = attended[query, keys]
-        yield query, keys, products, scores - log_sum_exp(scores[None])[0], wanted / wanted.sum()
+        yield query, keys, products, log_softmax(scores), wanted / wanted.sum()
 
 
 def _checked(

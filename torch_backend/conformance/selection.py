@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from packing_core import protocol
-from packing_core.protocol import Array, Gradients
+from packing_core.protocol import Array, Gradients, OperationCall, takes_call
 from torch_backend.conformance.tensors import TensorMethods
 from torch_backend.ops.attention import request_of
 from torch_backend.ops.attention.index_loss import IndexFactors, index_loss
@@ -34,31 +34,20 @@ class SelectionMethods(TensorMethods):
         pooled = [x.unflatten(0, (-1, long.block)).mean(1) for x in keys]
         return select_pooled(q * weights.unsqueeze(-1), pooled, long, top_k=top_k)  # weights are not below 0
 
-    def index_loss(
-        self,
-        index_q: Array,
-        index_k: Array,
-        index_weights: Array,
-        q: Array,
-        k: Array,
-        segment_ids: Array,
-        *,
-        top_k: int,
-        dtype: str,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        attended = [x.detach().flatten(0, 1) for x in self._operands({"q": q, "k": k}, dtype).values()]
-        packed = self._packed(segment_ids)
-        real = np.flatnonzero(segment_ids.ravel()[protocol.cu_seqlens(segment_ids)[:-1]])
+    @takes_call("index_q", "index_k", "index_weights")
+    def index_loss(self, call: OperationCall) -> tuple[Array, Gradients]:
+        attended = {name: call.options[name] for name in ("q", "k")}
+        q, k = (x.detach().flatten(0, 1) for x in self._operands(attended, call.dtype).values())
+        packed = self._packed(call.segment_ids)
+        real = np.flatnonzero(call.segment_ids.ravel()[protocol.cu_seqlens(call.segment_ids)[:-1]])
         long = LongDocuments.of(packed, 0, [[number] for number in real.tolist()])
         assert long is not None
 
-        def losses(index_q: Tensor, index_k: Tensor, index_weights: Tensor) -> Tensor:
-            index = [x.flatten(0, 1) for x in (index_q, index_k, index_weights)]
-            chosen = self.selected(index, long, top_k)
-            request = request_of(*attended, attended[1], packed)
-            return index_loss(IndexFactors(*index), *attended, chosen, long, request, implementation=self.name)
+        def losses(**operands: Tensor) -> Tensor:
+            index = [x.flatten(0, 1) for x in operands.values()]
+            chosen = self.selected(index, long, call.options["top_k"])
+            request = request_of(q, k, k, packed)
+            return index_loss(IndexFactors(*index), q, k, chosen, long, request, implementation=self.name)
 
-        index = {"index_q": index_q, "index_k": index_k, "index_weights": index_weights}
-        operands = {name: torch.tensor(x, device=self.device).requires_grad_() for name, x in index.items()}
-        return self._out_and_gradients(losses, operands, dout)
+        exact = {name: torch.tensor(x, device=self.device).requires_grad_() for name, x in call.operands.items()}
+        return self._run(losses, call, exact)

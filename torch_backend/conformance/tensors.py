@@ -34,9 +34,18 @@ class TensorMethods(Backend):
         of_runs[real] = np.where(parents >= 0, real[parents], -1)
         return PackedMetadata.from_lengths(lengths, device=self.device, parents=of_runs.tolist())
 
-    def _run(self, function: Callable[..., Tensor], call: protocol.OperationCall) -> tuple[Array, Gradients]:
-        """The output of ``function(**operands)`` and, where the call has a ``dout``, the operands' gradients."""
-        operands = self._operands(call.operands, call.dtype)
+    def _run(
+        self,
+        function: Callable[..., Tensor],
+        call: protocol.OperationCall,
+        operands: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Array, Gradients]:
+        """The output of ``function(**operands)`` and, where the call has a ``dout``, the operands' gradients.
+
+        Args:
+            operands: those of the call, if not in its dtype.
+        """
+        operands = self._operands(call.operands, call.dtype) if operands is None else operands
         with torch.set_grad_enabled(call.dout is not None):
             out = function(**operands)
         if call.dout is None:
