@@ -7,8 +7,9 @@ Both modules get another forward (:mod:`.edits.override`). Hooks would be simple
 ``model.forward(...)``, as PEFT did up to 0.20, passes them by.
 
 What a call carries from the model to its decoder and its head belongs to the call, not to the model, because threads
-may share a model. It stands in a :class:`threading.local`, which torch.compile can trace, unlike a context variable.
-Layers do not compute with it: recomputation runs on other threads, so they receive the segments as an argument.
+may share a model. It stands in :data:`THREAD`, a :class:`threading.local`, which torch.compile can trace, unlike a
+context variable. Layers do not compute with it: recomputation runs on other threads, so they receive the segments as an
+argument, and say what they run for functions inside that get none.
 """
 
 from __future__ import annotations
@@ -62,22 +63,41 @@ class Running:
     outer: Running | None
 
 
-class _CurrentCall(threading.local):
-    """The innermost call that runs on this thread.
+class _Thread(threading.local):
+    """What runs on this thread.
 
     Set in ``__init__``: where a class has a default, torch.compile (2.11) reads the default and not the thread's value.
+
+    Attributes:
+        call: the innermost call of a patched model.
+        layer: the packed forward of the decoder layer that runs, for the experts in it.
+        segments: those of the recurrent layer that runs, for a scan in it (:mod:`.edits.stand_ins`).
+        padded: the models whose calls stay padded (:mod:`.inputs.unpadding`).
     """
 
     def __init__(self) -> None:
         self.call: Running | None = None
+        self.layer: PackedForward | None = None
+        self.segments: Any = None
+        self.padded: tuple[nn.Module, ...] = ()
 
 
-_thread = _CurrentCall()
+THREAD = _Thread()
+
+
+def run_with(name: str, value: Any, call: Call, /, *args: Any, **kwargs: Any) -> Any:
+    """``call(*args, **kwargs)``, while an attribute of :data:`THREAD` has another value."""
+    outer = getattr(THREAD, name)
+    setattr(THREAD, name, value)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        setattr(THREAD, name, outer)
 
 
 def running(patched: object) -> Running | None:
     """The innermost call of a patched model that runs on this thread, None between its calls."""
-    call = _thread.call
+    call = THREAD.call
     while call is not None and call.patched is not patched:
         call = call.outer
     return call
@@ -85,17 +105,12 @@ def running(patched: object) -> Running | None:
 
 def current_forward() -> PackedForward | None:
     """The packed forward of the innermost call on this thread; None outside of packed calls."""
-    return None if _thread.call is None else _thread.call.forward
+    return None if THREAD.call is None else THREAD.call.forward
 
 
-def run_inside(patched: Entered, forward: PackedForward | None, call: Call, *args: Any, **kwargs: Any) -> Any:
+def run_inside(patched: Entered, forward: PackedForward | None, call: Call, /, *args: Any, **kwargs: Any) -> Any:
     """``call(*args, **kwargs)``, in which :func:`current_forward` is ``forward``."""
-    outer = _thread.call
-    _thread.call = Running(patched, forward, outer)
-    try:
-        return call(*args, **kwargs)
-    finally:
-        _thread.call = outer
+    return run_with("call", Running(patched, forward, THREAD.call), call, *args, **kwargs)
 
 
 def lead_to_entry(wrapper: nn.Module, root: nn.Module) -> None:

@@ -2,14 +2,13 @@
 
 A call of a module of experts, its tokens and its router's choices -> :func:`run_experts` -> ``ops.experts``. In a
 packed forward, padding routes to no expert. Which tokens are padding is known to the packed forward, and experts
-receive hidden states alone, so the decoder layer around them says it for the time of its call (:func:`run_within`). It
-does so on whatever thread the layer runs, also where gradient checkpointing runs it again.
+receive hidden states alone, so the decoder layer around them says it for the time of its call (``THREAD.layer`` of
+:mod:`.entry`). It does so on whatever thread the layer runs, also where gradient checkpointing runs it again.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ from torch_backend.hf.anatomy.experts import (
     stored_in_4_bits,
     weights_of,
 )
-from torch_backend.hf.forward import PackedForward
+from torch_backend.hf.entry import THREAD
 from torch_backend.ops.experts import Adapter, ExpertsRequest, experts, request_of, select
 
 NAME = "crosspack"
@@ -40,31 +39,6 @@ class ExpertsChoice:
 
     implementation: str
     request: ExpertsRequest
-
-
-class _Around(threading.local):
-    """The packed forward of this thread; set in ``__init__`` for torch.compile, as in :mod:`.entry`."""
-
-    def __init__(self) -> None:
-        self.forward: PackedForward | None = None
-
-
-_thread = _Around()
-
-
-def packed_around() -> PackedForward | None:
-    """The packed forward whose decoder layer runs on this thread, None outside of one."""
-    return _thread.forward
-
-
-def run_within(forward: PackedForward | None, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``call(*args, **kwargs)``, in which experts belong to ``forward``."""
-    outer = _thread.forward
-    _thread.forward = forward
-    try:
-        return call(*args, **kwargs)
-    finally:
-        _thread.forward = outer
 
 
 def register() -> None:
@@ -105,7 +79,7 @@ def run_experts(
     Returns:
         [T, D], dtype of ``hidden``.
     """
-    forward = packed_around()
+    forward = THREAD.layer
     biases = (getattr(module, f"{layout.up}_bias"), module.down_proj_bias) if layout.biased else (None, None)
     dtype = None
     if torch.is_autocast_enabled(hidden.device.type):

@@ -109,6 +109,8 @@ class PackedForward(BlockMask):
         waiting: arguments of the model that wait for its inner model, while the head gets rows of documents.
         over_ranks: whether the batch is cut over ranks; ``segments`` are then the pieces that this one holds.
         part: what this rank holds of the batch then; None for all of it.
+        added_up: over how many ranks the losses of the model are added up, so that each adds its part of a router's.
+            The loss of a batch that was cut before the call weighs it by the rank's targets, and is one.
         context: the share of this rank, where layers run as between ranks, because a document lies on several; None
             where they run as on one rank.
         method: how attention crosses ranks then, as the user named it.
@@ -147,6 +149,7 @@ class PackedForward(BlockMask):
         self.segments = segments
         self.over_ranks, self.part = share is not None, share
         self.context = share if crosses else None
+        self.added_up = 1
         self.method = method
         self.numbers = numbers
         self.waiting: dict[str, Any] = {}

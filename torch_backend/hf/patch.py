@@ -292,7 +292,8 @@ class Patched(BatchReader):
         kwargs = self.rows.begin(forward, kwargs)
         forward.blank = blank_media(self.root, self.decoder, kwargs)
         call = by_loss_function(self.root, call)
-        call = router.over_ranks(self.root, call, share, kwargs, whole=whole)
+        forward.added_up = share.ranks if whole else 1
+        call = router.over_ranks(self.root, call, share, kwargs)
         with nullcontext() if share is None or not self.root.training else draws_of_rank(share):
             output = run_inside(self, forward, call, *args, **kwargs)
         if not forward.handed_over:
@@ -301,7 +302,7 @@ class Patched(BatchReader):
                 "its documents would see each other"
             )
         output = self.rows.end(forward, output)
-        output = router.with_document_loss(self.root, forward, kwargs, output, whole=whole)
+        output = router.with_document_loss(self.root, forward, kwargs, output)
         output = with_index_loss(self.root, forward, output)
         if whole and kwargs.get("labels") is not None:
             output = with_loss_over_ranks(output, share)

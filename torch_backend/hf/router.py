@@ -15,10 +15,9 @@ tokens, or beside none, from the router logits in the output of its decoder.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.structure import with_values
 from torch_backend.hf.edits.override import OUTER, has_own_forward, original_class
 from torch_backend.hf.edits.rebinding import called, names, rebound
+from torch_backend.hf.entry import current_forward
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.index_loss import COEFFICIENT as COEFFICIENT_OF_INDEXERS
 from torch_backend.segments import to_device
@@ -105,7 +105,7 @@ def balances_documents(root: Any) -> bool:
     return "document" in kinds
 
 
-def with_document_loss(root: Any, forward: PackedForward, batch: Mapping[str, Any], output: Any, *, whole: bool) -> Any:
+def with_document_loss(root: Any, forward: PackedForward, batch: Mapping[str, Any], output: Any) -> Any:
     """Returns the output of a model with the loss of its routers per document, if its config and the batch ask for it.
 
     Args:
@@ -113,7 +113,6 @@ def with_document_loss(root: Any, forward: PackedForward, batch: Mapping[str, An
         forward: its call, with the logits of the routers.
         batch: the arguments of the call.
         output: of the model; its loss may have another router's loss in it.
-        whole: as for :func:`over_ranks`.
 
     Raises:
         UnsupportedModelError: the model does not say what its routers compute or choose, or what the loss is times.
@@ -131,15 +130,15 @@ def with_document_loss(root: Any, forward: PackedForward, batch: Mapping[str, An
             f'router has no loss per document: set config.{COEFFICIENT}, or leave config.{KIND} = "document" out'
         )
     scores = [x.sigmoid() if "sigmoid" in codes else x.softmax(-1) for x in logits]
-    share, group, ranks = forward.part, None, 1
+    share, group = forward.part, None
     if share is None:
         segments, count = forward.segments.seq_idx, len(forward.segments.cu_seqlens) - 1
     else:
         of_tokens = np.repeat(share.plan.document[share.pieces], share.lengths)
         segments, count = to_device(torch.from_numpy(of_tokens), share.device), len(share.plan.lengths)
-        group, ranks = share.group, share.ranks if whole else 1
+        group = share.group
     mask = batch.get("attention_mask")
-    loss = document_balance(scores, segments, count, chosen, mask, group=group) / ranks
+    loss = document_balance(scores, segments, count, chosen, mask, group=group) / forward.added_up
     if output.get("loss") is not None:
         added = loss - output.get("aux_loss", 0)
         output["loss"] = output["loss"] + factor * added.to(output["loss"].device)
@@ -180,7 +179,7 @@ def _is_of_trl(root: nn.Module) -> bool:
 
 
 def over_ranks(
-    root: nn.Module, call: Callable[..., Any], share: RankShare | None, batch: Mapping[str, Any], *, whole: bool
+    root: nn.Module, call: Callable[..., Any], share: RankShare | None, batch: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """Returns the model's forward with a router's loss over ranks, where the batch asks for one and is cut.
 
@@ -189,8 +188,6 @@ def over_ranks(
         call: its own forward.
         share: what the rank holds of the batch; None for all of it.
         batch: the arguments.
-        whole: whether the losses of the ranks are added up, so that each adds its part of the router's loss. The loss
-            of a batch that was cut before weighs it by the rank's targets.
     """
     if share is None or not asks_for_router_loss(root, batch):
         return call
@@ -202,33 +199,14 @@ def over_ranks(
             f"TRL's own loss ({TRLS_LOSS}=True) computes the loss of a router on the tokens of one rank: leave it out, "
             f"or set {SWITCH}=False"
         )
-
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        before, _thread.share, _thread.ranks = (_thread.share, _thread.ranks), share, share.ranks if whole else 1
-        try:
-            return forward(root, *args, **kwargs)
-        finally:
-            _thread.share, _thread.ranks = before
-
-    return routed
-
-
-class _Rank(threading.local):
-    """Keeps what this rank holds of the batch whose forward runs on the thread."""
-
-    def __init__(self) -> None:
-        self.share: RankShare | None = None
-        self.ranks = 1  # by which the router's loss is divided
-
-
-_thread = _Rank()
+    return partial(forward, root)
 
 
 def _of_all_ranks(gate_logits: Any, experts: int, top_k: int = 2, attention_mask: Tensor | None = None) -> Tensor:
     """Replaces ``load_balancing_loss_func``."""
-    assert _thread.share is not None
-    loss = balancing_loss(gate_logits, experts, top_k, attention_mask, group=_thread.share.group)
-    return loss / _thread.ranks
+    forward = current_forward()
+    assert forward is not None and forward.part is not None
+    return balancing_loss(gate_logits, experts, top_k, attention_mask, group=forward.part.group) / forward.added_up
 
 
 @cache

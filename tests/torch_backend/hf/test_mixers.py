@@ -24,6 +24,7 @@ from torch_backend.hf.edits import mixers, row_layers, stand_ins
 from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.edits.rebinding import as_function
 from torch_backend.hf.edits.stand_ins import LayerSegments
+from torch_backend.hf.entry import run_with
 from torch_backend.ops import conv, norm
 from torch_backend.ops.scan import request
 from torch_backend.ops.scan.libraries import fla
@@ -337,7 +338,7 @@ def test_a_selective_scan_gets_the_layers_gate(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(selective, "diagonal_scan", lambda u, *others: u)
     x, dt, z = torch.randn(3, 1, 4, 5).unbind()
     b, c = torch.randn(2, 1, 2, 5).unbind()
-    with stand_ins.running(LayerSegments(PackedMetadata.from_lengths((2, 3)))):
-        for gate, factor in ((z, F.silu(z)), (None, 1.0)):
-            found = stand_ins.selective_scan(x, dt, -torch.ones(4, 2), b, c, z=gate)
-            torch.testing.assert_close(found, dt * x * factor)
+    segments = LayerSegments(PackedMetadata.from_lengths((2, 3)))
+    for gate, factor in ((z, F.silu(z)), (None, 1.0)):
+        found = run_with("segments", segments, stand_ins.selective_scan, x, dt, -torch.ones(4, 2), b, c, z=gate)
+        torch.testing.assert_close(found, dt * x * factor)

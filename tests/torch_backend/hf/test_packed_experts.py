@@ -16,7 +16,7 @@ from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny, with_mask
 from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, layout_of, weights_of
 from torch_backend.hf.edits.experts import reasons_against
-from torch_backend.hf.experts import run_within
+from torch_backend.hf.entry import run_with
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.patch import Patched
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -85,9 +85,9 @@ def test_tokens_that_ranks_exchanged_are_not_taken_for_those_of_the_row() -> Non
     forward = PackedForward(PackedMetadata.from_lengths((16,)), (1, 16))
     forward.real = torch.arange(16) < 12
     given = torch.randn(16, 64), torch.zeros(16, 2, dtype=torch.int64), torch.ones(16, 2)
-    zeros = [bool((run_within(forward, module, *given)[12:] == 0).all())]
+    zeros = [bool((run_with("layer", forward, module, *given)[12:] == 0).all())]
     module._is_expert_parallel = True
-    zeros.append(bool((run_within(forward, module, *given)[12:] == 0).all()))
+    zeros.append(bool((run_with("layer", forward, module, *given)[12:] == 0).all()))
     assert zeros == [True, False]
 
 
@@ -114,7 +114,7 @@ def test_a_compiled_layer_keeps_experts_in_its_graph(family: str) -> None:
     x = torch.randn(1, 16, model.config.hidden_size)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        y = run_within(forward, model.model.layers[0].mlp, x)
+        y = run_with("layer", forward, model.model.layers[0].mlp, x)
         return (y[0] if isinstance(y, tuple) else y).square().sum()
 
     torch._dynamo.reset()

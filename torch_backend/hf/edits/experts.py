@@ -19,7 +19,8 @@ from torch_backend.hf.anatomy.unchanged import has_foreign_hooks
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.mixers import passes_on, segments_passed_on
 from torch_backend.hf.edits.override import Attribute, LayerOverride, has_own_forward, is_reached, original_class
-from torch_backend.hf.experts import LAYOUT, packed_around, run_experts, run_within
+from torch_backend.hf.entry import THREAD, run_with
+from torch_backend.hf.experts import LAYOUT, run_experts
 from torch_backend.hf.forward import forward_among
 from torch_backend.ops.experts import Adapter
 from torch_backend.ops.operators import runs_triton
@@ -104,7 +105,7 @@ def _why_not(module: nn.Module, inside: set[int]) -> str | None:
 
 def _layer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The call of a decoder layer, which says whose tokens its experts get."""
-    return run_within(forward_among((*args, *kwargs.values())), call, *args, **kwargs)
+    return run_with("layer", forward_among((*args, *kwargs.values())), call, *args, **kwargs)
 
 
 def _passing_layer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +114,7 @@ def _passing_layer_forward(layer: nn.Module, call: Callable[..., Any], *args: An
 
 def _experts_forward(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     layout = module.__dict__[LAYOUT]
-    if packed_around() is None or kwargs or len(args) != 3 or not layout.is_current(module):
+    if THREAD.layer is None or kwargs or len(args) != 3 or not layout.is_current(module):
         return call(*args, **kwargs)
     return run_experts(module, layout, *args, {})
 
@@ -121,7 +122,7 @@ def _experts_forward(module: Any, call: Callable[..., Any], *args: Any, **kwargs
 def _adapter_forward(wrapper: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # PEFT cannot add to weights that are made in every call: its own forward raises in the backward
     inside = _innermost(wrapper)
-    stock = packed_around() is None and not makes_weights(inside) and not holds_4_bits(inside)
+    stock = THREAD.layer is None and not makes_weights(inside) and not holds_4_bits(inside)
     if stock or kwargs or len(args) != 3:
         return call(*args, **kwargs)
     module, adapters = wrapper, dict[str, Adapter]()

@@ -39,7 +39,8 @@ from torch_backend.hf.attention import causal_mask, uses_interface
 from torch_backend.hf.edits.override import LayerOverride, has_own_forward, original_class
 from torch_backend.hf.edits.rebinding import called, names, rebound
 from torch_backend.hf.edits.row_layers import FORWARDS, with_fast_norms, without_triton
-from torch_backend.hf.edits.stand_ins import LayerSegments, convolve, no_fused_steps, running, scan, selective_scan
+from torch_backend.hf.edits.stand_ins import LayerSegments, convolve, no_fused_steps, scan, selective_scan
+from torch_backend.hf.entry import run_with
 from torch_backend.hf.forward import CARRIED, DocumentsChoice, PackedForward, RowChoice, forward_among
 from torch_backend.ops.document_batches import RealTokens
 from torch_backend.ops.operators import runs_triton
@@ -230,10 +231,9 @@ def _run_on_row(
         name: (segments if name in CARRIED else None) if isinstance(value, PackedForward) else value
         for name, value in kwargs.items()
     }
-    if not layer.__dict__[_SCANS_ALONE]:
-        return on_row(with_fast_norms(layer), *args, **kwargs)
-    with running(segments):
-        return on_row(with_fast_norms(layer), *args, **kwargs)
+    if layer.__dict__[_SCANS_ALONE]:
+        on_row = partial(run_with, "segments", segments, on_row)
+    return on_row(with_fast_norms(layer), *args, **kwargs)
 
 
 def segments_passed_on(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -6,9 +6,7 @@ documents are cut over ranks, by way of ``context_parallel``.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from torch_backend.context_parallel.recurrent import (
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.context_parallel.states import STATES, scan_by_states
 from torch_backend.hf.anatomy.families import CONVOLUTION, STATE_ARGUMENTS
+from torch_backend.hf.entry import THREAD
 from torch_backend.hf.forward import TRITON_SCAN
 from torch_backend.ops import scan as scans
 from torch_backend.ops.conv import short_convolution
@@ -172,20 +171,6 @@ def _scan_across_ranks(
     return (scan_by_heads if by_heads else scan_whole)(share, args, kwargs, run)
 
 
-@contextmanager
-def running(segments: LayerSegments) -> Iterator[None]:
-    """Inside, a layer of these segments runs, for what its forward calls without them."""
-    before = getattr(_running, "segments", None)
-    _running.segments = segments
-    try:
-        yield
-    finally:
-        _running.segments = before
-
-
-_running = threading.local()
-
-
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -207,7 +192,7 @@ def selective_scan(
     Returns:
         [B, E, S], dtype of x.
     """
-    segments: LayerSegments = _running.segments
+    segments: LayerSegments = THREAD.segments  # a modeling file calls it without them
     rows = x.transpose(1, 2)
     on_row, step, b, c = (y.transpose(1, 2).flatten(0, 1) for y in (x, dt, B, C))
     gate = None if z is None else z.transpose(1, 2).flatten(0, 1)

@@ -12,7 +12,6 @@ that a packed row does not have (a cache, attention weights). Generation and eve
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.encoders import is_encoder
 from torch_backend.hf.anatomy.families import M_ROPE, PIXELS
 from torch_backend.hf.anatomy.structure import causal_lm, with_values
+from torch_backend.hf.entry import THREAD
 from torch_backend.hf.inputs.arguments import CACHES
 from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.no_cache import NoCache
@@ -73,17 +73,7 @@ def unpad_calls(model: nn.Module, *, always: bool = False, share_prefix: Sharing
 
 def padded_calls(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, this thread's calls of a model stay padded; without effect on one whose calls are."""
-    return with_values([(_thread, "padded", (*_thread.padded, causal_lm(model)))])
-
-
-class _PaddedModels(threading.local):
-    """The models whose calls stay padded on this thread."""
-
-    def __init__(self) -> None:
-        self.padded: tuple[nn.Module, ...] = ()
-
-
-_thread = _PaddedModels()
+    return with_values([(THREAD, "padded", (*THREAD.padded, causal_lm(model)))])
 
 
 class LengthsCollator:
@@ -255,7 +245,7 @@ class Unpadding:
 
     def _asks(self, state: Patched, kwargs: Mapping[str, Any], by_trainer: bool) -> bool:
         """Returns whether a call of the model is to run packed."""
-        if not (self.always or by_trainer) or self.root in _thread.padded or is_packed(kwargs):
+        if not (self.always or by_trainer) or self.root in THREAD.padded or is_packed(kwargs):
             return False
         if kwargs.get("input_ids") is None or kwargs.get("attention_mask") is None:
             return False
