@@ -143,13 +143,13 @@ class BatchReader:
         segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard)
         if segments.parents is not None:
             refused = self.why_no_compiled_forest(self.compiled) if self.compiled else None
-            check_forest(self.anatomy, kwargs, segments, self.guard, compiled=refused)
+            check_forest(self.anatomy, kwargs, compiled=refused)
         inputs.check_packed(
             kwargs,
             segments,
             self.guard,
             labels="document" if self.rows.head == "document" else "next" if self.shifted else "token",
-            renumbered=self.anatomy.numbers_tokens,
+            renumbered=self.anatomy.numbers_tokens or segments.parents is not None or shared is not None,
             axes=self.anatomy.takes_axes,
         )
         refuse_joined(kwargs.get("input_ids"), segments, self.guard)
@@ -162,7 +162,7 @@ class BatchReader:
         if "use_cache" in names:  # a model above the decoder may make a cache for it
             kwargs["use_cache"] = False
         if shared is not None:
-            check_shared_row(self.anatomy, kwargs, segments, self.guard)
+            check_shared_row(self.anatomy, kwargs)
             segments, row_length = shared.segments, shared.segments.tokens
         forward = PackedForward(
             segments, (rows, row_length), self.implementation, sizes=self.anatomy.sizes, numbers=numbers

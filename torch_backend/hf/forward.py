@@ -209,20 +209,15 @@ class PackedForward(BlockMask):
             return self
         device = torch.empty(0, device=device).device  # with its index
         if device not in self._copies:
-            copy = PackedForward(
-                self.segments.to(device), (self._shape[0], self._shape[2]), self.implementation, sizes=self.sizes
-            )
             if self.over_ranks:
                 raise UnsupportedModelError(
                     "context parallelism takes a model on one device, and this one is on several: "
                     "load it without device_map"
                 )
-            copy.choices, copy.reached, copy._copies = self.choices, self.reached, self._copies
-            copy.layers_of_spans = self.layers_of_spans
-            copy.long = None if self.long is None else self.long.to(device)
-            copy.index_losses = self.index_losses
-            copy.experts, copy.real = self.experts, None if self.real is None else self.real.to(device)
-            self._copies[device] = copy
+            moved = self._copies[device] = copy(self)  # which shares what layers record
+            moved.segments, moved.prepared, moved.selected = self.segments.to(device), False, None
+            moved.long = None if self.long is None else self.long.to(device)
+            moved.real = None if self.real is None else self.real.to(device)
         return self._copies[device]
 
     def __eq__(self, other: object) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_backend.hf.anatomy.unchanged import has_hooks
 from torch_backend.hf.edits.override import Attribute
 from torch_backend.ops.attention.selected import Latent
 
@@ -44,8 +45,7 @@ def latent_of(layer: Any, keys: Tensor) -> Latent | None:
         return None
     projection = layer.kv_b_proj
     plain = type(projection) is nn.Linear and projection.bias is None and "forward" not in projection.__dict__
-    hooks = projection._forward_hooks or projection._forward_pre_hooks or projection._backward_hooks
-    if not plain or hooks or type(projection.weight) not in (Tensor, nn.Parameter):
+    if not plain or has_hooks(projection) or type(projection.weight) not in (Tensor, nn.Parameter):
         return None
     compressed, rotated = (x.flatten(0, 2) for x in made_of)
     return Latent(compressed, rotated, projection.weight)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_backend.hf.anatomy.families import GATED_NORMS
+from torch_backend.hf.anatomy.unchanged import has_hooks
 from torch_backend.hf.edits.override import has_own_forward, original_class
 from torch_backend.hf.edits.stand_ins import LayerSegments, convolve_by_triton, decayed_scan, diagonal_scan
 from torch_backend.ops.norm import WIDEST, gated_rms_norm
@@ -84,10 +85,9 @@ def _is_fast(norm: nn.Module) -> bool:
     """Returns whether a module is a gated norm that the kernel supports, without hooks or a replaced forward."""
     if original_class(norm).__name__ not in GATED_NORMS or has_own_forward(norm):
         return False
-    hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
     weight: Any = norm.weight
     known = norm.activation in ("silu", "sigmoid") and len(weight) <= WIDEST
-    return known and not hooked and runs_triton(weight)
+    return known and not has_hooks(norm) and runs_triton(weight)
 
 
 def _gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:

@@ -155,7 +155,8 @@ def check_packed(
         packed: the segments.
         guard: see :meth:`Guard.check`.
         labels: what they belong to: the next token, as language-model heads take them, the token, or the document.
-        renumbered: whether every document will run at positions 0, 1, 2, ... whatever ``position_ids`` says.
+        renumbered: whether every document will run at positions 0, 1, 2, ..., or on from a prefix, whatever
+            ``position_ids`` says.
         axes: whether positions may have several axes, [3, B, S].
 
     Raises:
@@ -239,8 +240,8 @@ def check_positions(
 
     def error(i: int) -> PackingError:
         return LayoutError(
-            f"position_ids are not those of a document of its own at {place_of(i, shape[1])}: this model runs every "
-            "document at positions 0, 1, 2, ...; leave position_ids out"
+            f"position_ids are not those of a document of its own at {place_of(i, shape[1])}: this call runs every "
+            "document at positions 0, 1, 2, ..., counted on where it continues a shared prefix; leave position_ids out"
         )
 
     def find() -> Tensor:

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.anatomy.model import Anatomy
 from torch_backend.hf.anatomy.random_draws import find_draw
 from torch_backend.hf.inputs.arguments import HARMLESS
-from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.router import asks_for_router_loss
 from torch_backend.ops.attention import runs_parents
-from torch_backend.segments import PackedMetadata, to_device
 
 WAY_OUT = "pack without shared prefixes (share_prefix=False)"
 ROUTER_LOSS = "its router's auxiliary loss would count a shared token once"
@@ -51,26 +49,16 @@ def why_no_attention(device: torch.device, implementation: str | Sequence[str]) 
     return f"attention by {names} has no segments that continue others"
 
 
-def check_forest(
-    anatomy: Anatomy,
-    kwargs: Mapping[str, Any],
-    packed: PackedMetadata,
-    guard: Guard,
-    *,
-    compiled: str | None,
-) -> None:
+def check_forest(anatomy: Anatomy, kwargs: Mapping[str, Any], *, compiled: str | None) -> None:
     """Refuse a batch with parents that would not be exact.
 
     Args:
         anatomy: of the model that is called.
         kwargs: all its arguments.
-        packed: the segments, with parents.
-        guard: see :meth:`Guard.check`.
         compiled: why its layers, which are compiled, cannot run shared prefixes; None if they can or are not.
 
     Raises:
         UnsupportedModelError: names the reason and the way out.
-        LayoutError: positions do not count on from the end of what a segment continues.
     """
     root = anatomy.root
     _refuse(root, why_not_now(anatomy) or _why_not_these(root, kwargs))
@@ -84,18 +72,16 @@ def check_forest(
             "its own loss predicts every token from the one before it in the row: compute the loss by "
             "crosspack.make_train_step, causal_lm_loss or token_logprobs, or call the model without labels",
         )
-    _check_positions(kwargs.get("position_ids"), packed, guard)
 
 
-def check_shared_row(anatomy: Anatomy, kwargs: Mapping[str, Any], packed: PackedMetadata, guard: Guard) -> None:
+def check_shared_row(anatomy: Anatomy, kwargs: Mapping[str, Any]) -> None:
     """Refuse a row of whole documents, of which the decoder computes each beginning once, if that would not be exact.
 
     The model itself was asked when the row was made, by :func:`why_not_this_call`.
 
-    Args, Raises: as :func:`check_forest`; ``packed`` are the whole documents.
+    Args, Raises: as :func:`check_forest`.
     """
     _refuse(anatomy.root, _why_not_these(anatomy.root, kwargs))
-    _check_positions(kwargs.get("position_ids"), packed, guard)
 
 
 def why_not_this_call(anatomy: Anatomy, kwargs: Mapping[str, Any]) -> str | None:
@@ -136,22 +122,6 @@ def _why_not_these(root: Any, kwargs: Mapping[str, Any]) -> str | None:
     if isinstance(positions, Tensor) and positions.ndim != 2:
         return "the batch came with positions on several axes"
     return None
-
-
-def _check_positions(positions: Any, packed: PackedMetadata, guard: Guard) -> None:
-    if positions is None:
-        return
-
-    def error(i: int) -> PackingError:
-        return LayoutError(
-            f"position_ids do not count on from the end of what a segment continues at token {i} of the batch: leave "
-            "position_ids out, or let PackedCollator(model, share_prefix=True) build the batch"
-        )
-
-    def find() -> Tensor:
-        return to_device(positions, packed.device).flatten() != packed.position_ids
-
-    guard.check("position_ids of shared prefixes", find, error)
 
 
 def why_not_in_training(root: nn.Module) -> str | None:
