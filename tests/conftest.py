@@ -75,13 +75,6 @@ def log_stays_on() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.fixture(autouse=True)
-def no_rows_are_remembered() -> None:
-    """A patched model refuses the tokens of rows that were packed before, and other tests packed some of the same."""
-    if (known_rows := sys.modules.get("torch_backend.known_rows")) is not None:
-        known_rows.forget()
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("crosspack")
     group.addoption("--tier", choices=tiers.TIERS, default="all", help="which tests of the suite; see tests/tiers.py")

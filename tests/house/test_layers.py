@@ -21,7 +21,6 @@ FLOORS = [
     "pieces",
     "segments",
     "packed_tokens",
-    "known_rows",
     "ops",
     "context_parallel",
     "hf",

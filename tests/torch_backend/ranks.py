@@ -185,8 +185,6 @@ def _serve(pipe: Connection) -> None:
 
 def _forget() -> None:
     """Lets a call begin as in a fresh process."""
-    if "torch_backend.known_rows" in sys.modules:  # see tests/conftest.py
-        sys.modules["torch_backend.known_rows"].forget()
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
 

@@ -13,9 +13,9 @@ from packing_core.batches.columns import READ, documents_of
 from packing_core.errors import LayoutError, PackingError
 from torch_backend.auditing.images import rows_with_images
 from torch_backend.collate import Batch, call_on_copies
+from torch_backend.collate.packed_dataset import refuse_lost_lengths
 from torch_backend.collate.vision import VisionRows
 from torch_backend.hf.anatomy.structure import with_values
-from torch_backend.known_rows import refuse_lost_lengths
 
 ONE_DOCUMENT = "the trainer's first batch holds one document: raise its batch size to audit packing"
 

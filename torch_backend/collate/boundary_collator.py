@@ -28,7 +28,6 @@ from packing_core.errors import LayoutError, PackingError
 from torch_backend.collate.model_traits import has_router, labels_every_token
 from torch_backend.collate.packed_collator import Batch, PackedCollator
 from torch_backend.collate.tokens import check_first_labels
-from torch_backend.known_rows import refuse_lost_lengths
 from torch_backend.packed_tokens import NOWHERE, packed_tokens, plain
 
 _READ_AND_LEFT_OUT = ("segment_ids", "seq_lengths", "packed_seq_lengths")  # no argument of a model
@@ -61,8 +60,6 @@ class BoundaryCollator:
         Raises:
             LayoutError: the batch marks no boundaries, or its marks contradict each other.
         """
-        if isinstance(features, Sequence):
-            refuse_lost_lengths(features, "example")
         batch = plain(call_on_copies(self.collator, features))
         ids = batch.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():

@@ -27,7 +27,6 @@ from torch_backend.collate.model_traits import configs_of, has_router, labels_do
 from torch_backend.collate.shared import pack_shared, sharing
 from torch_backend.collate.tokens import EVERY_LABEL, check_first_labels, every_label, masked, with_every_label
 from torch_backend.collate.vision import Loss, VisionReader
-from torch_backend.known_rows import refuse_lost_lengths
 from torch_backend.packed_tokens import NOWHERE, packed_tokens
 
 logger = logging.getLogger(__name__)
@@ -195,7 +194,6 @@ class PackedCollator:
         per_document: dict[str, Any] = {}
         if self.labels_documents:
             features, per_document = take_numbers(features)
-        refuse_lost_lengths(features, "example")
         documents = read_examples(features)
         check_lengths(documents.input_ids.lengths)  # or empty documents alone would ask for a capacity of 0
         given = {

@@ -34,7 +34,7 @@ from torch_backend.hf.inputs.context import cut_batch
 from torch_backend.hf.inputs.forests import check_forest, check_shared_row, refuse_over_ranks
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.inputs.spans import add_spans
-from torch_backend.hf.inputs.unmarked import check_unmarked, refuse_joined, refuse_other_marks, refuse_unread
+from torch_backend.hf.inputs.unmarked import check_unmarked, refuse_other_marks, refuse_unread
 from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
 from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
@@ -152,7 +152,6 @@ class BatchReader:
             renumbered=self.anatomy.numbers_tokens or segments.parents is not None or shared is not None,
             axes=self.anatomy.takes_axes,
         )
-        refuse_joined(kwargs.get("input_ids"), segments, self.guard)
         rows, row_length = tokens.shape[:2]
         if self.anatomy.numbering is not None:
             kwargs["position_ids"] = self.anatomy.numbering(kwargs.get("input_ids"), segments).view(rows, row_length)

@@ -24,15 +24,8 @@ from packing_core.extras import require
 from packing_core.hints import hinted
 from packing_core.storage.segment_indexing import offsets_of
 from torch_backend.collate import labels_every_token
+from torch_backend.collate.packed_dataset import LOST_LENGTHS, PACKED_DESCRIPTION, is_packed_dataset
 from torch_backend.collate.tokens import check_first_labels, every_label
-from torch_backend.known_rows import (
-    DOCUMENTS_AGAIN,
-    LOST_LENGTHS,
-    PACKED_DESCRIPTION,
-    ROWS_OF_DATASET,
-    is_packed_dataset,
-    remember_beginnings,
-)
 
 BLOCK_TOKENS = 1 << 20  # tokens copied and written at a time, in whole rows
 RULES = 3  # raise it whenever the same arguments give other rows, so that no cached file of before is read
@@ -59,8 +52,8 @@ def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, model: Any
             of a document's first token, which is -100 for every other model.
         plan_options: ``overflow``, ``strategy``, ``seed`` and the other options of ``packing_core.plan``.
 
-    A patched model raises for rows of this process that reach it without their ``seq_lengths``, and ``enable_packing``,
-    ``audit`` and this function for those of any process, by the ``info.description`` that they carry.
+    ``enable_packing``, ``audit`` of a trainer and this function raise for rows without their ``seq_lengths``. They know
+    them by the ``info.description`` of the data set; a model that gets such rows runs each as one document.
 
     Returns:
         A ``datasets.Dataset`` of packed rows without padding: ``input_ids`` in the dtype they have, ``labels`` (-100 at
@@ -83,7 +76,7 @@ def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, model: Any
     if "input_ids" not in dataset.column_names:
         raise LayoutError(f"the dataset has no input_ids, only {', '.join(dataset.column_names)}: tokenise it first")
     if is_packed_dataset(dataset) and not any(name in dataset.column_names for name in LENGTHS):
-        raise LayoutError(f"the dataset {LOST_LENGTHS}. {DOCUMENTS_AGAIN}")
+        raise LayoutError(f"the dataset {LOST_LENGTHS}")
     options = {"capacity": capacity, **plan_options}
     every_token = labels_every_token(model)
     make = partial(_targets, model_known=model is not None, every_token=every_token) if labels else None
@@ -104,15 +97,8 @@ def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, model: Any
 
 
 def _described(rows: Any) -> Any:
-    """The rows, which say that they are packed and are recognised in this process, also without ``seq_lengths``."""
+    """The rows, which say that they are packed."""
     rows.info.description = PACKED_DESCRIPTION
-    every, begun = -(-len(rows) // ROWS_OF_DATASET), 0
-    for batch in rows.data.to_batches():
-        ids, lengths = (batch.column(name) for name in ("input_ids", "seq_lengths"))
-        chosen, begun = np.arange(-begun % every, len(ids), every), begun + len(ids)
-        starts, documents = (x.offsets.to_numpy().astype(np.int64) for x in (ids, lengths))
-        first = lengths.values.to_numpy()[documents[chosen]].astype(np.int64)
-        remember_beginnings(ids.values.to_numpy(), starts[chosen], np.diff(starts)[chosen], first)
     return rows
 
 

@@ -24,11 +24,11 @@ from packing_core.planning.pieces import CUTS
 from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import LABELS, NAMES
+from torch_backend.collate.packed_dataset import is_packed_dataset, refuse_lost_lengths
 from torch_backend.collate.vision import VisionReader, VisionRows
 from torch_backend.hf.anatomy.audio import FEATURES
 from torch_backend.hf.anatomy.heads import head_of, predicts_masked
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.known_rows import is_packed_dataset, refuse_lost_lengths
 from torch_backend.trainers.dataloader import pack_training_data
 from torch_backend.trainers.epoch_rows import EpochRows, RowStream
 from torch_backend.trainers.over_ranks import context_mesh, why_not_rows
@@ -260,7 +260,6 @@ def _sample(trainer: Any) -> list[tuple[str, Any]]:
             sample += [(f"{kind} example {number}", data[number]) for number in sorted({*first, *spread})]
         elif data is not None:
             sample += [(f"{kind} example {number}", x) for number, x in enumerate(islice(iter(data), COMPARED))]
-    refuse_lost_lengths((example for _, example in sample), "sampled example")
     for where, example in sample:
         if isinstance(example, Mapping) and np.size(example.get("input_ids", 0)) == 0:
             raise PackingError(f"{where} is empty: leave empty documents out, dataset.filter(lambda x: x['input_ids'])")

@@ -1,13 +1,12 @@
 """The rules about batches without segments, which must not look packed: their row would run as one document.
 
-The arguments of one forward -> marks of documents that no model reads, a mask or positions that number documents, or
-the beginning of a row of ``pack_dataset`` -> a PackingError before the forward runs, or through a
-:class:`~.guard.Guard` later.
+The arguments of one forward -> marks of documents that no model reads, a mask or positions that number documents -> a
+PackingError before the forward runs, or through a :class:`~.guard.Guard` later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import LENGTHS, NUMBERS, OTHER_NAMES
 from packing_core.errors import LayoutError, PackingError
 from torch_backend.hf.inputs.arguments import CACHES, is_flag, place_of
-from torch_backend.hf.inputs.boundaries import LOOKED_AT, PAGED_CACHE, WAY_OUT
+from torch_backend.hf.inputs.boundaries import PAGED_CACHE, WAY_OUT
 from torch_backend.hf.inputs.guard import Guard
-from torch_backend.known_rows import LOST_LENGTHS, begins_packed, knows_beginnings
-from torch_backend.segments import PackedMetadata, to_device
 
 _OTHER_MARKS = {*LENGTHS, *NUMBERS, *OTHER_NAMES} - set(BatchKey.ALL)
 
@@ -66,9 +63,9 @@ def refuse_unread(kwargs: Mapping[str, Any], reads: Collection[str], model: str)
 def check_unmarked(kwargs: Mapping[str, Any], guard: Guard) -> None:
     """Raise for a batch that looks packed and does not carry its segments.
 
-    It does if it has a part of the metadata, a mask of segment numbers, positions that restart inside a row, or the
-    beginning of a row of ``pack_dataset``. A batch with a cache is not looked at: its positions and masks are those of
-    generation. Neither are positions and tokens beside a mask that already says which token sees which.
+    It does if it has a part of the metadata, a mask of segment numbers, or positions that restart inside a row. A batch
+    with a cache is not looked at: its positions and masks are those of generation. Neither are positions beside a mask
+    that already says which token sees which.
 
     Raises (now or later, see :class:`Guard`):
         LayoutError: what marks the batch, and the way out.
@@ -101,32 +98,6 @@ def check_unmarked(kwargs: Mapping[str, Any], guard: Guard) -> None:
             )
 
         guard.check("position_ids", lambda: _restarts(positions, mask), restarting)
-    ids = kwargs.get("input_ids")
-    if torch.compiler.is_compiling() or not knows_beginnings():
-        return
-    if isinstance(ids, Tensor) and ids.ndim == 2 and _says_nothing_of_segments(mask, ids):
-        _refuse_beginnings(ids, lambda: begins_packed(ids), "row", guard)
-
-
-def refuse_joined(ids: Any, packed: PackedMetadata, guard: Guard) -> None:
-    """Raise for a segment that is a row of ``pack_dataset``; the first batches of a model are looked at."""
-    known = isinstance(ids, Tensor) and not torch.compiler.is_compiling() and knows_beginnings()
-    if not (known and guard.begins("segments", LOOKED_AT)):
-        return
-
-    def find() -> Tensor:
-        within = torch.arange(packed.tokens, device=packed.device)
-        within = within - packed.cu_seqlens.index_select(0, packed.seq_idx)
-        return begins_packed(to_device(ids, packed.device), within.view(ids.shape))
-
-    _refuse_beginnings(ids, find, "a segment of row", guard)
-
-
-def _refuse_beginnings(ids: Tensor, find: Callable[[], Tensor], what: str, guard: Guard) -> None:
-    def error(token: int) -> PackingError:
-        return LayoutError(f"{what} {token // ids.shape[1]} of input_ids {LOST_LENGTHS}")
-
-    guard.check(f"beginning of {what}", find, error)
 
 
 def _says_nothing_of_segments(mask: Any, positions: Tensor) -> bool:
