@@ -1,7 +1,8 @@
 """Computations shared by all audits: random documents, a model's results on them, and differences of results.
 
 Documents run alone -> :class:`Computation` (outputs, loss, gradients) <- the same documents run packed. All
-differences are max |got - want| / max |want|; what they may be is :mod:`packing_core.budget`'s.
+differences are max |got - want| / max |want|; what they may be is :mod:`packing_core.budget`'s. Of documents that are
+cut over ranks, every rank gets outputs and gradients as one process has them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.budget import Difference, worst_gradient
+from packing_core.errors import UnsupportedError
+from torch_backend.context_parallel.exchange import whole_tokens
+from torch_backend.context_parallel.group import ContextGroup
+from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.random_draws import is_random_setting
 from torch_backend.hf.anatomy.structure import with_values
+from torch_backend.hf.patch import context_of, cut_over_ranks
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
+from torch_backend.ops.divisor import Divisor
 
 FIRST_TOKEN, LAST_TOKEN = 4, 90  # tokens that mean nothing special in a tiny model's vocabulary
 
@@ -135,15 +144,6 @@ def without_dropout(model: nn.Module) -> AbstractContextManager[None]:
     )
 
 
-def against_truth(
-    packed: Mapping[str, Tensor], again: Mapping[str, Tensor], truth: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """Compares the gradients of a trainer's step, and of its repetition, with those of each document alone."""
-    gradients, worst = gradients_error(packed, truth)
-    noise, _ = gradients_error(again, packed)
-    return {"cosine": cosine(packed, truth), "gradients": gradients, "worst_parameter": worst, "noise": noise}
-
-
 def cosine(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
     """Returns the cosine of two sets of gradients, each as one vector."""
 
@@ -158,3 +158,40 @@ def _tokens(model: Any) -> tuple[int, int]:
     embedding = model.get_input_embeddings()  # perhaps somebody's own, which need not say how many it knows
     vocabulary = getattr(embedding, "num_embeddings", None) or model.config.get_text_config().vocab_size
     return min(FIRST_TOKEN, vocabulary // 2), min(LAST_TOKEN, vocabulary)
+
+
+def whole_outputs(model: nn.Module, batch: Mapping[str, Any], outputs: Tensor) -> Tensor:
+    """Outputs [T, ...] of the rank's part of a packed batch as those of the whole batch [B * S, ...], on every rank.
+
+    Gradients that are averaged over ranks are those of one process, if every rank takes the same loss of the result.
+    """
+    share: RankShare = cut_over_ranks(model, batch)[BatchKey.SHARE]
+    return whole_tokens(outputs, share)
+
+
+def averaged(model: nn.Module, gradients: Mapping[str, Tensor], context: ContextGroup) -> dict[str, Tensor]:
+    """Returns the mean over ranks of a model's gradients; a rank without one of a parameter counts as zero."""
+    average = Divisor(context.group).average
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: average(gradients[name] if name in gradients else torch.zeros_like(p)) for name, p in trained.items()}
+
+
+def refuse_several_devices(trainer: Any) -> None:
+    """Raise if a rank of a trainer has parts of the model or batches of its own.
+
+    Raises:
+        UnsupportedError
+    """
+    context = context_of(trainer.model)
+    if context is not None:
+        if trainer.args.world_size > context.ranks or any(isinstance(p, DTensor) for p in trainer.model.parameters()):
+            raise UnsupportedError(
+                f"audit {type(trainer).__name__} on one group of {context.ranks} ranks, before train() shards its model"
+            )
+        return
+    shards = any(getattr(trainer, kind, False) for kind in ("is_deepspeed_enabled", "is_fsdp_enabled"))
+    if shards or trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} spreads its model or its batches over devices: "
+            "audit it in one process that sees one"
+        )

@@ -9,57 +9,41 @@ says of the others must not move.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from packing_core.errors import PackingError
-from torch_backend.auditing.compare import against_truth, exchanged, run
-from torch_backend.auditing.scored import divided
-from torch_backend.auditing.trainer_batches import ONE_DOCUMENT, first_of_dataloader
+from torch_backend.auditing.compare import exchanged, run
+from torch_backend.auditing.scored import hooked, one_row_per_call
+from torch_backend.auditing.trainer_batches import ONE_DOCUMENT, TrainerStep, first_of_dataloader
 from torch_backend.collate import Batch
-from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.sentence_trainers import transformers_in
-from torch_backend.hf.inputs.unpadding import LENGTHS, padded_calls
+from torch_backend.hf.inputs.unpadding import LENGTHS
 
 
-class EmbeddedStep:
+class EmbeddedStep(TrainerStep):
     """One batch of a trainer of sentence-transformers.
 
     Attributes:
         encoders: the modules of the library that run transformers models.
     """
 
+    documents_are = "texts"
+    way_out = "texts and labels that differ"
+
     def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+        super().__init__(trainer)
         self.inputs: Batch = dict(trainer._prepare_inputs(first_of_dataloader(trainer)))
         self.encoders = transformers_in(trainer.model)
 
-    def measure(self) -> dict[str, Any]:
-        """The figures of a report: what the class TrainerReport calls them."""
-        with self._one_text_per_call():
-            true_loss, truth = self._run(own_columns=True)
-        if not any(bool(g.any()) for g in truth.values()):
-            raise PackingError(
-                f"{type(self.trainer).__name__}: nothing is trained in the first batch, because every gradient of its "
-                "texts is 0: give it texts and labels that differ"
-            )
-        loss, gradients = self._run()
-        _, again = self._run()
-        documents, rows, leak, moved = self._probe()
-        return {
-            "documents": documents,
-            "rows": rows,
-            "targets": documents,
-            "counted": None,
-            "loss": abs(loss - true_loss) / abs(true_loss),
-            "leak": leak,
-            "moved": moved,
-            **against_truth(gradients, again, truth),
-        }
+    def alone(self) -> tuple[float, dict[str, Tensor]]:
+        with one_row_per_call(encoder.model for encoder in self.encoders):
+            return self._run(own_columns=True)
+
+    def packed(self) -> tuple[float, dict[str, Tensor]]:
+        return self._run()
 
     def _loss(self, *, own_columns: bool = False) -> Tensor:
         """The trainer's own loss, with the same random numbers each time.
@@ -84,11 +68,8 @@ class EmbeddedStep:
         result = run(self.trainer.model, (), self._loss(own_columns=own_columns))
         return float(result.loss), result.gradients
 
-    def _probe(self) -> tuple[int, int, float, float]:
-        """Returns the numbers of texts and of rows, and how far the others and the first text move when it is replaced.
-
-        Relative to the largest deviation from the mean among the values of all texts.
-        """
+    def probe(self) -> dict[str, Any]:
+        """Moves are relative to the largest deviation from the mean among the values of all texts."""
         (before, rows), (after, _) = self._outputs(replace=False), self._outputs(replace=True)
         values = torch.cat([x.flatten() for _, x in before])
         spread = (values - values.mean()).abs().max()
@@ -97,7 +78,8 @@ class EmbeddedStep:
         replaced = torch.cat([(ids != others).any(1) for (ids, _), (others, _) in pairs])  # in several calls, perhaps
         if replaced.all():
             raise PackingError(ONE_DOCUMENT)
-        return len(moves), rows, float(moves[~replaced].max()), float(moves[replaced].min())
+        leak, moved = float(moves[~replaced].max()), float(moves[replaced].min())
+        return {"documents": len(moves), "rows": rows, "targets": len(moves), "leak": leak, "moved": moved}
 
     @torch.no_grad()
     def _outputs(self, *, replace: bool) -> tuple[list[tuple[Tensor, Tensor]], int]:
@@ -130,18 +112,6 @@ class EmbeddedStep:
                 encoder.model.get_input_embeddings().register_forward_pre_hook(row),
             )
         ]
-        try:
+        with hooked(*handles):
             self._loss()
-        finally:
-            for handle in handles:
-                handle.remove()
         return texts, sum(rows)
-
-    @contextmanager
-    def _one_text_per_call(self) -> Iterator[None]:
-        """Inside, encoders run every row of a padded call by itself, without its padding."""
-        with ExitStack() as stack:
-            for model in {id(encoder.model): encoder.model for encoder in self.encoders}.values():
-                stack.enter_context(padded_calls(model))
-                stack.enter_context(divided(causal_lm(model)))
-            yield

@@ -58,7 +58,6 @@ def _code(value: Any, outer: tuple[Any, ...]) -> Hashable:
     """Returns the code of a function, in whatever it is wrapped; a constant by value, anything else by identity.
 
     Args:
-        value: a function, or what a class or a function holds.
         outer: the functions that hold it, of which it may be one.
     """
     value = getattr(value, "__func__", value)  # of a method, a static method, a class method

@@ -246,7 +246,9 @@ def _audit(
         except UnsupportedModelError as refusal:
             return AuditReport(**about, refused=str(refusal))
         except Exception as error:  # stock models may raise anything for packed rows; what they say is the result
-            if patched and (isinstance(error, PackingError) or _is_of_transformers(root)):
+            if patched and (
+                isinstance(error, PackingError) or original_class(root).__module__.startswith("transformers.")
+            ):
                 raise
             if patched:
                 raise UnsupportedModelError(
@@ -256,10 +258,6 @@ def _audit(
                     "pass verify=False to patch it without proof"
                 ) from error
             return AuditReport(**about, refused=f"it raises {type(error).__name__}: {first_line(error)}")
-
-
-def _is_of_transformers(root: Any) -> bool:
-    return original_class(root).__module__.startswith("transformers.")
 
 
 def _with_additions(

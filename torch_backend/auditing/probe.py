@@ -23,6 +23,7 @@ from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from torch_backend.auditing.compare import (
     Computation,
+    averaged,
     differences,
     labels_of,
     next_token_loss,
@@ -31,8 +32,8 @@ from torch_backend.auditing.compare import (
     relative_error,
     replaced,
     run,
+    whole_outputs,
 )
-from torch_backend.auditing.ranks import averaged, whole_outputs
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.families import both_ways_of
 from torch_backend.hf.anatomy.heads import head_of

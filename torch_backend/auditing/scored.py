@@ -9,20 +9,25 @@ of one document is replaced, and what the model says of the others must not move
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError, UnsupportedError
-from torch_backend.auditing.compare import against_truth, exchanged, run
-from torch_backend.auditing.images import images_of_rows, is_placeholder
-from torch_backend.auditing.ranks import averaged
-from torch_backend.auditing.trainer_batches import ONE_DOCUMENT, first_of_dataloader
+from torch_backend.auditing.compare import averaged, exchanged, run
+from torch_backend.auditing.trainer_batches import (
+    ONE_DOCUMENT,
+    TrainerStep,
+    first_of_dataloader,
+    images_of_rows,
+    is_placeholder,
+)
 from torch_backend.collate import Batch
 from torch_backend.collate.image_tensors import Images
 from torch_backend.hf.anatomy.structure import causal_lm
@@ -37,46 +42,47 @@ _ROWS = "input_ids"
 _HIDDEN = ("last_hidden_state", "hidden_states")  # outputs per token, whatever the head
 
 
-class ScoredStep:
+class ScoredStep(TrainerStep):
     """One batch of a trainer whose loss reads each document.
 
     Attributes:
-        rows, documents: of the model's first call in ``compute_loss``: those that its decoder saw, those of the batch.
-        targets: scored tokens of that call.
+        calls: of the model in ``compute_loss``; rows: of the first one, as its decoder saw them.
     """
 
+    smallest_loss = SMALLEST_LOSS
+    way_out = "answers with unequal rewards, because equal ones have no advantage"
+
     def __init__(self, trainer: Any, inputs: Batch, tolerance: float) -> None:
-        self.trainer = trainer
+        super().__init__(trainer)
         self.inputs = inputs
         self.root = causal_lm(trainer.model)
         self.tolerance = tolerance
         self.calls: list[Batch] = []
         self.rows = 0
 
-    def measure(self) -> dict[str, Any]:
-        """The figures of a report: what the class TrainerReport calls them."""
-        with self._one_document_per_call():
-            true_loss, truth = self._run()
-        if not any(bool(g.any()) for g in truth.values()):
-            raise PackingError(
-                f"{type(self.trainer).__name__}: nothing is trained in the first batch, because every gradient of its "
-                "documents is 0: give it answers with unequal rewards, because equal ones have no advantage"
-            )
-        with self._recorded():
-            loss, found = self._run()
-        _, again = self._run()
-        figures = against_truth(found, again, truth)
-        if max(figures["gradients"], 1 - figures["cosine"]) > self.tolerance and self._cancel(truth, found):
+    def alone(self) -> tuple[float, dict[str, Tensor]]:
+        models = self.trainer.model, getattr(self.trainer, "ref_model", None)
+        with one_row_per_call(model for model in models if model is not None):
+            return self._run()
+
+    def packed(self) -> tuple[float, dict[str, Tensor]]:
+        def call(model: nn.Module, args: tuple[Any, ...], kwargs: Batch) -> None:
+            self.calls.append(dict(kwargs))
+
+        def rows(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            self.rows = self.rows or (len(args[0]) if args[0].ndim > 1 else 1)
+
+        with hooked(
+            self.trainer.model.register_forward_pre_hook(call, with_kwargs=True, prepend=True),
+            self.root.get_input_embeddings().register_forward_pre_hook(rows),
+        ):
+            return self._run()
+
+    def compared(self, packed: dict[str, Tensor], again: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, Any]:
+        figures = super().compared(packed, again, truth)
+        if max(figures["gradients"], 1 - figures["cosine"]) > self.tolerance and self._cancel(truth, packed):
             figures |= {"gradients": 0.0, "cosine": 1.0}  # the rounding of terms that cancel, as of two equal answers
-        return {
-            "documents": len(self.calls[0][_ROWS]),
-            "rows": self.rows,
-            "targets": self._targets(),
-            "counted": None,
-            "loss": abs(loss - true_loss) / max(abs(true_loss), SMALLEST_LOSS),
-            **figures,
-            **self._probe(),
-        }
+        return figures
 
     def _run(self) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of the trainer's own loss."""
@@ -95,20 +101,16 @@ class ScoredStep:
                     weights = torch.linspace(0.5, 1.5, len(x), device=x.device)
                     x.register_hook(lambda g, w=weights: g * w.view(-1, *[1] * (g.ndim - 1)).to(g.dtype))
 
-        handle = self.trainer.model.register_forward_hook(weigh)
-        try:
-            with self._one_document_per_call():
-                _, terms = self._run()
-        finally:
-            handle.remove()
+        with hooked(self.trainer.model.register_forward_hook(weigh)):
+            _, terms = self.alone()
         *largest, of_terms = (max(float(g.abs().max()) for g in each.values()) for each in (*gradients, terms))
         return max(largest) <= self.tolerance * of_terms
 
-    def _probe(self) -> dict[str, float]:
-        """Measures how far the scores of a document move, when it is replaced and when another one is.
+    def probe(self) -> dict[str, Any]:
+        """Moves of scores are relative to their largest deviation from the mean among all documents.
 
-        Relative to the largest deviation from the mean among all documents. The one that is replaced is the one that
-        moves most among those that others follow, because what leaks in a packed row leaks forward.
+        The document that is replaced is the one that moves most among those that others follow, because what leaks in a
+        packed row leaks forward.
         """
         call = self.calls[0]
         ids, mask, labels = call[_ROWS], call["attention_mask"].bool(), call.get("labels")
@@ -131,7 +133,9 @@ class ScoredStep:
         changed = torch.zeros_like(everyone)
         changed[moves(everyone)[:-1].argmax()] = True
         moved = moves(changed)
-        return {"leak": float(moved[~changed].max()), "moved": float(moved[changed])}
+        targets = len(ids) if labels is None else int((labels[:, 1:] != IGNORE_INDEX).sum())
+        counts = {"documents": len(ids), "rows": self.rows, "targets": targets}
+        return counts | {"leak": float(moved[~changed].max()), "moved": float(moved[changed])}
 
     def _answers(self, call: Batch) -> Tensor:
         """Returns the model's scores of each document: log-probabilities [B, S - 1], or scores [B, 1]."""
@@ -140,39 +144,24 @@ class ScoredStep:
         scored: Tensor | None = getattr(output, "log_probs", None)
         return (output.logits if scored is None else scored).detach().float()
 
-    def _targets(self) -> int:
-        labels = self.calls[0].get("labels")
-        return len(self.calls[0][_ROWS]) if labels is None else int((labels[:, 1:] != IGNORE_INDEX).sum())
 
-    @contextmanager
-    def _recorded(self) -> Iterator[None]:
-        """Keep the arguments of the model's calls, and how many rows its decoder sees."""
+@contextmanager
+def hooked(*handles: RemovableHandle) -> Iterator[None]:
+    """Inside, hooks are there that were just registered."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.enter_context(handle)
+        yield
 
-        def call(model: nn.Module, args: tuple[Any, ...], kwargs: Batch) -> None:
-            self.calls.append(dict(kwargs))
 
-        def rows(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            self.rows = self.rows or (len(args[0]) if args[0].ndim > 1 else 1)
-
-        handles = [
-            self.trainer.model.register_forward_pre_hook(call, with_kwargs=True, prepend=True),
-            self.root.get_input_embeddings().register_forward_pre_hook(rows),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextmanager
-    def _one_document_per_call(self) -> Iterator[None]:
-        """Inside, the trainer's models run every row of a padded call by itself, without its padding."""
-        models = [m for m in (self.trainer.model, getattr(self.trainer, "ref_model", None)) if m is not None]
-        with ExitStack() as stack:
-            for model in models:
-                stack.enter_context(padded_calls(model))
-                stack.enter_context(divided(causal_lm(model)))
-            yield
+@contextmanager
+def one_row_per_call(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, models run every row of a padded call by itself, without its padding."""
+    with ExitStack() as stack:
+        for model in {id(model): model for model in models}.values():
+            stack.enter_context(padded_calls(model))
+            stack.enter_context(divided(causal_lm(model)))
+        yield
 
 
 def scored_batch(trainer: Any) -> Batch:

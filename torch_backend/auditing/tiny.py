@@ -90,7 +90,6 @@ def tiny_model(config: Any, model_class: Any = None, *, seed: int = 0) -> Any:
     """A model of ``config`` on the CPU in float32, with weights so random that every one of them matters.
 
     Args:
-        config: small enough to build.
         model_class: of the model; what ``AutoModelForCausalLM`` chooses if None.
         seed: of the weights; the caller's random state is left alone.
     """

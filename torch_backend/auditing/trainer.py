@@ -23,12 +23,26 @@ from packing_core.batches.marks import PER_TOKEN
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.budget import FLOAT32, NARROW, noticed
 from packing_core.errors import PackingError, UnsupportedError
-from torch_backend.auditing.compare import against_truth, exchanged, gradients_error, run, without_dropout
+from torch_backend.auditing.compare import (
+    averaged,
+    exchanged,
+    gradients_error,
+    refuse_several_devices,
+    run,
+    without_dropout,
+)
 from torch_backend.auditing.embedded import EmbeddedStep
-from torch_backend.auditing.images import alone_with, images_of, is_placeholder
-from torch_backend.auditing.ranks import averaged, refuse_several_devices
 from torch_backend.auditing.scored import ScoredStep, scored_batch
-from torch_backend.auditing.trainer_batches import ONE_DOCUMENT, first_batch, pieces_of, places_of
+from torch_backend.auditing.trainer_batches import (
+    ONE_DOCUMENT,
+    TrainerStep,
+    alone_with,
+    first_batch,
+    images_of,
+    is_placeholder,
+    pieces_of,
+    places_of,
+)
 from torch_backend.collate import Batch
 from torch_backend.collate.image_tensors import Images
 from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
@@ -153,14 +167,24 @@ def audit_trainer(trainer: Any) -> TrainerReport:
             "audit(trainer.teacher_model)"
         )
     with torch.random.fork_rng(), _model_of_train(trainer), as_before(trainer):
-        step: EmbeddedStep | ScoredStep | _Step
+        step: TrainerStep
         if kind is not None:
             step = EmbeddedStep(trainer)
         elif kind_of(trainer) is not None:
             step = ScoredStep(trainer, scored_batch(trainer), _tolerance(trainer))
         else:
-            step = _Step(trainer, *first_batch(trainer))
-        return _report(trainer, step.measure())
+            step = _RowsStep(trainer, *first_batch(trainer))
+        context, root = context_of(trainer.model), causal_lm(trainer.model)
+        return TrainerReport(
+            trainer=type(trainer).__name__,
+            model=type(root).__name__,
+            device=trainer.args.device.type,
+            dtype=_half(trainer) or "float32",
+            tolerance=_tolerance(trainer),
+            ranks=1 if context is None else context.ranks,
+            products=describe_float8(root) or "",
+            **step.measure(),
+        )
 
 
 def refuse_cut_documents(arguments: Any) -> None:
@@ -176,19 +200,19 @@ def refuse_cut_documents(arguments: Any) -> None:
         )
 
 
-class _Step:
+class _RowsStep(TrainerStep):
     """One batch of a trainer, and where its documents lie in it."""
 
     def __init__(self, trainer: Any, batch: Batch, features: list[Any]) -> None:
-        self.trainer = trainer
+        super().__init__(trainer)
         self.context = context_of(trainer.model)
         self.batch = batch
         self.places = places_of([p for f in features for p in pieces_of(f)], batch["input_ids"].cpu().numpy())
         if len(self.places) < 2:
             raise PackingError(ONE_DOCUMENT)
         self.images = images_of(features, len(self.places))
-        self.alone = [self._alone(*each) for each in zip(self.places, self.images, strict=True)]
-        self.targets = [_targets(inputs) for inputs in self.alone]
+        self.documents = [self._alone(*each) for each in zip(self.places, self.images, strict=True)]
+        self.targets = [_targets(inputs) for inputs in self.documents]
         if sum(self.targets) == 0:
             raise PackingError(
                 "nothing is trained in the trainer's first batch, where all labels are -100: "
@@ -197,11 +221,10 @@ class _Step:
         _, counted = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
         self.counted = None if counted is None else int(counted)
 
-    def measure(self) -> dict[str, Any]:
-        """The figures of a report."""
-        truth_loss, truth = self._truth()
-        loss, packed = self._run(self.batch, self.counted)
-        _, again = self._run(self.batch, self.counted)
+    def packed(self) -> tuple[float, dict[str, Tensor]]:
+        return self._run(self.batch, self.counted)
+
+    def probe(self) -> dict[str, Any]:
         changed = self._changed()
         others, one = self._only(lambda place: place != changed), self._only(lambda place: place == changed)
         other = {"input_ids": self._replaced(changed)}
@@ -213,17 +236,15 @@ class _Step:
             "rows": len(self.batch["input_ids"]),
             "targets": sum(self.targets),
             "counted": self.counted,
-            "loss": abs(loss - truth_loss) / abs(truth_loss),
             "leak": gradients_error(after, before)[0],
             "moved": gradients_error(own_after, own)[0],
-            **against_truth(packed, again, truth),
         }
 
-    def _truth(self) -> tuple[float, dict[str, Tensor]]:
+    def alone(self) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of the documents one by one, divided by all their targets once."""
         total, loss = sum(self.targets), 0.0
         gradients: dict[str, Tensor] = {}
-        for inputs, targets in zip(self.alone, self.targets, strict=True):
+        for inputs, targets in zip(self.documents, self.targets, strict=True):
             if targets:
                 share = targets / total
                 terms = {"count": [(total, 1.0)], "mean": [(total, share)]}.get(
@@ -242,7 +263,7 @@ class _Step:
         """
         total = sum(self.targets)
         with torch.no_grad():
-            inputs = self.alone[int(np.argmax(self.targets))]
+            inputs = self.documents[int(np.argmax(self.targets))]
             once, rest = (float(self._loss(inputs, count)) for count in (total, total * _MANY))
         if abs(once - rest) <= _NOTHING * abs(once):
             return "mean"
@@ -323,19 +344,6 @@ class _Step:
 
 def _add(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
     total |= {name: total[name] + g if name in total else g for name, g in more.items()}
-
-
-def _report(trainer: Any, figures: dict[str, Any]) -> TrainerReport:
-    return TrainerReport(
-        trainer=type(trainer).__name__,
-        model=type(causal_lm(trainer.model)).__name__,
-        device=trainer.args.device.type,
-        dtype=_half(trainer) or "float32",
-        tolerance=_tolerance(trainer),
-        ranks=1 if (context := context_of(trainer.model)) is None else context.ranks,
-        products=describe_float8(causal_lm(trainer.model)) or "",
-        **figures,
-    )
 
 
 def _tolerance(trainer: Any) -> float:

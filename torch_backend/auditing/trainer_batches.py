@@ -1,4 +1,4 @@
-"""Reads the first batch of a trainer, and finds in its rows the documents that its collator was given."""
+"""The first batch of a trainer: read, judged by the trainer's own loss, its documents found in the collator's rows."""
 
 from __future__ import annotations
 
@@ -6,18 +6,71 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from packing_core import PackedBatch
 from packing_core.batches.columns import READ, documents_of
-from packing_core.errors import LayoutError, PackingError
-from torch_backend.auditing.images import rows_with_images
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
+from torch_backend.auditing.compare import cosine, gradients_error
 from torch_backend.collate import Batch, call_on_copies
+from torch_backend.collate.image_tensors import Images
 from torch_backend.collate.packed_dataset import refuse_lost_lengths
 from torch_backend.collate.vision import VisionRows
-from torch_backend.hf.anatomy.structure import with_values
+from torch_backend.hf.anatomy.audio import FEATURES
+from torch_backend.hf.anatomy.structure import causal_lm, with_values
+from torch_backend.hf.anatomy.vision import kinds_of_tokens, vision_of
+from torch_backend.hf.blank_images import takes_media
+from torch_backend.hf.inputs.padded_images import image_keys
 
 ONE_DOCUMENT = "the trainer's first batch holds one document: raise its batch size to audit packing"
+
+
+class TrainerStep:
+    """One batch of a trainer, whose own loss is compared on the batch as it is and on each document alone.
+
+    Attributes:
+        smallest_loss: a smaller loss is compared with this much.
+        documents_are: what messages call them; way_out: of a batch whose gradients are all 0.
+    """
+
+    smallest_loss = 0.0
+    documents_are = "documents"
+    way_out = "documents that train a parameter"
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def alone(self) -> tuple[float, dict[str, Tensor]]:
+        """Returns loss and gradients of the documents, each in a forward of its own without padding."""
+        raise NotImplementedError
+
+    def packed(self) -> tuple[float, dict[str, Tensor]]:
+        """Returns loss and gradients of the batch as it is, packed or not."""
+        raise NotImplementedError
+
+    def probe(self) -> dict[str, Any]:
+        """Replaces one document, and returns ``leak`` and ``moved``, and the counts of a report."""
+        raise NotImplementedError
+
+    def compared(self, packed: dict[str, Tensor], again: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, Any]:
+        """Compares the gradients of the batch, and of its repetition, with those of each document alone."""
+        gradients, worst = gradients_error(packed, truth)
+        noise, _ = gradients_error(again, packed)
+        return {"cosine": cosine(packed, truth), "gradients": gradients, "worst_parameter": worst, "noise": noise}
+
+    def measure(self) -> dict[str, Any]:
+        """Returns the figures of a :class:`~torch_backend.auditing.trainer.TrainerReport`."""
+        true_loss, truth = self.alone()
+        if not any(bool(g.any()) for g in truth.values()):
+            raise PackingError(
+                f"{type(self.trainer).__name__}: nothing is trained in the first batch, because every gradient of its "
+                f"{self.documents_are} is 0: give it {self.way_out}"
+            )
+        (loss, packed), (_, again) = self.packed(), self.packed()
+        difference = abs(loss - true_loss) / max(abs(true_loss), self.smallest_loss)
+        return {"counted": None, "loss": difference, **self.compared(packed, again, truth), **self.probe()}
 
 
 def _flat(features: Any) -> list[Any]:
@@ -103,3 +156,82 @@ def _free_places(text: list[bytes], wanted: bytes, free: NDArray[np.bool_]) -> I
             if at % 8 == 0 and free[row, place].all():
                 yield row, place
             at = tokens.find(wanted, at + 1)
+
+
+def rows_with_images(collator: Any, features: Any) -> VisionRows | None:
+    """The rows that a collator makes of features with images; None if it makes none of images."""
+    reader = getattr(collator, "vision", None)
+    if reader is None:
+        return None
+    rows: VisionRows = reader.rows(
+        features, collator.pack, collator.capacity, collator.plan_options.get("overflow", "error")
+    )
+    return rows
+
+
+def images_of(features: list[Any], documents: int) -> list[Images]:
+    """The images of each document of the features, in their order; none of features that are tokens alone."""
+    found = [images for feature in features if isinstance(feature, VisionRows) for images in feature.images]
+    return found or [{} for _ in range(documents)]
+
+
+def alone_with(model: Any, ids: Tensor, images: Images) -> dict[str, Any]:
+    """Returns the inputs of a document [1, L] alone beside its tokens: its images and, in M-RoPE families, token types.
+
+    Positions are left to the model, which numbers a document by itself.
+    """
+    if not images:
+        return {}
+    inputs: dict[str, Any] = {name: x.to(ids.device) for name, x in images.items()}
+    vision = vision_of(model)
+    if vision.audio is not None:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    elif vision.indexer is not None:
+        inputs["mm_token_type_ids"] = kinds_of_tokens(vision.indexer.config, ids)
+    return inputs
+
+
+def is_placeholder(model: Any, ids: Tensor) -> Tensor:
+    """Marks the tokens that stand for images, which no other token can replace; bool, as ``ids``."""
+    if not takes_media(causal_lm(model).config):
+        return torch.zeros_like(ids, dtype=torch.bool)
+    return torch.isin(ids, torch.tensor(sorted(vision_of(model).placeholders), device=ids.device))
+
+
+def images_of_rows(root: Any, kwargs: Mapping[str, Any]) -> list[Images]:
+    """The images of each row of a padded call.
+
+    Images and their tokens come in one order. A grid says how many tokens an image has; without grids all images have
+    as many.
+
+    Raises:
+        UnsupportedError: images differ in their number of tokens, and nothing says which has how many.
+    """
+    ids_BS: Tensor = kwargs["input_ids"]
+    given = {name: kwargs[name] for name in image_keys(root) if kwargs.get(name) is not None}
+    if "pixel_values_videos" in given or given.keys() >= {"pixel_values", FEATURES}:
+        raise UnsupportedError("the audit cannot tell which videos or clips belong to which answer: audit with images")
+    if "pixel_values" not in given:
+        return [{} for _ in ids_BS]
+    vision = vision_of(root)
+    tokens_B = is_placeholder(root, ids_BS).sum(1)
+    if vision.in_rows:
+        shown = tokens_B.tolist()
+        return [{name: x[[row]] for name, x in given.items()} if shown[row] else {} for row in range(len(shown))]
+    if vision.merge is not None:
+        patches = given["image_grid_thw"].prod(-1)
+        ends = (patches // vision.merge).cumsum(0)
+        counts = torch.searchsorted(ends, tokens_B.cumsum(0), right=True).diff(prepend=ends.new_zeros(1)).tolist()
+        pixels = [int(of_row.sum()) for of_row in patches.split(counts)]
+        sizes = {"pixel_values": pixels, "image_grid_thw": counts}
+    else:
+        units, total = len(given["pixel_values"]), int(tokens_B.sum())
+        if bool((tokens_B * units % total).any()):
+            raise UnsupportedError(
+                f"the audit cannot tell which images of {type(root).__name__} belong to which answer, because their "
+                "numbers of tokens differ: audit with images of one size"
+            )
+        sizes = dict.fromkeys(given, (tokens_B * units // total).tolist())
+    parts = {name: x.split(sizes[name]) for name, x in given.items()}
+    found = [{name: part[row] for name, part in parts.items()} for row in range(len(ids_BS))]
+    return [images if len(images["pixel_values"]) else {} for images in found]

@@ -17,7 +17,7 @@ from tests.torch_backend.processors import picture, tiny_processor
 from tests.torch_backend.scored_trainers import datasets, peft, trl
 from tests.torch_backend.vision_models import IMAGE, vision_model
 from torch_backend import audit
-from torch_backend.auditing.images import images_of_rows
+from torch_backend.auditing.trainer_batches import images_of_rows
 from torch_backend.hf.anatomy.families import EXACT_KEYS
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs import padded_images
