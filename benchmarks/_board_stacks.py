@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks._board_flash import NAME as FLASH
 from benchmarks._board_stubs import load
-from torch_backend.stacks.trainers import placeholder_tokenizer
+from torch_backend.stacks.paths import placeholder_tokenizer
 
 Documents = list[list[int]]
 Batch = dict[str, Any]

@@ -7,10 +7,12 @@ every path and alone -> one :class:`PathResult` a path, which ``crosspack audit`
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,12 +21,75 @@ from packing_core.batches.keys import BatchKey
 from packing_core.budget import FLOAT32
 from packing_core.errors import PackingError, UnsupportedModelError, first_line
 from packing_core.extras import require
-from torch_backend.auditing.compare import Computation, gradients_error, outputs_error
+from torch_backend.auditing.compare import gradients_error, outputs_error
 from torch_backend.auditing.probe import Probe, RowLayout
 from torch_backend.auditing.tiny import all_families, family_config, tiny_config, tiny_model
+from torch_backend.auditing.trainer import TrainerReport, audit_trainer
 from torch_backend.packed_tokens import plain
 from torch_backend.patching import patch
-from torch_backend.stacks.trainers import audit_sft, trainer_paths
+from torch_backend.trainers.enable_packing import enable_packing
+
+CAPACITY = 64
+_SFT = "SFTTrainer(packing=True)"
+# path of the table -> whether enable_packing is called
+TRAINERS = {"trl": {_SFT: False, f"{_SFT}, enable_packing": True}}
+
+
+def trainer_paths(name: str) -> dict[str, bool]:
+    """Returns the paths of a trainer in the table, and of each whether ``enable_packing`` is called.
+
+    Raises:
+        PackingError: there is no trainer of that name.
+    """
+    if name not in TRAINERS:
+        raise PackingError(f"--trainer {name}: there is {', '.join(TRAINERS)}")
+    return TRAINERS[name]
+
+
+def audit_sft(config: Any, documents: list[list[int]], enabled: bool) -> TrainerReport:
+    """Audits TRL's ``SFTTrainer`` over documents, whose errors pass through."""
+    datasets, trl = require("datasets", extra="hf"), require("trl", extra="hf")
+    with TemporaryDirectory() as folder, _quiet():
+        arguments = trl.SFTConfig(
+            folder,
+            packing=True,
+            max_length=CAPACITY,
+            per_device_train_batch_size=1,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        data, tokenizer = datasets.Dataset.from_dict({"input_ids": documents}), placeholder_tokenizer()
+        model = tiny_model(tiny_config(config))
+        trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+        return audit_trainer(enable_packing(trainer, verify=False) if enabled else trainer)
+
+
+def placeholder_tokenizer() -> Any:
+    """Makes the tokenizer that a trainer needs to be built; the documents are tokens already."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(4)}, unk_token="<3>"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<0>", bos_token="<1>", eos_token="<2>", unk_token="<3>"
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Datasets of three documents need no progress bars."""
+    datasets = require("datasets", extra="hf")
+    shown = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not shown:
+            datasets.enable_progress_bars()
+
 
 # One row without padding; the first two documents fit into tiny windows, the last does not.
 ROW = RowLayout((21, 9, 30), 60)
@@ -94,7 +159,6 @@ def survey(config: Any, trainer: str | None = None) -> list[PathResult]:
     """Run every path on a tiny random clone of a config's model: CPU, float32, SDPA where the model has it.
 
     Args:
-        config: of a transformers model.
         trainer: also audit this trainer, as people build it and after ``enable_packing``.
 
     Raises:
@@ -114,15 +178,28 @@ def survey(config: Any, trainer: str | None = None) -> list[PathResult]:
         wanted = probe.alone()
     except Exception as error:
         raise UnsupportedModelError(f"no tiny clone: {type(error).__name__}: {first_line(error)}") from error
-    results = [_measure(path, probe, choose, wanted) for path, choose in STOCK.items()]
+
+    def of_outputs(choose: Callable[[Batch], Batch]) -> dict[str, float]:
+        """A path is judged by its logits and their gradients, under a loss that is right on every path."""
+        try:
+            packed = probe.packed(choose)
+        finally:
+            model.zero_grad()
+        gradients, _ = gradients_error(packed.gradients, wanted.gradients)
+        return {"logits": outputs_error(packed, wanted), "gradients": gradients}
+
+    def of_trainer(enabled: bool) -> dict[str, float]:
+        report = audit_sft(config, [document.tolist() for document in probe.documents], enabled)
+        return {"gradients": max(report.gradients, report.loss, report.leak)}
+
+    results = [_result(path, of_outputs, choose) for path, choose in STOCK.items()]
     if trainer is not None:
-        lists = [document.tolist() for document in probe.documents]
-        results += [_measure_trainer(path, config, lists, on) for path, on in trainer_paths(trainer).items()]
+        results += [_result(path, of_trainer, enabled) for path, enabled in trainer_paths(trainer).items()]
     try:
         patch(model, verify=False)
     except UnsupportedModelError as error:
         return [*results, PathResult(PATCHED, raises=first_line(error))]
-    return [*results, _measure(PATCHED, probe, dict, wanted)]
+    return [*results, _result(PATCHED, of_outputs, dict)]
 
 
 def families() -> list[str]:
@@ -155,19 +232,8 @@ def config_of(model: str) -> Any:
         ) from None
 
 
-def _measure(path: str, probe: Probe, choose: Callable[[Batch], Batch], wanted: Computation) -> PathResult:
-    """A path is judged by its logits and their gradients, under a loss that is right on every path."""
+def _result(path: str, measure: Callable[[Any], dict[str, float]], of: Any) -> PathResult:
     try:
-        found = probe.packed(choose)
+        return PathResult(path, **measure(of))
     except Exception as error:  # a stock path may raise anything; what it said is the result
-        probe.model.zero_grad()
         return PathResult(path, raises=f"{type(error).__name__}: {first_line(error)}")
-    return PathResult(path, outputs_error(found, wanted), gradients_error(found.gradients, wanted.gradients)[0])
-
-
-def _measure_trainer(path: str, config: Any, documents: list[list[int]], enabled: bool) -> PathResult:
-    try:
-        report = audit_sft(config, documents, enabled)
-    except Exception as error:  # as above
-        return PathResult(path, raises=f"{type(error).__name__}: {first_line(error)}")
-    return PathResult(path, gradients=max(report.gradients, report.loss, report.leak))
