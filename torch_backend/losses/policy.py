@@ -26,6 +26,7 @@ from torch import Tensor
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
+from packing_core.planning.pieces import choice
 from torch_backend.ops.reduction import reduce, spread
 
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
@@ -54,7 +55,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, kind: AdvantageKind = "
     Returns:
         [documents], float32 at least, without gradient.
     """
-    _check_choice("kind", kind, AdvantageKind)
+    choice("kind", kind, get_args(AdvantageKind))
     if rewards.ndim != 1 or rewards.shape != groups.shape:
         raise LayoutError(f"rewards and groups are [documents], got {list(rewards.shape)} and {list(groups.shape)}")
     rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
@@ -131,8 +132,8 @@ def policy_loss(
         LayoutError: shapes contradict each other.
         PackingError: an unknown choice, ``beta`` without ``reference``, or ``"constant"`` without ``max_length``.
     """
-    _check_choice("ratio", ratio, Ratio)
-    _check_choice("per", per, Per)
+    choice("ratio", ratio, get_args(Ratio))
+    choice("per", per, get_args(Per))
     if (beta != 0) != (reference is not None):
         raise PackingError(f"beta is {beta} and reference is {'' if reference is not None else 'not '}given: pass both")
     if (per == "constant") != (max_length is not None):
@@ -160,8 +161,3 @@ def policy_loss(
     if per == "token":
         return by_document.sum(), reduce(torch.ones_like(losses), batch, "sum", where=where).sum()
     return by_document.sum(), by_document.new_tensor(float(len(by_document) * (max_length or 1)))
-
-
-def _check_choice(name: str, value: str, allowed: Any) -> None:
-    if value not in get_args(allowed):
-        raise PackingError(f"{name} must be one of {', '.join(map(repr, get_args(allowed)))}; got {value!r}")

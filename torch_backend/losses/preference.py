@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packing_core.errors import LayoutError, PackingError
+from packing_core.planning.pieces import choice
+from torch_backend.ops.divisor import Divisor, quotient
 
 DPOKind = Literal["sigmoid", "hinge", "ipo", "robust"]
 
@@ -56,8 +58,7 @@ def dpo_loss(
         LayoutError: the shapes differ, or one of the references is missing.
         PackingError: an option outside of its range.
     """
-    if kind not in get_args(DPOKind):
-        raise PackingError(f"kind must be one of {', '.join(map(repr, get_args(DPOKind)))}; got {kind!r}")
+    choice("kind", kind, get_args(DPOKind))
     if label_smoothing and kind not in ("sigmoid", "robust"):
         raise PackingError(f"label_smoothing is defined for 'sigmoid' and 'robust', not for {kind!r}: leave it out")
     _check_smoothing(label_smoothing)
@@ -166,9 +167,7 @@ def kto_baseline(policy: Tensor, reference: Tensor, *, group: dist.ProcessGroup 
     _check_shapes(policy=policy, reference=reference)
     difference = _wide(policy) - _wide(reference)
     sums = torch.stack([difference.sum(), difference.new_tensor(float(len(difference)))])
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(sums, group=group)
-    return (sums[0] / sums[1].clamp(min=1)).clamp(min=0)
+    return quotient(*Divisor(group).total(sums)).clamp(min=0)
 
 
 def reward_loss(
