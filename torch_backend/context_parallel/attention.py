@@ -93,7 +93,6 @@ def context_attention(
 
     Args:
         q, k, v: [T, H, D], [T, K, D], [T, K, Dv] of the rank's tokens.
-        share: what the rank holds.
         attend: packed causal attention on one device.
         window: visible keys per query, as ``attend`` has it.
         sinks: [H].

@@ -192,26 +192,24 @@ def to_heads(layout: WholeLayout, group: Any, x: Tensor, ranks: int) -> Tensor:
     Returns:
         [N, H / W, ...] in the order of the documents.
     """
+    narrow = x.dtype
     if x.shape[1] < ranks:  # a head that several ranks read has a gradient from each, added in float32
-        narrow, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
-        sent = torch.cat([heads_of(x, 1, rank, ranks).to(narrow) for rank in range(ranks)])
-    else:
-        sent = torch.cat([heads_of(x, 1, rank, ranks) for rank in range(ranks)])
-    found: Tensor = _AllToAll.apply(sent, [len(x)] * ranks, layout.counts, group)
-    return found.index_select(0, layout.order)
+        x = x.to(torch.promote_types(narrow, torch.float32))
+    sent = torch.cat([heads_of(x, 1, rank, ranks).to(narrow) for rank in range(ranks)])
+    return all_to_all(sent, [len(x)] * ranks, layout.counts, group).index_select(0, layout.order)
 
 
 def to_tokens(layout: WholeLayout, group: Any, y: Tensor, rank: int) -> Tensor:
     """The inverse of :func:`to_heads`: [N, H / W, ...] -> [n, H, ...]."""
     ranks, own = len(layout.counts), layout.counts[rank]
     by_rank = y.index_select(0, layout.back)
-    found: Tensor = _AllToAll.apply(by_rank, layout.counts, [own] * ranks, group)
-    return found.unflatten(0, (ranks, own)).transpose(0, 1).flatten(1, 2)
+    by_head = all_to_all(by_rank, layout.counts, [own] * ranks, group)
+    return by_head.unflatten(0, (ranks, own)).transpose(0, 1).flatten(1, 2)
 
 
-def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> Tensor:
+def all_to_all(x: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
     """Tokens [n, ...] by receiving rank -> tokens [m, ...] by sending rank; gradients go back the same way."""
-    found: Tensor = _AllToAll.apply(x, list(send), list(receive), group)
+    found: Tensor = _AllToAll.apply(x, send, receive, group)
     return found
 
 

@@ -41,7 +41,6 @@ def convolve_pieces(
 
     Args:
         x: [T, C].
-        share: what the rank holds.
         width: tokens that an output depends on, its own included.
         convolve: the convolution of [M, C] tokens in segments.
 
@@ -66,7 +65,6 @@ def scan_by_heads(
     """A scan of the rank's tokens, straddling documents by heads, which :func:`heads_divide` allows.
 
     Args:
-        share: what the rank holds.
         args, kwargs: of the scan; tensors [1, T, H, ...] hold tokens, where fewer heads serve several, and the others
             [H, ...] heads.
         scan: of tokens in segments; returns [1, M, H, ...], or a tuple that begins with it.
@@ -133,7 +131,6 @@ def run_whole(share: RankShare, values: list[Any], layer: Callable[[PackedMetada
     """A layer of the rank's tokens that runs straddling documents as a whole, each on one rank.
 
     Args:
-        share: what the rank holds.
         values: of the call; tensors [1, T, ...] hold tokens.
         layer: runs on documents in segments, with their values; returns [1, M, ...].
 

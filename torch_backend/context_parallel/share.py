@@ -170,12 +170,6 @@ class OwnedLayout:
 class RankShare:
     """The tokens of one rank: first the pieces that begin a document, then those that continue one.
 
-    Args:
-        plan: which tokens every rank holds.
-        rank: of this process in the group.
-        group: the ranks that share the batch.
-        device: of the batch.
-
     Attributes:
         documents: the segments of each document of the whole batch, in source order; None if the batch does not say.
     """
@@ -213,14 +207,12 @@ class RankShare:
     @cached_property
     def positions(self) -> Int64:
         """int64 [T]: the position of each token in its whole document."""
-        starts = self.plan.start[self.pieces]
-        return np.concatenate([np.arange(s, s + n) for s, n in zip(starts, self.lengths, strict=True)])
+        return _places(self.plan.start[self.pieces], self.plan.length[self.pieces])
 
     @cached_property
     def tokens(self) -> Int64:
         """int64 [T]: the place of each token among those of the whole batch."""
-        first = (np.cumsum(self.plan.lengths) - self.plan.lengths)[self.plan.document[self.pieces]]
-        return self.positions + np.repeat(first, self.lengths)
+        return _places(self._starts[self.pieces], self.plan.length[self.pieces])
 
     @cached_property
     def index(self) -> Tensor:
@@ -231,6 +223,11 @@ class RankShare:
     def segments(self) -> PackedMetadata:
         """The rank's pieces as segments."""
         return PackedMetadata.from_lengths(self.lengths, device=self.device)
+
+    @cached_property
+    def _starts(self) -> Int64:
+        """Starts of the pieces, of any rank, among the tokens of the whole batch."""
+        return (np.cumsum(self.plan.lengths) - self.plan.lengths)[self.plan.document] + self.plan.start
 
     @cached_property
     def _offsets(self) -> Int64:
@@ -308,24 +305,23 @@ class RankShare:
     # -- whole documents -----------------------------------------------------------------------------------------------
 
     @cached_property
+    def _alone(self) -> tuple[Int64, list[int]]:
+        """Places of the rank's tokens of documents that lie on it alone, and the lengths of these documents."""
+        whole = ~self.plan.straddling[self.plan.document[self.pieces]]
+        return np.flatnonzero(np.repeat(whole, self.lengths)), self.plan.length[self.pieces[whole]].tolist()
+
+    @cached_property
     def whole(self) -> WholeLayout:
         """The straddling documents as a whole."""
-        plan = self.plan
-        counts, places = [], []
-        first = np.cumsum(plan.lengths) - plan.lengths
-        for rank in range(self.ranks):
-            pieces = straddling_pieces(plan, rank)
-            counts.append(int(plan.length[pieces].sum()))
-            begin = first[plan.document[pieces]] + plan.start[pieces]
-            places += [np.arange(b, b + n) for b, n in zip(begin, plan.length[pieces], strict=True)]
-        straddles = np.repeat(plan.straddling[plan.document[self.pieces]], self.lengths)
-        straddling, alone = np.flatnonzero(straddles), np.flatnonzero(~straddles)
-        own = [n for n, p in zip(self.lengths, self.pieces, strict=True) if not plan.straddling[plan.document[p]]]
+        plan, (alone, own) = self.plan, self._alone
+        of_ranks = [straddling_pieces(plan, rank) for rank in range(self.ranks)]
+        places = [_places(self._starts[pieces], plan.length[pieces]) for pieces in of_ranks]
+        straddling = np.setdiff1d(np.arange(len(self.tokens)), alone)
         return WholeLayout(
             straddling=self._index([straddling]),
             alone=self._index([alone]),
             inverse=self._index([np.argsort(np.concatenate([alone, straddling]))]),
-            counts=counts,
+            counts=[len(x) for x in places],
             order=self._index([np.argsort(np.concatenate(places))]),
             documents=PackedMetadata.from_lengths(plan.lengths[plan.straddling].tolist(), device=self.device),
             own=PackedMetadata.from_lengths(own, device=self.device) if own else None,
@@ -336,10 +332,7 @@ class RankShare:
     @cached_property
     def owned(self) -> OwnedLayout:
         """The straddling documents as a whole, each on the rank that has fewest tokens then."""
-        plan, owners = self.plan, _owners(self.plan)
-        straddles = np.repeat(plan.straddling[plan.document[self.pieces]], self.lengths)
-        alone = np.flatnonzero(~straddles)
-        own = [n for n, p in zip(self.lengths, self.pieces, strict=True) if not plan.straddling[plan.document[p]]]
+        plan, owners, (alone, own) = self.plan, _owners(self.plan), self._alone
         sent = [self._straddling_tokens(self.rank, owners, rank)[0] for rank in range(self.ranks)]
         received = [self._straddling_tokens(rank, owners, self.rank)[1] for rank in range(self.ranks)]
         lengths = [*own, *plan.lengths[owners == self.rank].tolist()]
@@ -356,13 +349,15 @@ class RankShare:
 
     def _straddling_tokens(self, source: int, owners: Int64, owner: int) -> tuple[Int64, Int64]:
         """The tokens of a rank that belong to an owner's documents: places on the rank, and in the whole batch."""
-        plan = self.plan
-        pieces = pieces_of(plan, source)
-        pieces = pieces[owners[plan.document[pieces]] == owner]
-        first = (np.cumsum(plan.lengths) - plan.lengths)[plan.document[pieces]] + plan.start[pieces]
-        lengths = plan.length[pieces]
-        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        return within + np.repeat(self._offsets[pieces], lengths), within + np.repeat(first, lengths)
+        pieces = pieces_of(self.plan, source)
+        pieces = pieces[owners[self.plan.document[pieces]] == owner]
+        lengths = self.plan.length[pieces]
+        return _places(self._offsets[pieces], lengths), _places(self._starts[pieces], lengths)
+
+
+def _places(starts: Int64, lengths: Int64) -> Int64:
+    """The places of runs of tokens that begin at ``starts``, one run behind the other."""
+    return np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
 
 
 def _owners(plan: ContextPlan) -> Int64:
