@@ -8,7 +8,7 @@ float32 as the documents alone are in the precision that is timed, rounding coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from itertools import cycle
 from statistics import median
@@ -22,17 +22,15 @@ from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.training.job import Measured, TrainJob
 from packing_core.training.timing import Clock, in_turn
 from torch_backend.collate import Batch, PackedCollator
-from torch_backend.job.memory import Memory, release
 from torch_backend.job.models import build_model
-from torch_backend.job.steps import padded_batches
-from torch_backend.job.train import device_of
+from torch_backend.job.train import Memory, device_of, release
+from torch_backend.job.trainer import padded_batches
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.packed_tokens import plain
 from torch_backend.patching import patch
 from torch_backend.segments import to_device
 
-Loss = Callable[[Mapping[str, Any]], Tensor]
 OURS = "crosspack"
 # What each way passes to the model besides the batch. Most people leave use_cache at its default, under which stock
 # transformers does not look for segments.
@@ -76,7 +74,6 @@ def _measure(
             judged, difference, allowed = _exactness(model, job, way, device, computing)
             release(device)
         memory.peak = 0  # of training alone
-        loss = _patched_loss(model) if way == OURS else _stock_loss(model, WAYS[way])
         optimizer = torch.optim.AdamW(model.parameters(), lr=job.options.lr, fused=True)
         rates: list[float] = []
         timed = 0.0
@@ -85,7 +82,7 @@ def _measure(
             with memory.counted(), clock.timed():
                 for batch in _inputs(job, way, step, device):
                     with computing():
-                        value = loss(batch)
+                        value = _loss(model, way, batch)
                     value.backward()
                     optimizer.step()
                     optimizer.zero_grad()
@@ -183,27 +180,16 @@ def _difference(logits: list[Tensor], right: list[Tensor]) -> float:
     return float("inf") if off.isnan() else float(off)
 
 
-def _stock_loss(model: nn.Module, arguments: Mapping[str, Any]) -> Loss:
-    def loss(batch: Mapping[str, Any]) -> Tensor:
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        total, weight = packed_cross_entropy(model(**inputs, **arguments).logits, next_token_targets(batch["labels"]))
-        return normalise(total, weight)
-
-    return loss
-
-
-def _patched_loss(model: nn.Module) -> Loss:
-    """Without the logits, where the family's loss allows that."""
-    stock = _stock_loss(model, WAYS[OURS])
-
-    def loss(batch: Mapping[str, Any]) -> Tensor:
+def _loss(model: nn.Module, way: str, batch: Batch) -> Tensor:
+    """Computes the mean loss of a batch; ours without logits, where the family's loss allows that."""
+    if way == OURS:
         try:
-            total, weight = causal_lm_loss(model, batch)
+            return normalise(*causal_lm_loss(model, batch))
         except UnsupportedModelError:
-            return stock(batch)
-        return normalise(total, weight)
-
-    return loss
+            pass
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits = model(**inputs, **WAYS[way]).logits
+    return normalise(*packed_cross_entropy(logits, next_token_targets(batch["labels"])))
 
 
 def _wait(device: torch.device) -> None:

@@ -17,14 +17,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from packing_core.errors import CapacityError, PackingError
+from packing_core.errors import CapacityError, LayoutError, PackingError
 from packing_core.extras import require
 from packing_core.training.tasks import TASKS, TaskJob
 from torch_backend.auditing.model import AuditReport, verify
 from torch_backend.auditing.trainer import TrainerReport, audit_trainer
 from torch_backend.collate import PackedCollator
+from torch_backend.collate.pictures import has_own_pictures, pictures_of
+from torch_backend.collate.vision import place_of
 from torch_backend.collate.vision_dataset import PackedMediaDataset
-from torch_backend.job.images import image_dataset
 from torch_backend.job.models import load_model, naming, shared_arguments, with_adapters, write_model
 from torch_backend.trainers.enable_packing import enable_packing
 
@@ -33,13 +34,11 @@ require("transformers", extra="hf")
 import transformers  # noqa: E402
 
 Records = Sequence[Mapping[str, Any]]
+_CHATS = ("prompt", "completion", "chosen", "rejected")
 
 
 class TaskKind:
     """A task, trained by a ``transformers.Trainer`` or a subclass of it.
-
-    Args:
-        job: of the task.
 
     Attributes:
         model, processor: loaded; the processor is a tokenizer unless records have images.
@@ -184,7 +183,24 @@ class Answers(TaskKind):
     """A task of TRL, whose trainer tokenises prompts and answers itself."""
 
     def dataset(self, records: Records) -> Any:
-        return image_dataset(self.job, records, self.skipped) if self.job.images else super().dataset(records)
+        """Returns records as TRL reads them; those with images have them in a column ``images``.
+
+        Raises:
+            PackingError: a record cannot be used, or under ``on_error="skip"`` none can.
+        """
+        if not self.job.images:
+            return super().dataset(records)
+        datasets, examples = require("datasets", extra="hf"), []
+        for number, record in enumerate(records):
+            try:
+                examples.append(_with_images(record, place_of(record, number)))
+            except PackingError as error:
+                if self.job.on_error == "stop":
+                    raise
+                self.skipped.append(str(error))
+        if not examples:
+            raise PackingError(f"none of the {len(records):,} records can be used, the first because {self.skipped[0]}")
+        return datasets.Dataset.from_list(examples).cast_column("images", datasets.Sequence(datasets.Image()))
 
     def trainer(self, folder: Path, common: Mapping[str, Any]) -> Any:
         job, trl = self.job, require("trl", extra="hf")
@@ -275,12 +291,6 @@ def _tokens(example: Mapping[str, Any]) -> int:
 def task_arguments(job: TaskJob, kind: type[Any], folder: Path, **own: Any) -> Any:
     """Returns the trainer's arguments: those of the options, and of ``--set`` whatever else it has.
 
-    Args:
-        job: of the task.
-        kind: the class of the arguments.
-        folder: where checkpoints go.
-        own: those of this kind of task.
-
     Raises:
         PackingError: its library refuses one.
     """
@@ -335,3 +345,14 @@ def _check_type(name: str, value: Any, default: Any) -> None:
     wanted = {bool: "true or false", int: "a number", float: "a number"}.get(type(default))
     if wanted is not None and isinstance(value, str) and name != "warmup_steps":
         raise PackingError(f"--set {name} is {value!r}: pass {wanted}")
+
+
+def _with_images(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The record with all its images in one column, after they were decoded."""
+    if any(has_own_pictures(record.get(name)) for name in _CHATS):
+        raise LayoutError(f"{where} has images in its messages: put them into the column images, where TRL reads them")
+    images = record.get("images")
+    if images is None:
+        images = [] if record.get("image") is None else [record["image"]]
+    pictures_of({"images": images}, where)
+    return {**{name: value for name, value in record.items() if name != "image"}, "images": list(images)}

@@ -47,9 +47,7 @@ def load_model(job: ModelJob, auto: str, **options: Any) -> Any:
     """The job's model on the CPU, in ``options.dtype``: its own safetensors, and what they lack by the seed.
 
     Args:
-        job: names a folder or hub name.
         auto: the class of transformers that loads it.
-        options: of ``from_pretrained``.
 
     Raises:
         PackingError: there is no such model, no safetensors, or it needs code of its own to run.
@@ -178,8 +176,6 @@ def write_model(job: ModelJob, model: Any, weights: dict[str, Any] | None = None
     """Writes a trained model, unpatched, as ``from_pretrained`` reads it, or its adapters as peft does.
 
     Args:
-        job: its ``output`` is the folder.
-        model: of one of its runs.
         weights: of a sharded model, gathered.
     """
     model = unpatch(model)

@@ -24,12 +24,7 @@ Tensors = dict[str, Tensor]
 
 
 class MasterWeights(torch.optim.AdamW):
-    """AdamW over float32 copies of parameters of lower precision, which are rounded to these after every step.
-
-    Args:
-        groups: parameter groups as ``AdamW`` takes them, of the model's own parameters.
-        options: of ``AdamW``.
-    """
+    """AdamW over float32 copies of parameters of lower precision, which are rounded to these after every step."""
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         self.rounded = [parameter for group in groups for parameter in group["params"]]

@@ -2,7 +2,7 @@
 
 A patched or unpatched model and a job -> :func:`job_trainer` -> ``trainer.train()``, which reports a StepRecord of each
 step, and evaluates and saves checkpoints when they are due. A batch of the dataloader is one rank's share of a step, a
-list of microbatches (:mod:`.steps`), and the loss is the mean over the trained tokens of all of them on all ranks. So
+list of microbatches (:class:`RowByRow`). The loss is the mean over the trained tokens of all of them on all ranks, so
 nothing depends on how a step's documents were arranged.
 
 Two parts are not the Trainer's own. Checkpoints are those of ``packing_core.training.checkpoints``: one format for any
@@ -25,20 +25,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.extras import require
 from packing_core.training.checkpoints import save_checkpoint
 from packing_core.training.job import ZERO, TrainJob
 from packing_core.training.records import StepRecord
-from packing_core.training.schedule import Run
+from packing_core.training.schedule import Run, Schedule
 from torch_backend.collate import Batch, PackedCollator
 from torch_backend.hf.anatomy.structure import in_mode
 from torch_backend.job import states
 from torch_backend.job.models import shared_arguments
 from torch_backend.job.ranks import Process
-from torch_backend.job.steps import RowByRow, StepShares, padded_batches
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 from torch_backend.ops.divisor import Divisor, quotient
 from torch_backend.segments import to_device
@@ -47,12 +46,46 @@ from torch_backend.steps.train_step import accumulating, wrappers_of
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.dataloader import cost_of
 from torch_backend.trainers.enable_packing import enable_packing
-from torch_backend.trainers.fast_step import speed_up
+from torch_backend.trainers.fast_step import PackedStep
 from torch_backend.trainers.own_loss import TrainerLoss
 
 require("transformers", extra="hf")
 
 from transformers import PrinterCallback, Trainer, TrainingArguments  # noqa: E402
+
+
+class StepShares(Dataset[Any]):
+    """Item n is a rank's share of step ``first + n``."""
+
+    def __init__(self, schedule: Schedule, first: int, share: Callable[[int], Any]) -> None:
+        self.steps = range(first, len(schedule))
+        self.share = share
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.share(self.steps[number])  # an IndexError ends a loop over the items
+
+
+class RowByRow(PackedCollator):
+    """Collates an item of packed rows to a list of batches, one for each row."""
+
+    def __call__(self, features: Any) -> Any:
+        """Returns the batches of the only item."""
+        (rows,) = features
+        return [super(RowByRow, self).__call__(row) for row in rows.single_rows()]
+
+
+def padded_batches(schedule: Schedule, step: int, run: Run) -> Iterator[Batch]:
+    """Yields the padded batches of a step.
+
+    Each has ``input_ids``, ``attention_mask`` and ``labels`` int64 [B, S]; labels are unshifted, and -100 where nothing
+    is trained.
+    """
+    for padded in schedule.padded(step, run):
+        arrays = {"input_ids": padded.input_ids, "attention_mask": padded.attention_mask, "labels": padded.targets}
+        yield {name: torch.from_numpy(array.astype(np.int64)) for name, array in arrays.items()}
 
 
 @dataclass
@@ -252,7 +285,7 @@ def job_trainer(job: TrainJob, run: Run, model: Any, process: Process, **others:
         precision: Any = "float8" if job.options.precision == "float8" else None
         enable_packing(trainer, implementation=job.attention, verify=False, precision=precision)
     else:
-        speed_up(Changes(trainer), TrainerLoss(trainer))
+        trainer.packed_step = PackedStep(Changes(trainer), TrainerLoss(trainer))  # type: ignore[attr-defined]
     # Runs that are compared differ in their rows alone: none is compiled or captured.
     fast = False if len(job.runs) > 1 or job.deterministic else "auto"
     step: Any = trainer.packed_step  # type: ignore[attr-defined]

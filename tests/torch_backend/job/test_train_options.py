@@ -17,11 +17,10 @@ from packing_core.training.job import TrainJob
 from packing_core.training.options import Options
 from packing_core.training.schedule import Schedule
 from tests.training_jobs import LLAMA, begun_and_resumed, losses, small_job, with_options
-from torch_backend.job.memory import memory_line, states_bytes
 from torch_backend.job.models import build_model, with_adapters
 from torch_backend.job.ranks import Ranks
 from torch_backend.job.states import MasterWeights, make_optimizer
-from torch_backend.job.train import train
+from torch_backend.job.train import memory_line, states_bytes, train
 
 LAYER = {**LLAMA, "num_hidden_layers": 1}
 HALF = {"precision": "bfloat16", "dtype": "bfloat16"}
