@@ -19,12 +19,7 @@ from torch_backend.steps.eligibility import Batch
 
 
 class Counts:
-    """Compares counts over ranks.
-
-    Args:
-        group: the ranks; the default group if None.
-        world: their number.
-    """
+    """Compares counts over ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None, world: int) -> None:
         self.group = group

@@ -30,8 +30,8 @@ from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.forward import forward_among
 from torch_backend.hf.patch import state_of
 from torch_backend.steps.adapter_products import with_joined_adapters
+from torch_backend.steps.compiling import announced
 from torch_backend.steps.memory import Level, marked
-from torch_backend.steps.progress import announced
 from torch_backend.steps.tower_blocks import compile_towers
 
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.

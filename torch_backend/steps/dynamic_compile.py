@@ -24,9 +24,9 @@ from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.hf.quantised import quantised_layers, traceable_weights
+from torch_backend.steps.compiling import GRAPHS, whole_layers
 from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.steps.eligibility import level_inside, why_not_compiled
-from torch_backend.steps.graph_limits import GRAPHS, whole_layers
 from torch_backend.steps.memory import Level, level_layers, recomputing_inside
 from torch_backend.steps.recorded_rows import RecordedRows
 from torch_backend.steps.static_row import Run

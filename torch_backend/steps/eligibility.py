@@ -1,6 +1,7 @@
-"""Explains why a model, or batches like the first one, cannot have the fast parts of a training step.
+"""Explains which parts of a training step are fast, and why a model, or batches like the first one, cannot have others.
 
-Each function returns a reason that users read after "not compiled:" or "no CUDA graph:", or None.
+Each ``why_`` function returns a reason that users read after "not compiled:" or "no CUDA graph:", or None. The last
+functions describe parts as :func:`torch_backend.explain` shows them.
 """
 
 from __future__ import annotations
@@ -15,18 +16,26 @@ from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.anatomy.experts import find_experts, makes_weights
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.blank_images import blank_media
 from torch_backend.hf.edits.experts import why_experts_read
-from torch_backend.hf.foreign_kernels import unknown_part
+from torch_backend.hf.foreign_kernels import has_ligers_forward, library_in, replaced_modules, unknown_part
 from torch_backend.hf.forward import RowChoice
-from torch_backend.hf.patch import Patched, context_of, state_of
+from torch_backend.hf.patch import Patched, state_of
 from torch_backend.hf.quantised import why_weights_stay
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps import cuda_graph as captured
 from torch_backend.steps.cuda_graph import layers_of
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.graph_collectives import why_not_recorded
-from torch_backend.steps.memory import Level, draws_random_numbers, in_checkpoint_wrappers, level_of
+from torch_backend.steps.memory import (
+    Level,
+    draws_random_numbers,
+    in_checkpoint_wrappers,
+    level_layers,
+    level_of,
+    plain_layers_move_inputs,
+)
 
 Batch = Mapping[str, Any]
 HOOKS_READ = "hooks of its parameters read gradients"
@@ -51,7 +60,9 @@ def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None
     config = causal_lm(model).config.get_text_config()
     if level_of(model) != "none" and getattr(config, "altup_coef_clip", None) is not None:
         return "its layers clip weights in each forward, which a compiled layer that recomputes would find changed"
-    return _why_not_fixed(model, batch) if context_of(model) is None else _why_not_pieces(model)
+    if state is not None and state.context is not None:  # pieces of documents that are cut over ranks
+        return _why_not_here(state)
+    return _why_not_fixed(model, batch)
 
 
 def why_not_captured(model: nn.Module, batch: Batch, *, insists: bool = False) -> str | None:
@@ -103,13 +114,6 @@ def why_mixers_wait(model: nn.Module) -> str | None:
     return None if other is None else f"of a recurrent layer, what runs is {other}"
 
 
-def _why_not_pieces(model: nn.Module) -> str | None:
-    """Explains why layers cannot be compiled for pieces of documents that are cut over ranks; None if they can."""
-    state = state_of(causal_lm(model))
-    assert state is not None
-    return _why_not_here(state)
-
-
 def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
     """Explains why batches cannot have shapes that do not depend on their documents."""
     root = causal_lm(model)
@@ -156,3 +160,67 @@ def has_parents(batch: Batch | None) -> bool:
 def holds_images(batch: Batch) -> bool:
     """Returns whether a batch has tensors of images, videos or audio, which a tower runs in shapes of their own."""
     return any(name.startswith(("pixel_values", "input_features")) for name in batch)
+
+
+def loss_without_logits(model: nn.Module) -> str:
+    """Describes the fast loss of a model."""
+    liger = has_ligers_forward(causal_lm(model))
+    return "without logits" + (", in place of Liger's forward of the model" if liger else "")
+
+
+def compiled_layers(model: nn.Module, *, any_length: bool = False, pieces: bool = False, whole: bool = False) -> str:
+    """Describes the compiled layers of a model.
+
+    Args:
+        any_length: whether they run rows of any length.
+        pieces: whether they run pieces of documents that are cut over ranks.
+        whole: whether they run documents that lie on one rank each as on one rank.
+    """
+    lengths = ", for rows of any length" if any_length else ""
+    named, kernels = named_level(model, inside=level_inside(model) != "none"), _in_place_of_kernels(model)
+    if pieces and level_of(model) == "selective":
+        reason = 'its layers exchange between graphs, among whose operations memory="selective" cannot choose'
+        if not whole:
+            return plain_layers(model, reason)
+        return f"compiled where no document straddles ranks{named}{kernels}, else not: {reason}"
+    around = ""
+    if pieces:
+        as_one = "as on one rank where no document straddles ranks, else " if whole else ""
+        around = f", {as_one}around what exchanges between ranks"
+        if level_of(model) == "offload":
+            around += ", with the inputs of layers on the device"
+        if level_of(model) == "attention":
+            around += ", keeping what triton and flash4 attention return"
+    return f"compiled{lengths}{named}{kernels}{around}"
+
+
+def plain_layers(model: nn.Module, reason: str) -> str:
+    """Describes the layers of a model that are not compiled, and why they are not."""
+    return f"not compiled: {reason}{named_level(model)}"
+
+
+def named_level(model: nn.Module, *, inside: bool = False) -> str:
+    """Names the level of memory of a model, with a comma in front; nothing for ``"none"``.
+
+    Args:
+        inside: whether compiled layers recompute by themselves.
+    """
+    level = level_of(model)
+    if level == "none":
+        return ", recomputed by checkpoint wrappers" if in_checkpoint_wrappers(model) else ""
+    layers = getattr(state_of(causal_lm(model)), "decoder", model)
+    recompute, all_of_them = len(level_layers(layers)), sum(isinstance(m, DecoderLayer) for m in layers.modules())
+    share = "" if recompute == all_of_them else f" in {recompute} of {all_of_them} layers"
+    stay = level == "offload" and not inside and not plain_layers_move_inputs(model)
+    where = ", with the inputs of layers on the device" if stay else ""
+    return f', memory="{level}"{share}{where}'
+
+
+def _in_place_of_kernels(model: nn.Module) -> str:
+    """Names the modules that compiled layers run without the kernels of a library."""
+    state = state_of(causal_lm(model))
+    if state is None or not (found := replaced_modules(layers_of(state.decoder))):
+        return ""
+    names = sorted({name.rpartition(".")[2] for name, module in state.decoder.named_modules() if module in found})
+    library = library_in(next(iter(found)))
+    return f", {', '.join(names)} by plain operations in place of {library}'s kernels, which torch.compile runs wrongly"

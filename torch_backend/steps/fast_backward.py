@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from traceback import format_exception
 from typing import Any, Literal, NamedTuple
 
@@ -24,11 +24,11 @@ from packing_core.errors import UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import DocumentsChoice
-from torch_backend.hf.patch import context_of, state_of
+from torch_backend.hf.patch import Patched, context_of, state_of
 from torch_backend.hf.quantised import quantised_layers, traceable_weights
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS
-from torch_backend.steps.averaging import average_at_the_end
 from torch_backend.steps.boundaries import Host
+from torch_backend.steps.compiling import announced, enough_graphs, whole_layers
 from torch_backend.steps.cuda_graph import (
     CapturedBackward,
     compile_layers,
@@ -37,21 +37,21 @@ from torch_backend.steps.cuda_graph import (
 )
 from torch_backend.steps.eligibility import (
     Batch,
+    compiled_layers,
     has_parents,
     holds_images,
     level_inside,
+    loss_without_logits,
+    plain_layers,
     why_mixers_wait,
     why_not_captured,
     why_not_compiled,
     why_not_recomputed,
 )
-from torch_backend.steps.explaining import compiled_layers, loss_without_logits, plain_layers
 from torch_backend.steps.fixed_shapes import FixedShapes
-from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_of
-from torch_backend.steps.graph_limits import enough_graphs, whole_layers
+from torch_backend.steps.graph_collectives import Exchange, average_at_the_end, exchange_of, place_of
 from torch_backend.steps.memory import Level, level_layers, level_of, recomputed_as_whole, recomputing_inside
 from torch_backend.steps.memory_fit import group_on_host, tokens_of
-from torch_backend.steps.progress import announced
 from torch_backend.steps.tiled_layers import Parts, describe_tiles, tiled, tiled_modules
 
 Choice = bool | Literal["auto"]
@@ -84,20 +84,6 @@ class StepInputs:
         return cls(batch, targets)
 
 
-@dataclass(frozen=True)
-class LossPath:
-    """A way from a microbatch to its gradients.
-
-    Attributes:
-        backward: forward and backward as usual; returns the loss without a graph. To be captured it must not read from
-            the device, and must reach everything that changes between calls through its inputs.
-        why_logits: why the loss cannot do without logits; None if it does.
-    """
-
-    backward: Callable[[StepInputs], Tensor]
-    why_logits: str | None = None
-
-
 class CompiledLayers(NamedTuple):
     """Layers of a model, compiled for one level of memory.
 
@@ -125,8 +111,11 @@ class Gradients:
 
     Args:
         model: what is called, with all its wrappers.
-        choose: (batch, forward) -> the path of the loss. Called once, on the first batch, without gradients and with
-            the random state kept. If ``forward``, it must run the layers, see :func:`run_layers`.
+        backward: forward and backward as usual; returns the loss without a graph. To be captured it must not read from
+            the device, and must reach everything that changes between calls through its inputs.
+        choose: (batch, forward) -> why the loss cannot do without logits; None if it does. Called once, on the first
+            batch, without gradients and with the random state kept. If ``forward``, it must run the layers, see
+            :func:`run_layers`.
         compile, capture: True raises where it is not possible, "auto" says why not.
         no_layers, no_graph: reasons against compiling and capturing that the caller knows.
         fixed: makes batches of one form where shapes must not change.
@@ -134,13 +123,14 @@ class Gradients:
 
     Attributes:
         parts: "loss", "layers" and "graph", each with what runs, or why nothing faster does.
-        path: that of the loss, None before the first batch.
+        prepared: whether the first batch has come; why_logits: what ``choose`` said of it.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        choose: Callable[[Batch, bool], LossPath],
+        backward: Callable[[StepInputs], Tensor],
+        choose: Callable[[Batch, bool], str | None],
         *,
         compile: Choice = "auto",
         capture: Choice = "auto",
@@ -150,6 +140,7 @@ class Gradients:
         fits_whole: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.model = model
+        self.backward = backward
         self.choose = choose
         self.compile = compile
         self.capture = capture
@@ -160,7 +151,8 @@ class Gradients:
         self.pieces = False  # whether compiled layers run the pieces of documents that are cut over ranks
         self.of_whole: Any = None  # the requests of attention where documents lie on one rank each; empty for a refusal
         self.forests = False  # whether layers are compiled for batches whose forests differ in shape
-        self.path: LossPath | None = None
+        self.prepared = False
+        self.why_logits: str | None = None
         self.images = False  # whether a batch with images has run, so that attention was asked about its spans
         # by the level at which they recompute, and whether each is several graphs between exchanges
         self.layers: dict[tuple[Level, bool], CompiledLayers] = {}
@@ -178,25 +170,32 @@ class Gradients:
         self.exchange = Exchange()
 
     def __call__(self, inputs: StepInputs, *, last: bool = True) -> Tensor:
-        """Returns the loss as the path's ``backward`` does."""
+        """Returns the loss as ``backward`` does."""
         try:
             parts = self._tiled(inputs.batch)
             with tiled(parts):  # the first batch runs through the layers before they are compiled
-                path = self.path or self._prepare(inputs.batch)
+                if not self.prepared:
+                    self._prepare(inputs.batch)
             self.host.group = self._group(inputs.batch)
             with self.exchange.around(last=last), tiled(parts):
                 if self.pieces:
-                    return self._of_pieces(path, inputs)
+                    return self._of_pieces(inputs)
                 if self.forests and self.compile and self.fixed is None:
-                    return self._through_layers(path, inputs, path.backward)
+                    return self._through_layers(inputs, self.backward)
                 if self.fixed is None or (has_parents(inputs.batch) and not self.forests):
-                    return path.backward(inputs)
-                return self._by_form(path, replace(inputs, batch=self.fixed(inputs.batch)))
+                    return self.backward(inputs)
+                return self._by_form(replace(inputs, batch=self.fixed(inputs.batch)))
         except torch.OutOfMemoryError:
             # whoever catches it goes on with smaller batches
             self.graphs = self.form = self.last = None
             self.shapes.forget_rows()
             raise
+
+    @property
+    def _patched(self) -> Patched:
+        state = state_of(causal_lm(self.model))
+        assert state is not None
+        return state
 
     def _tiled(self, batch: Batch) -> Parts:
         """The parts of layers that this batch computes by tiles, as modules are now."""
@@ -218,31 +217,29 @@ class Gradients:
             self.groups[tokens] = group_on_host(self.model, tokens, self.host.held)
         return self.groups[tokens]
 
-    def _of_pieces(self, path: LossPath, inputs: StepInputs) -> Tensor:
+    def _of_pieces(self, inputs: StepInputs) -> Tensor:
         """Through compiled layers. What fails on one rank is raised there: trying again, it would exchange alone."""
         share = inputs.batch.get(BatchKey.SHARE)  # straddles on all ranks alike
         whole = share is not None and not share.straddles and self._run_whole(inputs.batch)
         if not whole and level_of(self.model) == "selective":
-            return path.backward(inputs)
+            return self.backward(inputs)
         with self._compiled(whole=whole):
-            return path.backward(inputs)
+            return self.backward(inputs)
 
     def _run_whole(self, batch: Batch) -> bool:
         """Returns whether compiled layers run documents that lie on one rank each as on one rank; asks them once."""
         if self.of_whole is None:
             with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
                 run_layers(self.model, batch)
-            state = state_of(causal_lm(self.model))
-            assert state is not None
+            state = self._patched
             several = any(isinstance(choice, DocumentsChoice) for choice in state.choices.values())
             refused = state.layers_need_lengths or several or why_mixers_wait(self.model) is not None
             self.of_whole = set() if refused else {replace(each, requires_grad=True) for each in state.requests}
             self.parts[LAYERS] = self._compiled_how()
         return bool(self.of_whole)
 
-    def _by_form(self, path: LossPath, inputs: StepInputs) -> Tensor:
-        state = state_of(causal_lm(self.model))
-        assert state is not None
+    def _by_form(self, inputs: StepInputs) -> Tensor:
+        state = self._patched
         selects = state.selects(inputs.batch)
         if (budget := state.anatomy.budget) is not None and not selects:  # a graph is not told the lengths
             inputs = replace(inputs, batch={**inputs.batch, BatchKey.WITHIN: budget})
@@ -253,11 +250,11 @@ class Gradients:
         self.last = form if together else None
         asked, self.images = self.images or not images, self.images or images
         if selects or self.form is None or form["input_ids"] != self.form["input_ids"] or not asked:
-            return path.backward(inputs)
+            return self.backward(inputs)
         graph = together and self.capture and form == self.form and not images
-        return self._through_layers(path, inputs, partial(self._captured, path) if graph else path.backward)
+        return self._through_layers(inputs, self._captured if graph else self.backward)
 
-    def _through_layers(self, path: LossPath, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
+    def _through_layers(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
         started = any(parameter.grad is not None for parameter in self.model.parameters())
         first, self.announced = bool(self.compile) and not self.announced, True
@@ -275,7 +272,7 @@ class Gradients:
             if (reason := why_not_recomputed(self.model, compiled=False)) is None:
                 return run(inputs)
             self.capture, self.parts[GRAPH] = False, f"no CUDA graph: {reason}"
-            return path.backward(inputs)
+            return self.backward(inputs)
 
     @contextmanager
     def _compiled(self, *, whole: bool = False) -> Iterator[None]:
@@ -283,8 +280,7 @@ class Gradients:
         if not self.compile:
             yield
             return
-        state = state_of(causal_lm(self.model))
-        assert state is not None
+        state = self._patched
         crosses = self.pieces and not whole
         # torch's checkpoint around a layer in parts draws random numbers again, as its backward graph would not
         level = level_of(self.model) if crosses else level_inside(self.model)
@@ -313,8 +309,7 @@ class Gradients:
 
     def _compile(self, level: Level, *, in_parts: bool) -> CompiledLayers:
         """The layers compiled for a level at which they recompute; ``in_parts`` with exchanges between their graphs."""
-        state = state_of(causal_lm(self.model))
-        assert state is not None
+        state = self._patched
         # blocks of a vision tower stay under torch's checkpoint, inside or outside of their graphs
         recomputed: list[Any] = [] if level == "none" else level_layers(state.decoder)
         self.foreign = replaced_modules(layers_of(state.decoder))
@@ -329,13 +324,11 @@ class Gradients:
         found = self.layers[level, in_parts] = CompiledLayers(calls, recomputed, state.compiled)
         return found
 
-    def _captured(self, path: LossPath, inputs: StepInputs) -> Tensor:
+    def _captured(self, inputs: StepInputs) -> Tensor:
         weights = [(place_of(p), p.requires_grad) for p in self.model.parameters()]
         if self.graphs is None or (weights, self.form) != self.weights:
             self.weights = weights, self.form
-            self.graphs = CapturedBackward(
-                partial(self._recorded, path), [p for p in self.model.parameters() if p.requires_grad]
-            )
+            self.graphs = CapturedBackward(self._recorded, [p for p in self.model.parameters() if p.requires_grad])
         before = [parameter.grad for parameter in self.graphs.parameters]
         try:
             return self.graphs(inputs.flat())
@@ -355,10 +348,10 @@ class Gradients:
         for parameter, gradient in zip(self.graphs.parameters, before, strict=True):
             parameter.grad = gradient  # a recording runs nothing, so the values are those from before
         self.capture, self.graphs = False, None
-        return path.backward(inputs)
+        return self.backward(inputs)
 
-    def _recorded(self, path: LossPath, flat: Batch) -> Tensor:
-        loss = path.backward(StepInputs.of_flat(flat))
+    def _recorded(self, flat: Batch) -> Tensor:
+        loss = self.backward(StepInputs.of_flat(flat))
         self.exchange.end_recording()
         return loss
 
@@ -366,7 +359,7 @@ class Gradients:
         any_length = self.forests and self.fixed is None
         return compiled_layers(self.model, any_length=any_length, pieces=self.pieces, whole=bool(self.of_whole))
 
-    def _prepare(self, batch: Batch) -> LossPath:
+    def _prepare(self, batch: Batch) -> None:
         """Choose what is fast, and try the loss on the first batch."""
         layers = _refused("compile", self.compile, self.no_layers or why_not_compiled(self.model, batch))
         graph = self.no_graph or why_not_captured(self.model, batch, insists=self.capture is True)
@@ -377,7 +370,7 @@ class Gradients:
             self.fixed = self.shapes
             self.fixed.forests = self.forests
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
-            path = self.choose(batch if self.fixed is None else self.fixed(batch), layers is None)
+            self.why_logits = self.choose(batch if self.fixed is None else self.fixed(batch), layers is None)
         if self.fixed is not None and (waits := why_mixers_wait(self.model)) is not None:
             layers = layers or _refused("compile", self.compile, waits)
             graph = graph or _refused("capture", self.capture, waits)
@@ -394,13 +387,12 @@ class Gradients:
             graph = _refused("capture", self.capture, graph)
             self.shapes.largest = self.exchange.largest
         self.parts |= {
-            LOSS: loss_without_logits(self.model) if path.why_logits is None else f"with logits: {path.why_logits}",
+            LOSS: loss_without_logits(self.model) if self.why_logits is None else f"with logits: {self.why_logits}",
             LAYERS: self._compiled_how() if layers is None else plain_layers(self.model, layers),
             GRAPH: "CUDA graph" if graph is None else f"no CUDA graph: {graph}",
         }
         self.compile, self.capture = layers is None and self.compile, graph is None and self.capture
-        self.path = path
-        return path
+        self.prepared = True
 
 
 def run_layers(model: nn.Module, batch: Batch) -> None:

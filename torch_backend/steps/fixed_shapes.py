@@ -62,8 +62,11 @@ class FixedShapes:
         self.rows, self.longest = self.largest(max(self.rows, rows), max(self.longest, longest))
         longest = min(self.longest, wide)
         pieces = padding_lengths(rows * length, self.rows * wide, wide, longest)
-        segments = max(len(lengths) + len(pieces), self.segments)
-        entries = max(self.entries, _rounded(segments, self.rows * wide), len(boundaries) - 1)
+        segments, step = (
+            max(len(lengths) + len(pieces), self.segments),
+            max(16, -(-self.rows * wide // TOKENS_PER_SEGMENT)),
+        )
+        entries = max(self.entries, -(-segments // step) * step, len(boundaries) - 1)
         (self.entries,) = self.largest(entries)
         fixed = {name: self._padded(name, x, (rows, length), longest) for name, x in batch.items()}
         ends = [rows * length + end for end in accumulate(pieces)]
@@ -127,8 +130,3 @@ class FixedShapes:
 def power_of_two(length: int) -> int:
     """Returns the lowest power of two that is not below a length of at least 1."""
     return 1 << (length - 1).bit_length()
-
-
-def _rounded(segments: int, tokens: int) -> int:
-    step = max(16, -(-tokens // TOKENS_PER_SEGMENT))
-    return -(-segments // step) * step

@@ -27,9 +27,9 @@ from torch_backend.hf.patch import context_of
 from torch_backend.hf.quantised import bytes_beside_weights
 from torch_backend.ops.mxfp4 import Mxfp4Weight, shared_bytes
 from torch_backend.steps.boundaries import why_not_shared
+from torch_backend.steps.compiling import announce
 from torch_backend.steps.eligibility import why_not_compiled
 from torch_backend.steps.memory import Level, draws_random_numbers, level_of, set_level
-from torch_backend.steps.progress import announce
 from torch_backend.steps.tiled_layers import tiled_parts
 
 _ONE_STATE = ("lion", "rmsprop", "adagrad")  # in names of optimizers that keep one number for each trained one

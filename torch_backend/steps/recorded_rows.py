@@ -291,11 +291,6 @@ class PendingCall:
 class RowGraphs:
     """``hidden = graphs(tokens)``: the last hidden states of the first tokens of a row.
 
-    Args:
-        row: whose memory the graphs read.
-        run: the layers.
-        memory: of all graphs of the model.
-
     Attributes:
         trained: parameters to whose gradients the backward adds; empty for calls without gradients.
 

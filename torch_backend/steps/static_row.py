@@ -39,10 +39,6 @@ class RowForm:
 class StaticRow:
     """The arguments of a decoder's forward for one padded row, in memory that stays where it is.
 
-    Args:
-        form: of the row.
-        kwargs: arguments of a call, whose tensors have a value per token; segments: of its row.
-
     Attributes:
         pools: whether the last run left it to its caller to run the pooler, on the documents.
     """

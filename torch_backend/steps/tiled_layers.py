@@ -228,15 +228,11 @@ def _hand_on_input(self: Any, x: Tensor) -> Any:
     return _Unnormed(x, Norm(self.weight, eps, offset))
 
 
-def _mlp(self: Any, given: Any) -> Tensor:
-    return _mlp_by_tiles(self, given, last=False)
-
-
 def _last_mlp(self: Any, given: Any) -> Tensor:
-    return _mlp_by_tiles(self, given, last=True)
+    return _mlp(self, given, last=True)
 
 
-def _mlp_by_tiles(self: Any, given: Any, *, last: bool) -> Tensor:
+def _mlp(self: Any, given: Any, *, last: bool = False) -> Tensor:
     x, norm = given if isinstance(given, _Unnormed) else (given, None)
     layers = _layers(self, _OF_MLP, x)
     if layers is None:
@@ -258,19 +254,14 @@ def _attention(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     return _plain(self, _Projected(x.shape, q, k, v), *args, **kwargs)
 
 
-def _hand_on_queries(self: Any, x: Any) -> Any:
-    return x.q if isinstance(x, _Projected) else _plain(self, x)
+def _handing_on(name: str) -> Any:
+    def forward(self: Any, x: Any) -> Any:
+        return getattr(x, name) if isinstance(x, _Projected) else _plain(self, x)
+
+    return forward
 
 
-def _hand_on_keys(self: Any, x: Any) -> Any:
-    return x.k if isinstance(x, _Projected) else _plain(self, x)
-
-
-def _hand_on_values(self: Any, x: Any) -> Any:
-    return x.v if isinstance(x, _Projected) else _plain(self, x)
-
-
-_HAND_ON = _hand_on_queries, _hand_on_keys, _hand_on_values
+_HAND_ON = tuple(map(_handing_on, ("q", "k", "v")))
 
 
 def _layers(module: nn.Module, parts: tuple[str, ...], x: Tensor) -> list[Projection] | None:

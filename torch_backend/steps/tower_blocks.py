@@ -22,7 +22,7 @@ from torch_backend.hf.edits.clips import encoder_blocks
 from torch_backend.hf.edits.towers import BOUNDARIES, CALL, TowerCall, compiles, tower_layers, tower_of
 from torch_backend.ops.attention import AttentionRequest, needs_host_lengths, prepare, select
 from torch_backend.segments import PackedMetadata
-from torch_backend.steps.graph_limits import GRAPHS, whole_layers
+from torch_backend.steps.compiling import GRAPHS, whole_layers
 
 log = logging.getLogger("crosspack")
 
@@ -50,8 +50,10 @@ class CompiledTower:
     @property
     def ready(self) -> bool:
         """Returns whether the blocks have run as they are, and can be compiled."""
-        if self.requests and self.reads is None:
-            self.reads = self._reads_lengths()
+        if self.requests and self.reads is None:  # the lengths of images on the host, which differ from batch to batch
+            usual: dict[str, Any] = {"tokens": IMAGE, "segments": 1, "max_seqlen": IMAGE, "host_lengths": True}
+            asked = (replace(x, requires_grad=True, compiling=True, **usual) for x in self.requests)
+            self.reads = any(needs_host_lengths(select(x)) for x in asked)
         return bool(self.requests) and not self.failed and not self.reads
 
     def segments_of(self, call: TowerCall, boundaries: Tensor, hidden: Tensor) -> PackedMetadata:
@@ -69,15 +71,6 @@ class CompiledTower:
                 prepare(segments, replace(request, requires_grad=True))
             segments.mark_any_length()
         return segments
-
-    def _reads_lengths(self) -> bool:
-        """Returns whether attention needs the lengths of images on the host, which differ from batch to batch."""
-        return any(needs_host_lengths(select(self._of_one_image(request))) for request in self.requests)
-
-    def _of_one_image(self, request: AttentionRequest) -> AttentionRequest:
-        """The request, which has no sizes, as a compiled block makes it of an image of usual size."""
-        request = replace(request, tokens=IMAGE, segments=1, max_seqlen=IMAGE, host_lengths=True)
-        return replace(request, requires_grad=True, compiling=True)
 
     def fail(self, error: TorchDynamoException) -> None:
         """Go on with the blocks as they are."""
@@ -119,9 +112,7 @@ def compile_towers(
     """Compile the blocks of a model's towers in place, where their attention reads nothing back.
 
     Args:
-        root: a patched model.
         requests: of each kind of tower, filled by its first call, which runs as it is.
-        backend: of ``torch.compile``.
     """
     for kind, blocks in tower_blocks(root).items():
         owner = CompiledTower(requests[kind])

@@ -41,7 +41,6 @@ from torch_backend.steps.fast_backward import (
     Batch,
     Choice,
     Gradients,
-    LossPath,
     StepInputs,
     run_layers,
 )
@@ -142,6 +141,7 @@ class TrainStep:
         self._new_gradients = partial(
             Gradients,
             model,
+            self._backward,
             self._choose,
             compile=compile,
             capture=capture,
@@ -206,14 +206,15 @@ class TrainStep:
             LayoutError: ranks wait for each other, and one has no batch; on all of them.
         """
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # of losses and of weights, number of targets
-        path = self._gradients.path
+        prepared, why_logits = self._gradients.prepared, self._gradients.why_logits
         with in_mode(self.model, training=False):
             for batch, counts in self._counts.together(batches) if self._waits else zip(batches, repeat(True)):
                 given = self._on_device(self._part(batch))
-                path = path or self._choose(given, forward=False)
+                if not prepared:
+                    prepared, why_logits = True, self._choose(given, forward=False)
                 parts = tiled_modules(self.model, tokens_of(given), self._gradients.fits_whole)
                 with self._precision(), tiled(parts):
-                    loss = self._loss_sum(given, path.why_logits)
+                    loss = self._loss_sum(given, why_logits)
                 if counts:
                     sums += torch.stack([loss.double(), self._weight(given).double(), self._count(given).double()])
         loss, weight, tokens = self.divisor.total(sums)
@@ -248,10 +249,10 @@ class TrainStep:
         labels: Tensor = batch["labels"][..., self._first_token :] if shifted is None else shifted
         return targets_among(labels, causal_lm(self.model).config, of_documents=self._labels_documents)
 
-    def _backward(self, why_logits: str | None, inputs: StepInputs) -> Tensor:
+    def _backward(self, inputs: StepInputs) -> Tensor:
         """Forward and backward of a microbatch; its part of the loss, times the number of ranks."""
         with self._precision():
-            loss_sum = self._loss_sum(inputs.batch, why_logits)
+            loss_sum = self._loss_sum(inputs.batch, self._gradients.why_logits)
         loss = self.divisor.mean(loss_sum, inputs.targets)
         loss.backward()
         return loss.detach()
@@ -290,7 +291,7 @@ class TrainStep:
         loss = self.model(**{**batch, "use_cache": False, **more})[0]
         return part_of_mean(loss, count)
 
-    def _choose(self, batch: Batch, forward: bool) -> LossPath:
+    def _choose(self, batch: Batch, forward: bool) -> str | None:
         with self._precision():
             reason = fast_loss_refused(self.model, batch)
             if LOSS_WEIGHTS in batch and (reason is not None or self._adds_loss()):
@@ -300,7 +301,7 @@ class TrainStep:
                 )
             if reason is not None and forward:
                 run_layers(self.model, batch)
-        return LossPath(partial(self._backward, reason), reason)
+        return reason
 
     def _adds_loss(self) -> bool:
         root = causal_lm(self.model)

@@ -35,7 +35,6 @@ from torch_backend.steps.fast_backward import (
     Batch,
     Choice,
     Gradients,
-    LossPath,
     StepInputs,
     run_layers,
 )
@@ -190,6 +189,7 @@ class PackedStep:
         graph = layers or _why_not_graph(trainer) or (self.refused and "the loss is the trainer's own")
         return Gradients(
             model,
+            lambda inputs: self.stock_step(model, dict(inputs.batch), inputs.targets),  # and that compute_loss
             partial(self._choose, model),
             compile=self.compile,
             capture=self.capture,
@@ -215,7 +215,7 @@ class PackedStep:
         with with_values([(plugin, "backend", backend)]):
             return prepare(model, *args, **options)
 
-    def _choose(self, model: nn.Module, batch: Batch, forward: bool) -> LossPath:
+    def _choose(self, model: nn.Module, batch: Batch, forward: bool) -> str | None:
         inputs = self.trainer._prepare_inputs(dict(batch))
         with self.trainer.compute_loss_context_manager():
             if self.refused is None:
@@ -227,8 +227,7 @@ class PackedStep:
             if self.refused is not None and forward:
                 with self.trainer.accelerator.autocast():
                     run_layers(model, inputs)
-        # compute_loss takes the path from there
-        return LossPath(lambda inputs: self.stock_step(model, dict(inputs.batch), inputs.targets), self.refused)
+        return self.refused
 
 
 def _without_logits(model: nn.Module) -> Any:

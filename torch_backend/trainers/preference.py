@@ -29,7 +29,7 @@ from torch_backend.hf.patch import state_of
 from torch_backend.hf.router import asks_for_router_loss
 from torch_backend.ops.divisor import Divisor
 from torch_backend.steps.dynamic_compile import CompiledCalls
-from torch_backend.steps.explaining import named_level
+from torch_backend.steps.eligibility import named_level
 from torch_backend.steps.fast_backward import GRAPH, LAYERS, LOSS
 from torch_backend.trainers.callbacks import LossFilter, without_waiting
 from torch_backend.trainers.changes import Changes

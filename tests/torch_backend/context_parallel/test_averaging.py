@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_backend.job.ranks import Ranks
-from torch_backend.steps import averaging
-from torch_backend.steps.averaging import average_at_the_end
-from torch_backend.steps.graph_collectives import why_not_recorded
+from torch_backend.steps import graph_collectives
+from torch_backend.steps.graph_collectives import average_at_the_end, why_not_recorded
 
 NAME = "TORCH_NCCL_HIGH_PRIORITY"
 
@@ -60,7 +59,7 @@ def test_a_model_can_be_copied_and_its_copy_recorded() -> None:
 
 def test_slow_links_average_beside_the_backward() -> None:
     model = DistributedDataParallel(nn.Linear(2, 2))
-    with mocked.object(averaging, "links_too_slow", lambda _: "ranks exchange only 5 GB a second"):
+    with mocked.object(graph_collectives, "links_too_slow", lambda _: "ranks exchange only 5 GB a second"):
         average_at_the_end(model)
     assert not hooks(model)
 

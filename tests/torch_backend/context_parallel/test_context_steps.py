@@ -19,7 +19,7 @@ from tests.torch_backend.models import documents, tiny
 from tests.torch_backend.ranks import on_ranks
 from tests.torch_backend.wrappers import Wrapper, assert_same_weights, sharded, sharded_by_fsdp_1, weights_of
 from torch_backend import explain, make_train_step, patch
-from torch_backend.steps import averaging, cuda_graph, fast_backward
+from torch_backend.steps import cuda_graph, fast_backward, graph_collectives
 from torch_backend.steps.cuda_graph import compile_layers
 
 pytestmark = pytest.mark.slow  # starts processes that train
@@ -139,13 +139,13 @@ def averaged() -> list[str]:
     step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     events: list[str] = []
 
-    average = averaging.average
+    average = graph_collectives.average
 
     def noted(x: Tensor, group: Any) -> None:
         events.append("average")
         average(x, group)
 
-    with mocked.object(averaging, "average", noted):
+    with mocked.object(graph_collectives, "average", noted):
         for _ in range(2):  # after the first one DDP makes its buckets anew
             events.clear()
             step(batch_of(model, documents(LENGTHS)))

@@ -27,8 +27,7 @@ from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps.cuda_graph import compile_layers
-from torch_backend.steps.eligibility import why_not_compiled, why_not_recomputed
-from torch_backend.steps.explaining import plain_layers
+from torch_backend.steps.eligibility import plain_layers, why_not_compiled, why_not_recomputed
 from torch_backend.steps.memory import (
     LEVELS,
     hold_level,

@@ -200,7 +200,7 @@ def test_an_out_of_memory_error_names_the_level_that_fits(
     model: Any, monkeypatch: pytest.MonkeyPatch, graphs: SimpleNamespace, tmp_path: Path
 ) -> None:
     step = step_of(model, memory="none")
-    step._gradients.path = SimpleNamespace(backward=fail)
+    step._gradients.prepared, step._gradients.backward = True, fail
     give(monkeypatch, memory(model).bytes("full", 128) / USABLE)
     said = r'CUDA out of memory\. .*Crosspack: a row of 128 tokens ran at memory="none", and fits at memory="'
     with pytest.raises(torch.OutOfMemoryError, match=said + "full"):

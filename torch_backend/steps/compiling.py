@@ -1,8 +1,12 @@
-"""Sets how torch.compile treats the layers of a model: how many graphs a class may have, and that DDP splits none."""
+"""How torch.compile treats the layers of a model, and lines about what a first step waits for, on standard error."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -31,3 +35,18 @@ def enough_graphs() -> AbstractContextManager[None]:
         recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True
     )
     return found
+
+
+def announce(text: str) -> None:
+    """Print a line at once, on the first rank of each host alone."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"crosspack: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def announced(what: str) -> Iterator[None]:
+    """Announce a piece of work when it begins and, with its seconds, when it ends."""
+    announce(f"{what} ...")
+    began = time.perf_counter()
+    yield
+    announce(f"{what}: {time.perf_counter() - began:.1f} s")
