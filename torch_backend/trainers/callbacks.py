@@ -39,10 +39,6 @@ class DocumentNoise(TrainerCallback):
 
     The noise of Jain et al. (https://arxiv.org/abs/2310.05914) is uniform up to ``alpha / sqrt(L * D)`` for a sequence
     of L embeddings of D channels. Transformers takes L from the shape of a batch, which packed is the length of a row.
-
-    Args:
-        model: of the trainer.
-        alpha: ``neftune_noise_alpha``.
     """
 
     def __init__(self, model: nn.Module, alpha: float) -> None:
@@ -113,6 +109,10 @@ class LossFilter(TrainerCallback):
         mean = total / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
         return torch.where(loss.isfinite(), loss, mean.to(loss.dtype))
 
+    def step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer.training_step``."""
+        return self(step(*args, **kwargs))
+
     def _restore(self, args: Any) -> None:
         if self.set_aside:
             args.logging_nan_inf_filter, self.set_aside = True, False
@@ -128,9 +128,6 @@ class SameRows(TrainerCallback):
     """Notes in every checkpoint what decides the rows of each step, and checks it on resuming.
 
     ``ignore_data_skip=True`` begins the data anew and compares nothing.
-
-    Args:
-        rows: what the trainer trains on.
     """
 
     def __init__(self, rows: EpochRows | RowStream) -> None:

@@ -16,11 +16,7 @@ _ABSENT = object()
 
 
 class Changes:
-    """The attributes and callbacks of one trainer that packing has set.
-
-    Args:
-        trainer: of any kind.
-    """
+    """The attributes and callbacks of one trainer that packing has set."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

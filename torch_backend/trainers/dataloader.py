@@ -134,12 +134,7 @@ def rows_of(trainer: Any) -> EpochRows | RowStream | None:
 
 
 class PackedOnly:
-    """A collator whose batches must be packed.
-
-    Args:
-        collator: makes the batches.
-        otherwise: what is wrong if they are not.
-    """
+    """A collator whose batches must be packed."""
 
     def __init__(self, collator: Any, otherwise: str) -> None:
         self.collator = collator

@@ -10,7 +10,6 @@ batch, as the cached ones do, have a row for each part.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from importlib.metadata import version
 from itertools import accumulate, pairwise
 from typing import Any
@@ -29,7 +28,7 @@ from torch_backend.trainers.callbacks import without_waiting
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.over_ranks import context_mesh
 from torch_backend.trainers.port import TrainerPort
-from torch_backend.trainers.preference import PreferenceStep, step_without_waiting, why_not_layers
+from torch_backend.trainers.preference import PreferenceStep, why_not_layers
 
 MINIMUM = "6.2"  # of sentence-transformers
 _OF_COLUMNS = ("prompt_length",)  # what pooling alone reads, of each column by itself
@@ -82,8 +81,9 @@ class EmbeddingPort(TrainerPort):
             unpad_calls(model, always=True)
         refused = (why_not_layers(trainer) or _why_not_repeated(trainer)) if self.request.fast else "fast=False"
         rows = ColumnRows() if sentence_trainer(trainer) in COLUMNS else None
-        changes.set("packed_step", EmbeddingStep(self.of_modules, refused, rows))
-        changes.wrap("training_step", partial(step_without_waiting, without_waiting(changes)))
+        step = PreferenceStep(self.of_modules, refused, "second route", "the trainer's own", columns=rows)
+        changes.set("packed_step", step)
+        changes.wrap("training_step", without_waiting(changes).step)
         for module in self.modules:
             changes.set("can_flatten_inputs", False, of=module)  # the library's own rows, under FlashAttention
         if rows is not None:
@@ -100,18 +100,6 @@ class EmbeddingPort(TrainerPort):
     @staticmethod
     def models(trainer: Any) -> list[Any]:
         return [module.model for module in transformers_in(trainer.model)]
-
-
-class EmbeddingStep(PreferenceStep):
-    """Fast parts of a step, for ``explain(trainer)``."""
-
-    def __init__(self, models: list[Any], refused: str | None, rows: ColumnRows | None) -> None:
-        super().__init__(models, refused, "second route", "the trainer's own")
-        self.rows = rows
-
-    @property
-    def parts(self) -> dict[str, str]:
-        return super().parts if self.rows is None else super().parts | {"columns": str(self.rows)}
 
 
 class ColumnRows:

@@ -212,13 +212,7 @@ class EpochRows(Dataset[PackedBatch]):
 
 
 class VisionEpochRows(EpochRows):
-    """The rows of every epoch, each with the images of its documents.
-
-    Args:
-        source: a sequence of examples.
-        reader: reads them.
-        rule, options: as of :class:`EpochRows`.
-    """
+    """The rows of every epoch, each with the images of its documents."""
 
     def __init__(self, source: Any, reader: VisionReader, rule: RowRule, **options: Any) -> None:
         super().__init__(source, (), rule, **options)
@@ -243,11 +237,6 @@ class RowBatches(Sampler[list[int]]):
     """Numbers of the rows of each batch of an epoch, for all ranks in turn: batch b belongs to rank b modulo ranks.
 
     Every rank gets as many batches, and as many rows in each, as the others.
-
-    Args:
-        rows: the rows, which say the epoch.
-        size: rows of a batch.
-        drop_last: leaves out the rows that do not fill a batch.
     """
 
     def __init__(self, rows: EpochRows, size: int, *, drop_last: bool = False) -> None:

@@ -48,11 +48,7 @@ def why_per_batch(loss: TrainerLoss) -> str | None:
 
 
 class TokenMean:
-    """Adds up the losses of the tokens that an evaluation predicts; replaces ``eval_loss`` of its metrics.
-
-    Args:
-        changes: of a trainer, whose ``prediction_step`` and ``evaluation_loop`` are wrapped.
-    """
+    """Adds up the losses of the tokens that an evaluation predicts; replaces ``eval_loss`` of its metrics."""
 
     def __init__(self, changes: Changes) -> None:
         self.trainer = changes.trainer

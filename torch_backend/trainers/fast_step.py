@@ -6,7 +6,7 @@ transformers -> the loss without logits in place of the model's. So accumulation
 the backward remain the trainer's. What cannot take the fast path takes the one that the trainer has without it.
 
 TRL's ``SFTTrainer`` trains by the same step, because its ``loss_type="nll"`` is the loss of transformers. Its other
-losses and its evaluation stay its own (:mod:`.sft`).
+losses and its evaluation stay its own (:mod:`.own_loss`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from torch_backend.steps.fast_backward import (
 )
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.memory_fit import FittedLevel, StepMemory, tokens_of
-from torch_backend.trainers import sft
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.dataloader import rows_of
 from torch_backend.trainers.epoch_rows import EpochRows
@@ -56,7 +55,15 @@ from torch_backend.trainers.over_ranks import (  # noqa: E402
     gather_means,
     refuse_outputs,
 )
-from torch_backend.trainers.own_loss import TrainerLoss, is_stock  # noqa: E402
+from torch_backend.trainers.own_loss import (  # noqa: E402
+    LEFT_OUT,
+    LEFT_OUT_OVER_RANKS,
+    StepMetrics,
+    TrainerLoss,
+    is_of_sft,
+    is_stock,
+    packed_lengths,
+)
 
 
 class PackedStep:
@@ -84,7 +91,7 @@ class PackedStep:
         self.size = 0  # of the batches that it was made for
         context = context_of(trainer.model)
         copies = 1 if context is None else context.ranks
-        self.metrics = sft.StepMetrics(changes, copies) if loss.of_trl else None
+        self.metrics = StepMetrics(changes, copies) if loss.of_trl else None
         self.over_ranks = None if context is None else OverRanks(changes, context, self.metrics)
         self.losses = without_waiting(changes)
         changes.set("training_step", self.training_step)
@@ -111,7 +118,7 @@ class PackedStep:
         if self.in_place_of_compile:
             parts[LAYERS] += ", one by one, in place of the model as a whole (torch_compile=True)"
         if self.metrics is not None and self.refused is None:
-            parts["metrics"] = sft.LEFT_OUT if self.over_ranks is None else sft.LEFT_OUT_OVER_RANKS
+            parts["metrics"] = LEFT_OUT if self.over_ranks is None else LEFT_OUT_OVER_RANKS
         if (memory := self.memory.describe()) is not None:
             parts["memory"] = memory
         return parts
@@ -259,7 +266,7 @@ def _why_not_layers(trainer: Any) -> str | None:
 def _why_not_graph(trainer: Any) -> str | None:
     """Explains why the training step of a trainer cannot be recorded as a CUDA graph."""
     args = trainer.args
-    if type(trainer).training_step is not Trainer.training_step and not sft.defines(trainer, "training_step"):
+    if type(trainer).training_step is not Trainer.training_step and not is_of_sft(trainer, "training_step"):
         return f"{type(trainer).__name__} has a training_step of its own"
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         return "FSDP gathers parameters during the step"
@@ -282,13 +289,8 @@ def _fixed_shapes(trainer: Any) -> FixedShapes:
     if isinstance(rows, EpochRows) or isinstance(data, PackedDataset):
         plan = rows.dealt(0).plan if isinstance(rows, EpochRows) else data.plan
         longest, counts = plan.length.max(), np.diff(plan.row_offsets)
-    elif _tokens(trainer) is not None and (lengths := sft.packed_lengths(trainer)) is not None:
+    elif _tokens(trainer) is not None and (lengths := packed_lengths(trainer)) is not None:
         longest, counts = lengths.flat().values.max(), lengths.lengths
     else:
         return FixedShapes(_tokens(trainer))
     return FixedShapes.of_rows(longest, counts, size, _tokens(trainer))
-
-
-def speed_up(changes: Changes, loss: TrainerLoss, *, chooses_memory: bool = False) -> None:
-    """Give a trainer the fast training step; ``trainer.packed_step`` keeps it."""
-    changes.set("packed_step", PackedStep(changes, loss, chooses_memory=chooses_memory))

@@ -7,10 +7,9 @@ copied once, from the buffers of the dataset into those of the rows, block by bl
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from packing_core.errors import LayoutError
 from packing_core.extras import require
 from packing_core.hints import hinted
 from packing_core.storage.segment_indexing import offsets_of
+from packing_core.training.files import written_beside
 from torch_backend.collate import labels_every_token
 from torch_backend.collate.packed_dataset import LOST_LENGTHS, PACKED_DESCRIPTION, is_packed_dataset
 from torch_backend.collate.tokens import check_first_labels, every_label
@@ -90,7 +90,15 @@ def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, model: Any
         return _described(rows)
     path = Path(dataset._get_cache_file_path(fingerprint))
     if not path.exists():
-        _write(_rows(dataset, options, make), path)
+        pa, batches = require("pyarrow", extra="hf"), _rows(dataset, options, make)
+        first = next(batches)
+        with (
+            written_beside(path) as file,
+            pa.OSFile(str(file), "wb") as sink,
+            pa.ipc.new_stream(sink, first.schema) as stream,
+        ):
+            for batch in chain([first], batches):
+                stream.write_batch(batch)
     rows = datasets.Dataset.from_file(str(path), split=dataset.split)
     rows._fingerprint = fingerprint
     return _described(rows)
@@ -156,18 +164,3 @@ def _targets(block: PackedBatch, *, model_known: bool, every_token: bool) -> Any
         way_out = "crosspack.pack_dataset(dataset, capacity, model=model)"
         check_first_labels(block.input_ids, every_label(block), block.boundaries, way_out=way_out)
     return block.targets
-
-
-def _write(batches: Iterator[Any], path: Path) -> None:
-    """An Arrow stream at ``path``, which is there only when it is complete."""
-    pa = require("pyarrow", extra="hf")
-    first = next(batches)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_stream(file, first.schema) as stream:
-            stream.write_batch(first)
-            for batch in batches:
-                stream.write_batch(batch)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -25,9 +25,8 @@ from torch_backend.hf.patch import context_of, cut_over_ranks, refuse_context_of
 from torch_backend.hf.router import SWITCH, asks_for_router_loss
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss, loss_and_router_loss
 from torch_backend.ops.divisor import Divisor
-from torch_backend.trainers import sft
 from torch_backend.trainers.changes import Changes
-from torch_backend.trainers.own_loss import TrainerLoss
+from torch_backend.trainers.own_loss import StepMetrics, TrainerLoss, router_coefficient
 from torch_backend.trainers.port import models_of
 
 WITHOUT_RANKS = "enable_packing(trainer) without ParallelismConfig(cp_size=...)"
@@ -41,7 +40,6 @@ def context_mesh(trainer: Any, why_whole: Callable[[], str | None], models: Sequ
     """Returns the ranks over which a trainer cuts its rows, as a mesh of one dimension; None without any.
 
     Args:
-        trainer: a ``transformers.Trainer``.
         why_whole: explains why its loss needs whole documents; None if it does not.
         models: that are patched; None for those that every trainer may have.
 
@@ -66,13 +64,7 @@ def context_mesh(trainer: Any, why_whole: Callable[[], str | None], models: Sequ
 
 
 def why_not_rows(trainer: Any, loss: TrainerLoss, *, fast: bool) -> str | None:
-    """Explains why a trainer's loss is not computed from parts of rows; None if it is.
-
-    Args:
-        trainer: a ``transformers.Trainer``.
-        loss: its loss.
-        fast: whether it gets the fast step, which alone knows of ranks.
-    """
+    """Explains why a trainer's loss is not computed from parts of rows; None if it is."""
     if not fast:
         return "the trainer's own step runs whole ones: leave fast=False out"
     if (reason := loss.why_not_known()) is not None:
@@ -113,11 +105,11 @@ class OverRanks:
         metrics: of an ``SFTTrainer``; None for other trainers.
     """
 
-    def __init__(self, changes: Changes, context: ContextGroup, metrics: sft.StepMetrics | None = None) -> None:
+    def __init__(self, changes: Changes, context: ContextGroup, metrics: StepMetrics | None = None) -> None:
         trainer = changes.trainer
         self.trainer, self.context, self.metrics = trainer, context, metrics
         self.divisor = Divisor(context.group)
-        self.coefficient = None if metrics is None else sft.router_coefficient(trainer)
+        self.coefficient = None if metrics is None else router_coefficient(trainer)
         self.smoothing = 0.0 if trainer.label_smoother is None else float(trainer.label_smoother.epsilon)
         changes.set("label_smoother", None)  # which reads the logits of whole rows
         prepare_for_groups(changes, context.ranks)
@@ -220,23 +212,12 @@ def _of_each_group(accelerator: Any, ranks: int, data: Any) -> Any:
 
 
 def prepare_for_groups(changes: Changes, ranks: int) -> None:
-    """Turn off accelerate's own context parallelism in a trainer, and count the batches of a group once.
-
-    Args:
-        changes: of the trainer.
-        ranks: of a group; all of them are given its batches.
-    """
-    changes.set("_prepare_context_parallel_inputs", _as_they_are)
-    changes.set("_prepare_cp", _not_prepared, of=changes.trainer.accelerator)
-    changes.wrap("floating_point_ops", _part_of_operations, ranks)
+    """Turn off accelerate's own context parallelism in a trainer, and count the batches of a group once."""
+    changes.set("_prepare_context_parallel_inputs", lambda model, inputs: (nullcontext, inputs))
+    changes.set("_prepare_cp", lambda *objects: objects, of=changes.trainer.accelerator)
+    changes.wrap("floating_point_ops", lambda count, inputs: count(inputs) / ranks)  # the trainer adds up all ranks'
     if hasattr(changes.trainer, "_track_num_input_tokens"):
         changes.wrap("_track_num_input_tokens", _track_once, changes.trainer, ranks)
-
-
-def _part_of_operations(count: Any, ranks: int, inputs: Any) -> float:
-    """As ``Trainer.floating_point_ops``, which the trainer adds up over all ranks."""
-    operations: float = count(inputs) / ranks
-    return operations
 
 
 def _track_once(track: Any, trainer: Any, ranks: int, inputs: Any) -> None:
@@ -272,13 +253,3 @@ def _means(accelerator: Any, ranks: int, losses: Tensor) -> Tensor:
     gathered, state = accelerator.gather(losses), accelerator.gradient_state
     last = state.end_of_dataloader and state.remainder > 0
     return gathered.mean().repeat(state.remainder if last else len(gathered) // ranks)
-
-
-def _as_they_are(model: nn.Module, inputs: Any) -> tuple[Any, Any]:
-    """Replaces ``Trainer._prepare_context_parallel_inputs``."""
-    return nullcontext, inputs
-
-
-def _not_prepared(*objects: Any) -> tuple[Any, ...]:
-    """Replaces ``Accelerator._prepare_cp``."""
-    return objects

@@ -1,8 +1,13 @@
-"""Classifies a trainer's loss (transformers, TRL, custom), and warns where a custom one differs on packed rows."""
+"""The loss of a trainer: transformers', TRL's or custom, with TRL's logs and warnings where a custom one differs.
+
+Batches of a training step of an ``SFTTrainer`` -> :class:`StepMetrics` counts their tokens -> ``num_tokens`` of its
+log. TRL counts in ``compute_loss``, which a CUDA graph does not call, and there it waits for the GPU in every step.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +18,9 @@ from packing_core.batches.keys import BatchKey
 from packing_core.budget import FLOAT32, NARROW
 from packing_core.errors import LayoutError, PackingError
 from packing_core.extras import require
+from packing_core.storage.ragged import Ragged
 from torch_backend.auditing.trainer import as_before
+from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.heads import head_of, takes_next_token_loss
 from torch_backend.hf.anatomy.structure import causal_lm, in_mode
 from torch_backend.hf.index_loss import index_coefficient
@@ -21,7 +28,6 @@ from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.patch import context_of, state_of
 from torch_backend.hf.router import asks_for_router_loss
 from torch_backend.segments import to_device
-from torch_backend.trainers import sft
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.replaced import ReplacingCollator
 
@@ -33,6 +39,17 @@ logger = logging.getLogger(__name__)
 
 _LOOKED_AT = 4  # packed batches whose gradients are looked at
 COUNT = "num_items_in_batch"  # the argument by which transformers hands the step's targets to a loss
+LENGTHS = "seq_lengths"  # the column in which TRL's packing keeps the lengths of a row's documents
+FULL = 0.95  # rows that are less full than this are worth a warning
+LEFT_OUT = (
+    "TRL's entropy and mean_token_accuracy need logits, so evaluation logs them and training does not: "
+    "enable_packing(trainer, fast=False) logs them in training too"
+)
+
+LEFT_OUT_OVER_RANKS = (
+    "TRL's entropy and mean_token_accuracy need the logits of whole documents, which are cut over ranks, so neither "
+    "training nor evaluation logs them"
+)
 
 
 def is_stock(trainer: Any, method: str) -> bool:
@@ -40,11 +57,19 @@ def is_stock(trainer: Any, method: str) -> bool:
     return getattr(type(trainer), method) is getattr(Trainer, method) and method not in trainer.__dict__
 
 
+def is_of_sft(trainer: Any, method: str) -> bool:
+    """Returns whether a method of a trainer's class is the one that TRL's ``SFTTrainer`` defines."""
+    owner = next(kind for kind in type(trainer).__mro__ if method in vars(kind))
+    return owner.__module__.split(".")[0] == "trl" and owner.__name__ == "SFTTrainer"
+
+
+def router_coefficient(trainer: Any) -> float | None:
+    """Returns by what TRL multiplies the auxiliary loss of a router, whatever the model's own; None if it adds none."""
+    return float(trainer.router_aux_loss_coef) if getattr(trainer, "aux_loss_enabled", False) else None
+
+
 class TrainerLoss:
     """The loss of a trainer: that of transformers, that of TRL's ``SFTTrainer``, or somebody's own.
-
-    Args:
-        trainer: nothing of it is changed.
 
     Attributes:
         of_trl: whether its ``compute_loss`` is that of TRL's ``SFTTrainer``.
@@ -55,7 +80,7 @@ class TrainerLoss:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.of_trl = sft.defines(trainer, "compute_loss") and "compute_loss" not in trainer.__dict__
+        self.of_trl = is_of_sft(trainer, "compute_loss") and "compute_loss" not in trainer.__dict__
         self.own = not (self.of_trl or is_stock(trainer, "compute_loss"))
         self.function = trainer.compute_loss if self.own else trainer.compute_loss_func
         self.name = f"{type(trainer).__name__}.compute_loss" if self.own else "compute_loss_func"
@@ -66,26 +91,21 @@ class TrainerLoss:
             return f"{type(self.trainer).__name__} computes its loss itself (compute_loss)"
         if self.function is not None:
             return "compute_loss_func reads them"
-        return sft.why_logits(self.trainer) if self.of_trl else None
+        kind = getattr(self.trainer.args, "loss_type", "nll") if self.of_trl else "nll"
+        return None if kind in ("nll", "chunked_nll") else f"loss_type={kind!r} is a loss of TRL's own"
 
     def why_logits(self) -> str | None:
         """Explains why the loss needs logits, as far as the trainer decides it."""
         if (reason := self.why_not_known()) is not None:
             return reason
         model = self.trainer.model
-        adds_router_loss = sft.router_coefficient(self.trainer) is not None
+        adds_router_loss = router_coefficient(self.trainer) is not None
         adds_router_loss |= asks_for_router_loss(causal_lm(model), {})
         if index_coefficient(causal_lm(model)):
             return "the model adds the loss of its indexers to each microbatch in full"
         if adds_router_loss and context_of(model) is None:  # over ranks our loss adds it
             return "the trainer adds the router's auxiliary loss of each microbatch in full"
         return None if self.trainer.label_smoother is None else "label smoothing reads them"
-
-
-def check_losses(changes: Changes, loss: TrainerLoss) -> None:
-    """Let a trainer tell where a loss of somebody's own is another one on packed rows."""
-    warn_of_last_tokens(loss)
-    warn_of_rows(changes, loss)
 
 
 def warn_of_last_tokens(loss: TrainerLoss) -> None:
@@ -144,12 +164,7 @@ def warn_of_rows(changes: Changes, loss: TrainerLoss) -> None:
 
 
 class _ComparedLoss(TrainerCallback):
-    """Compares a loss on a few documents in a batch of the replaced collator and on the same documents packed.
-
-    Args:
-        trainer: nothing of it is changed.
-        name: of its loss, in the message.
-    """
+    """Compares a loss on a few documents in a batch of the replaced collator and on the same documents packed."""
 
     def __init__(self, trainer: Any, name: str) -> None:
         self.trainer = trainer
@@ -189,3 +204,84 @@ class _ComparedLoss(TrainerCallback):
                 losses = [trainer.compute_loss(model, dict(x), num_items_in_batch=count) for x in batches]
         packed, padded = (float(loss) for loss in losses)
         return packed, padded
+
+
+def packed_lengths(trainer: Any) -> Ragged | None:
+    """The lengths of the documents in each row that TRL has packed; None where it packs none."""
+    data = trainer.train_dataset
+    packs = getattr(trainer.args, "packing", False) and hasattr(data, "__len__") and hasattr(data, "with_format")
+    if not packs or LENGTHS not in data.column_names:
+        return None
+    return Ragged.of(data.select_columns([LENGTHS]).with_format("arrow")[:][LENGTHS], name=LENGTHS)
+
+
+def warn_of_room(trainer: Any) -> None:
+    """Log how full TRL's rows are, if they are not: fixed shapes compute the room that is left."""
+    lengths, longest = packed_lengths(trainer), getattr(trainer.args, "max_length", None)
+    if lengths is None or longest is None:
+        return
+    full = float(lengths.flat().values.sum()) / (len(lengths) * longest)
+    if full < FULL:
+        logger.warning(
+            "TRL's rows of %d tokens are %.0f%% full, because it packs 1,000 documents at a time: with "
+            "SFTConfig(packing=False) enable_packing packs the whole data set",
+            *(longest, 100 * full),
+        )
+
+
+class StepMetrics:
+    """``num_tokens`` of an ``SFTTrainer``: tokens trained on so far, on all ranks, padding not counted.
+
+    It logs ``aux_loss`` too, of the microbatches whose router's loss is handed to :meth:`add_router_loss`.
+
+    Args:
+        context_ranks: ranks that get the same rows, beside those of tensor parallelism.
+    """
+
+    def __init__(self, changes: Changes, context_ranks: int = 1) -> None:
+        self.trainer = trainer = changes.trainer
+        self.total = trainer._total_train_tokens
+        self.copies = getattr(trainer, "_tp_size", 1) * context_ranks
+        self.new: int | Tensor = 0  # counted since the last update
+        self.router_losses: list[Tensor] = []  # since the last log
+        changes.wrap("log", self.log)
+        collator = trainer.data_collator
+        self.counts_by_mask = isinstance(collator, PackedCollator) and not collator.marks_padding
+        if self.counts_by_mask:
+            changes.set("marks_padding", True, of=collator)
+
+    def count(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Count a batch, and return it without the mask that was made for this alone."""
+        mask = batch.get("attention_mask")
+        self.new = self.new + (batch["input_ids"].numel() if mask is None else (mask != 0).sum())
+        return {name: x for name, x in batch.items() if not (self.counts_by_mask and name == "attention_mask")}
+
+    def update(self) -> None:
+        """Tell the trainer of what was counted since the last time; it waits for the GPU."""
+        if isinstance(self.new, int) and self.new == 0:
+            return
+        accelerator = self.trainer.accelerator
+        new = torch.as_tensor(self.new, device=accelerator.device)
+        self.total += int(accelerator.reduce(new)) // self.copies
+        self.new = 0
+        self.trainer._total_train_tokens = self.total
+        self.trainer._metrics["train"]["num_tokens"] = [self.total]
+
+    def log_evaluation(self) -> None:
+        """Let an evaluation log the tokens that were trained on so far, as TRL's ``compute_loss`` does."""
+        self.update()
+        self.trainer._metrics["eval"]["num_tokens"] = [self.total]
+
+    def add_router_loss(self, loss: Tensor) -> None:
+        """Remember the auxiliary loss of a microbatch, which every rank of a group has."""
+        self.router_losses.append(loss.detach())
+
+    def log(self, stock_log: Any, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """As ``SFTTrainer.log``."""
+        self.update()
+        if self.router_losses:
+            mode = "train" if self.trainer.model.training else "eval"
+            means = self.trainer.accelerator.reduce(torch.stack(self.router_losses), "mean")
+            self.trainer._metrics[mode]["aux_loss"] += means.tolist()
+            self.router_losses = []
+        stock_log(logs, *args, **options)

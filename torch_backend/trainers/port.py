@@ -89,12 +89,7 @@ class PackingRequest:
 
 
 class TrainerPort:
-    """Packing in one trainer.
-
-    Args:
-        trainer: of the port's kind.
-        request: what was asked for.
-    """
+    """Packing in one trainer."""
 
     def __init__(self, trainer: Any, request: PackingRequest) -> None:
         self.trainer = trainer

@@ -10,7 +10,6 @@ forbids it, the layers are compiled for these calls (:mod:`torch_backend.steps.d
 from __future__ import annotations
 
 import logging
-from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -31,7 +30,7 @@ from torch_backend.ops.divisor import Divisor
 from torch_backend.steps.dynamic_compile import CompiledCalls
 from torch_backend.steps.eligibility import named_level
 from torch_backend.steps.fast_backward import GRAPH, LAYERS, LOSS
-from torch_backend.trainers.callbacks import LossFilter, without_waiting
+from torch_backend.trainers.callbacks import without_waiting
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.over_ranks import ScoresOverRanks, context_mesh
 from torch_backend.trainers.port import TrainerPort, models_of
@@ -101,7 +100,7 @@ class ScoredPort(TrainerPort):
             unpad_calls(model, share_prefix=self.share_prefix)
         refused = why_not_layers(self.trainer) if self.request.fast else "fast=False"
         changes.set("packed_step", PreferenceStep(models, refused, self.other_model, self.loss))
-        changes.wrap("training_step", partial(step_without_waiting, without_waiting(changes)))
+        changes.wrap("training_step", without_waiting(changes).step)
         self.change_batches(changes)
 
     def change_batches(self, changes: Changes) -> None:
@@ -156,11 +155,14 @@ class PreferenceStep:
 
     Attributes:
         model: the one that is trained.
-        parts: "loss", "layers", "layers of the reference" (or teacher) if there is one, and "graph".
+        parts: "loss", "layers", "layers of the reference" (or teacher) if there is one, and "graph"; "shared prefixes"
+            and "columns" where there are such.
     """
 
-    def __init__(self, models: list[Any], refused: str | None, other_model: str, loss: str) -> None:
-        self.model, self.loss = models[0], loss
+    def __init__(
+        self, models: list[Any], refused: str | None, other_model: str, loss: str, *, columns: object = None
+    ) -> None:
+        self.model, self.loss, self.columns = models[0], loss, columns
         names = (LAYERS, f"{LAYERS} of the {other_model}")
         self.calls = {name: CompiledCalls(model, refused) for name, model in zip(names, models, strict=False)}
 
@@ -170,7 +172,8 @@ class PreferenceStep:
         parts = {LOSS: self.loss, **layers, GRAPH: next(iter(self.calls.values())).graph}
         state = state_of(causal_lm(self.model))
         prefixes = None if state is None or state.unpadding is None else state.unpadding.prefixes
-        return parts if prefixes is None else parts | {"shared prefixes": str(prefixes)}
+        more = {"shared prefixes": prefixes, "columns": self.columns}
+        return parts | {name: str(x) for name, x in more.items() if x is not None}
 
 
 def why_not_layers(trainer: Any) -> str | None:
@@ -223,11 +226,6 @@ class _MeanOverStep:
 
     def _examples(self, batch: Any) -> int:
         return len(batch["input_ids"]) // self.rows_of_example
-
-
-def step_without_waiting(losses: LossFilter, step: Any, *args: Any, **kwargs: Any) -> Any:
-    """As ``Trainer.training_step``."""
-    return losses(step(*args, **kwargs))
 
 
 def _compute_kl_logps(compute: Any, model: Any, batch: Any) -> Any:

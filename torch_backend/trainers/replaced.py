@@ -35,7 +35,6 @@ class OwnCollator:
     """A trainer's own collator, which sees of each example what the trainer would show it.
 
     Args:
-        trainer: whose collator it is.
         more: columns that it sees beside the model's arguments.
 
     Attributes:
@@ -64,8 +63,6 @@ class Replaced:
     """The collator that a trainer had, which made padded batches.
 
     Args:
-        collator: of the trainer.
-        model: of the trainer.
         read: the columns that packing reads beside tokens and labels.
 
     Attributes:
@@ -333,12 +330,7 @@ class Replaced:
 
 
 class ReplacingCollator(PackedCollator):
-    """Packs the documents of a batch, with what the collator before it would have added.
-
-    Args:
-        model: as of :class:`PackedCollator`.
-        replaced: the collator before.
-    """
+    """Packs the documents of a batch, with what the collator before it would have added."""
 
     def __init__(self, model: Any, replaced: Replaced) -> None:
         super().__init__(model)

@@ -27,14 +27,13 @@ from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trai
 from torch_backend.hf.anatomy.structure import causal_lm, with_values
 from torch_backend.hf.inputs.trl_trainers import why_per_example
 from torch_backend.steps.memory import AUTO_OVER_RANKS
-from torch_backend.trainers import sft
 from torch_backend.trainers.callbacks import add_noise_by_document
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.dataloader import use_rows
 from torch_backend.trainers.evaluation import TokenMean, why_per_batch
-from torch_backend.trainers.fast_step import speed_up
+from torch_backend.trainers.fast_step import PackedStep
 from torch_backend.trainers.inspection import generates_in_evaluation, inspect
-from torch_backend.trainers.own_loss import TrainerLoss, check_losses
+from torch_backend.trainers.own_loss import TrainerLoss, warn_of_last_tokens, warn_of_room, warn_of_rows
 from torch_backend.trainers.port import TrainerPort
 from torch_backend.trainers.replaced import ReplacingCollator
 
@@ -71,11 +70,12 @@ class RowsPort(TrainerPort):
         if labels_documents(trainer.model):
             changes.wrap("_get_num_items_in_batch", _count_targets, trainer)
         use_rows(changes, plan.rows)
-        sft.warn_of_room(trainer)
-        check_losses(changes, self.loss)
+        warn_of_room(trainer)
+        warn_of_last_tokens(self.loss)
+        warn_of_rows(changes, self.loss)
         add_noise_by_document(changes)
         if request.fast:
-            speed_up(changes, self.loss, chooses_memory=request.memory == "auto")
+            changes.set("packed_step", PackedStep(changes, self.loss, chooses_memory=request.memory == "auto"))
         elif self.loss.of_trl and isinstance(plan.collator, PackedCollator):
             changes.set("marks_padding", True, of=plan.collator)  # or TRL would count the tokens of one row alone
         if self.why_per_batch is None:

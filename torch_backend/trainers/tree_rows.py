@@ -32,12 +32,7 @@ TREE_ATTENTION = "tree_fa3"  # the name under which TRL registers its function a
 
 
 class TreeRows:
-    """Runs the attention of an AsyncGRPOTrainer's rows, and says for ``explain(trainer)`` by what.
-
-    Args:
-        anatomy: of the model.
-        implementation: of attention, as the user named it.
-    """
+    """Runs the attention of an AsyncGRPOTrainer's rows, and says for ``explain(trainer)`` by what."""
 
     def __init__(self, anatomy: Anatomy, implementation: str | tuple[str, ...]) -> None:
         self.anatomy = anatomy

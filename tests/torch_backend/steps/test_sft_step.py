@@ -157,9 +157,9 @@ def test_as_cuda_graphs_it_trains_the_same_with_one_form(
         "loss": FAST,
         "layers": "compiled",
         "graph": "CUDA graph",
-        "metrics": packed_step.sft.LEFT_OUT,
+        "metrics": packed_step.LEFT_OUT,
     }
-    assert f"metrics of the step: {packed_step.sft.LEFT_OUT}" in explain(fast).notes
+    assert f"metrics of the step: {packed_step.LEFT_OUT}" in explain(fast).notes
 
 
 def test_room_in_the_rows_of_trl_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
