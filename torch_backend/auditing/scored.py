@@ -1,14 +1,16 @@
-"""``audit(trainer)`` for TRL's trainers whose loss reads each document: DPO, KTO, reward models, GRPO and RLOO.
+"""``audit(trainer)`` for trainers whose loss reads each document: TRL's (DPO, KTO, rewards, GRPO, RLOO) and embeddings.
 
 A built trainer -> the first batch of its own dataloader, with completions that it generates itself -> its own
 ``compute_loss`` and backward, once as it is, patched or not, and once with every row of every padded call in a forward
 of its own, without padding -> the figures of a :class:`~torch_backend.auditing.trainer.TrainerReport`. Then every token
 of one document is replaced, and what the model says of the others must not move. Nothing is changed in the trainer.
+Losses of sentence-transformers compare the texts of a batch with each other: each runs alone in an encoder.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,6 +34,7 @@ from torch_backend.collate import Batch
 from torch_backend.collate.image_tensors import Images
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.padded_images import image_keys
+from torch_backend.hf.inputs.sentence_trainers import transformers_in
 from torch_backend.hf.inputs.trl_trainers import generates
 from torch_backend.hf.inputs.unpadding import IDS, LENGTHS, Padded, lengths_of, padded_calls
 from torch_backend.hf.patch import context_of
@@ -229,3 +232,97 @@ def _alone(stock: Any, kwargs: Batch, row: int, per_token: bool, images: Images)
         if (returned := padded.returned(name, value)) is not value:
             output[name] = returned
     return output
+
+
+class EmbeddedStep(TrainerStep):
+    """One batch of a trainer of sentence-transformers.
+
+    Attributes:
+        encoders: the modules of the library that run transformers models.
+    """
+
+    documents_are = "texts"
+    way_out = "texts and labels that differ"
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self.inputs: Batch = dict(trainer._prepare_inputs(first_of_dataloader(trainer)))
+        self.encoders = transformers_in(trainer.model)
+
+    def alone(self) -> tuple[float, dict[str, Tensor]]:
+        with one_row_per_call(encoder.model for encoder in self.encoders):
+            return self._run(own_columns=True)
+
+    def packed(self) -> tuple[float, dict[str, Tensor]]:
+        return self._run()
+
+    def _loss(self, *, own_columns: bool = False) -> Tensor:
+        """The trainer's own loss, with the same random numbers each time.
+
+        Args:
+            own_columns: each column by itself, of which the lengths are left out.
+        """
+        torch.manual_seed(0)
+        before = random.getstate()
+        random.seed(0)
+        trainer, batch = self.trainer, {k: x.clone() if isinstance(x, Tensor) else x for k, x in self.inputs.items()}
+        if own_columns:
+            batch = {name: x for name, x in batch.items() if not name.endswith(LENGTHS)}
+        try:
+            with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
+                loss: Tensor = trainer.compute_loss(trainer.model, batch)
+        finally:
+            random.setstate(before)
+        return loss
+
+    def _run(self, *, own_columns: bool = False) -> tuple[float, dict[str, Tensor]]:
+        result = run(self.trainer.model, (), self._loss(own_columns=own_columns))
+        return float(result.loss), result.gradients
+
+    def probe(self) -> dict[str, Any]:
+        """Moves are relative to the largest deviation from the mean among the values of all texts."""
+        (before, rows), (after, _) = self._outputs(replace=False), self._outputs(replace=True)
+        values = torch.cat([x.flatten() for _, x in before])
+        spread = (values - values.mean()).abs().max()
+        pairs = list(zip(before, after, strict=True))
+        moves = torch.cat([(y - x).abs().amax(1) / spread for (_, x), (_, y) in pairs])
+        replaced = torch.cat([(ids != others).any(1) for (ids, _), (others, _) in pairs])  # in several calls, perhaps
+        if replaced.all():
+            raise PackingError(ONE_DOCUMENT)
+        leak, moved = float(moves[~replaced].max()), float(moves[replaced].min())
+        return {"documents": len(moves), "rows": rows, "targets": len(moves), "leak": leak, "moved": moved}
+
+    @torch.no_grad()
+    def _outputs(self, *, replace: bool) -> tuple[list[tuple[Tensor, Tensor]], int]:
+        """Tokens [B, S] and values [B, N] of the texts of each call of an encoder, and how many rows ran.
+
+        Args:
+            replace: every token of the first text of the first call, in the trainer's own tensors.
+        """
+        texts, rows = list[tuple[Tensor, Tensor]](), list[int]()
+
+        def before(encoder: Any, args: tuple[Any, ...]) -> None:
+            if replace and not texts:
+                ids, real = args[0]["input_ids"], args[0]["attention_mask"].bool()
+                ids[0, real[0]] = exchanged(ids[0, real[0]], torch.unique(ids[real]))
+
+        def after(encoder: Any, args: tuple[Any, ...], output: Any) -> None:
+            value, mask = output[encoder.module_output_name].float(), args[0]["attention_mask"]
+            real = value * mask[..., None] if value.ndim == 3 else value
+            texts.append((args[0]["input_ids"].clone(), real.flatten(1)))
+
+        def row(embedding: Any, args: tuple[Tensor, ...]) -> None:
+            rows.append(len(args[0]))
+
+        handles = [
+            handle
+            for encoder in self.encoders
+            for handle in (
+                encoder.register_forward_pre_hook(before),
+                encoder.register_forward_hook(after),
+                encoder.model.get_input_embeddings().register_forward_pre_hook(row),
+            )
+        ]
+        with hooked(*handles):
+            self._loss()
+        return texts, sum(rows)

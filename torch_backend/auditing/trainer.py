@@ -31,8 +31,7 @@ from torch_backend.auditing.compare import (
     run,
     without_dropout,
 )
-from torch_backend.auditing.embedded import EmbeddedStep
-from torch_backend.auditing.scored import ScoredStep, scored_batch
+from torch_backend.auditing.scored import EmbeddedStep, ScoredStep, scored_batch
 from torch_backend.auditing.trainer_batches import (
     ONE_DOCUMENT,
     TrainerStep,
@@ -128,8 +127,8 @@ def audit_trainer(trainer: Any) -> TrainerReport:
 
     Dropout is off and a router's auxiliary loss is left out, because both are defined over the whole batch. Parameters,
     gradients, logged metrics and the random state are as before when it returns. Of DPO, KTO, reward, GRPO and RLOO
-    trainers of TRL the padded or packed forwards are compared with forwards of single answers (:mod:`.scored`), of
-    those of sentence-transformers with forwards of single texts (:mod:`.embedded`).
+    trainers of TRL the padded or packed forwards are compared with forwards of single answers, of those of
+    sentence-transformers with forwards of single texts (:mod:`.scored`).
     Under context parallelism every rank of the group calls this and gets the same report; each runs its part of the
     packed batches, and every document alone.
 

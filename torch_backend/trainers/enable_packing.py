@@ -17,10 +17,9 @@ from torch_backend.hf.inputs.sentence_trainers import sentence_trainer
 from torch_backend.hf.inputs.trl_trainers import has_tree_rows, kind_of
 from torch_backend.steps.memory import Memory
 from torch_backend.trainers.changes import changing, take_back
-from torch_backend.trainers.distillation import DistillationPort
 from torch_backend.trainers.embeddings import EmbeddingPort
 from torch_backend.trainers.port import PackingRequest, TrainerPort
-from torch_backend.trainers.preference import KtoPort, PolicyPort, RewardPort, ScoredPort
+from torch_backend.trainers.preference import DistillationPort, KtoPort, PolicyPort, RewardPort, ScoredPort
 from torch_backend.trainers.rows_port import RowsPort
 from torch_backend.trainers.tree_rows import TreePort
 
@@ -86,10 +85,10 @@ def enable_packing(
     (:mod:`torch_backend.trainers.over_ranks`), as by ``patch(model, mesh=...)``, and so are those of TRL's DPO and KTO.
 
     TRL's DPO, KTO, reward, GRPO and RLOO trainers keep their batches, and their forwards run without padding
-    (:mod:`torch_backend.trainers.preference`), as do its GKD, GOLD and distillation trainers with their teacher
-    (:mod:`torch_backend.trainers.distillation`). Its AsyncGRPOTrainer, whose rows share prefixes by themselves, keeps
-    everything but its attention (:mod:`torch_backend.trainers.tree_rows`). Sentence-transformers' trainers run the
-    columns of each batch as one row (:mod:`torch_backend.trainers.embeddings`).
+    (:mod:`torch_backend.trainers.preference`), as do its GKD, GOLD and distillation trainers with their teacher. Its
+    AsyncGRPOTrainer, whose rows share prefixes by themselves, keeps everything but its attention
+    (:mod:`torch_backend.trainers.tree_rows`). Sentence-transformers' trainers run the columns of each batch as one row
+    (:mod:`torch_backend.trainers.embeddings`).
 
     Args:
         trainer: a ``transformers.Trainer`` or a subclass of it, with its model, also one under PEFT, and with training
