@@ -371,12 +371,10 @@ class Gradients:
             self.fixed.forests = self.forests
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
             self.why_logits = self.choose(batch if self.fixed is None else self.fixed(batch), layers is None)
-        if self.fixed is not None and (waits := why_mixers_wait(self.model)) is not None:
-            layers = layers or _refused("compile", self.compile, waits)
-            graph = graph or _refused("capture", self.capture, waits)
-            self.fixed = None
-        state = state_of(causal_lm(self.model))
-        if self.forests and state is not None and (reason := state.why_no_compiled_forest(state.requests)) is not None:
+        reason, state = None if self.fixed is None else why_mixers_wait(self.model), state_of(causal_lm(self.model))
+        if reason is None and self.forests and state is not None:
+            reason = state.why_no_compiled_forest(state.requests)
+        if reason is not None:
             layers = layers or _refused("compile", self.compile, reason)
             graph = graph or _refused("capture", self.capture, reason)
             self.fixed = None

@@ -1,4 +1,4 @@
-"""Communication between ranks around a step: gradients averaged at its end, and what CUDA graphs hold of it.
+"""Communication between ranks around a step: counts of batches, averages at its end, what CUDA graphs hold of it.
 
 DDP: the graphs hold no communication, and the gradients are averaged after the last microbatch of a step. So a rank may
 replay a graph while another one runs as usual. FSDP2: its gathering and its reductions are recorded with the rest. Each
@@ -8,8 +8,9 @@ all: what NCCL does in a graph does not fit what it does outside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 from zlib import crc32
 
@@ -21,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from packing_core.errors import LayoutError
 
 # Bytes a second. Links between GPUs reach several times as much; PCI Express and networks do not, and there reducing
 # gradients beside the backward, as DDP does, hides more time than it takes.
@@ -110,6 +113,9 @@ def _rate(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 _AT_ONCE_BYTES = 2**28
+
+
+Batch = Mapping[str, Any]
 
 
 class Exchange:
@@ -302,3 +308,62 @@ def _parts(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Iterator[l
                 part = []
     if part:
         yield part
+
+
+class Counts:
+    """Counts of batches, which ranks compare on the host before a model runs in which they wait for each other.
+
+    Every forward of a sharded model gathers weights from all ranks, and DDP sends buffers. A rank that runs a batch
+    more than the others would wait for them until the time limit. So a rank that has fewer runs its last one again,
+    which counts nothing. The group is the default one if None.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, world: int) -> None:
+        self.group = group
+        self.world = world
+
+    @cached_property
+    def _hosts(self) -> Any:
+        """A group of the same ranks that waits for no GPU."""
+        if dist.get_backend(self.group) == "gloo":
+            return self.group
+        ranks = dist.get_process_group_ranks(self.group)
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+    def largest(self, *values: int) -> list[int]:
+        """The largest of each value over the ranks."""
+        found = torch.tensor(values)
+        if self.world > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self._hosts)
+        return found.tolist()
+
+    def evened(self, microbatches: Sequence[Batch], emptied: Callable[[Batch], Batch]) -> list[Batch]:
+        """Microbatches of a step, followed by as many without targets as other ranks have more.
+
+        Raises:
+            LayoutError: a rank has none; on every rank, as whatever ``emptied`` raises.
+        """
+        most, negative = self.largest(len(microbatches), -len(microbatches))
+        if not negative:
+            raise LayoutError("a rank has no microbatch with labels, and others wait for it: pass each at least one")
+        if most == -negative:
+            return [*microbatches]
+        return [*microbatches, *[emptied(microbatches[-1])] * (most - len(microbatches))]
+
+    def together(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
+        """Yields batches until every rank has had its last one, and whether each counts.
+
+        Raises:
+            LayoutError: a rank has none, and others have some; on every rank.
+        """
+        source, last = iter(batches), None
+        while True:
+            batch = next(source, None)
+            some, idle = self.largest(batch is not None, batch is None and last is None)
+            if not some:
+                return
+            if idle:
+                raise LayoutError("a rank has no batch to evaluate, and others have: pass each at least one")
+            last = last if batch is None else batch
+            assert last is not None
+            yield last, batch is not None

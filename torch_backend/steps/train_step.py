@@ -35,7 +35,6 @@ from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.ops.divisor import Divisor, part_of_mean, quotient
 from torch_backend.segments import to_device
 from torch_backend.steps.checks import check_numbers, check_optimizer, check_ranks, check_trainable, warn_of_other_ranks
-from torch_backend.steps.counts import Counts
 from torch_backend.steps.eligibility import fast_loss_refused
 from torch_backend.steps.fast_backward import (
     Batch,
@@ -45,6 +44,7 @@ from torch_backend.steps.fast_backward import (
     run_layers,
 )
 from torch_backend.steps.fixed_shapes import FixedShapes
+from torch_backend.steps.graph_collectives import Counts
 from torch_backend.steps.memory import Memory, check_level, set_level
 from torch_backend.steps.memory_fit import FittedLevel, StepMemory, tokens_of
 from torch_backend.steps.tiled_layers import tiled, tiled_modules

@@ -14,7 +14,7 @@ from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.ranks import on_ranks, refused
 from tests.torch_backend.wrappers import Model, Wrapper, ddp, plain, sharded, sharded_by_fsdp_1
 from torch_backend import PackedCollator, make_train_step
-from torch_backend.steps.counts import Counts
+from torch_backend.steps.graph_collectives import Counts
 
 
 class Ranks(Counts):
