@@ -95,17 +95,10 @@ def causal_lm_loss(
     if weights is not None:
         arguments[LOSS_WEIGHTS] = weights
     arguments = cut_over_ranks(model, arguments)
-    loss: tuple[Tensor, Tensor] = _causal_lm_loss(model, arguments, arguments.pop(LOSS_WEIGHTS, None))
-    return loss
-
-
-@torch.compiler.disable  # it exchanges modules; a compiled model inside is compiled all the same
-def _causal_lm_loss(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    output, (_, weight, count) = _call_for_loss(model, batch, weights)
+    output, (_, weight, count) = _call_for_loss(model, arguments, arguments.pop(LOSS_WEIGHTS, None))
     return loss_in(output) * count, weight
 
 
-@torch.compiler.disable
 def loss_and_router_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The summed next-token loss, the number of its targets, and the auxiliary loss of the model's router.
 
@@ -121,18 +114,19 @@ def loss_and_router_loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Te
     return total, count, loss_in(output) - quotient(total, count), output["aux_loss"]
 
 
+@torch.compiler.disable  # it exchanges modules; a compiled model inside is compiled all the same
 def _call_for_loss(
     model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None
 ) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
     """The output of the model, with its loss, and the sum that this is of, the weight and the number of its targets."""
-
     pairs = next_tokens_of(batch)
 
     def mean(shortcut: Shortcut, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Any:
         if shift_labels is None:
             hidden, targets, of_targets = pairs.trained(hidden, labels, weights)
         else:
-            targets, of_targets = (x if x is None else x.to(hidden.device) for x in (shift_labels, weights))
+            targets = shift_labels.to(hidden.device)
+            of_targets = None if weights is None else weights.to(hidden.device)
         total, weight = output_layer_loss(
             shortcut.head, hidden, targets, weights=of_targets, tail=tail, entries=shortcut.entries
         )

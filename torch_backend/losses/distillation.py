@@ -68,8 +68,8 @@ def divergence_and_entropy(
         raise PackingError(f"temperature must be above 0, got {temperature}")
     if batch.get("shift_labels") is not None:
         raise LayoutError("causal_lm_divergence takes labels as they stand with the tokens: leave shift_labels out")
-    roots = (causal_lm(model) for model in (student, teacher))
-    check_divergence(*(entries_of(root, root.get_output_embeddings()) for root in roots), beta)
+    entries = [entries_of(root, root.get_output_embeddings()) for root in map(causal_lm, (student, teacher))]
+    check_divergence(entries[0], entries[1], beta)
     inputs = {name: x for name, x in batch.items() if name != LOSS_WEIGHTS}
     device = next(teacher.parameters()).device
     moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}

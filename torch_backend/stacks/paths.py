@@ -179,7 +179,7 @@ def survey(config: Any, trainer: str | None = None) -> list[PathResult]:
     except Exception as error:
         raise UnsupportedModelError(f"no tiny clone: {type(error).__name__}: {first_line(error)}") from error
 
-    def of_outputs(choose: Callable[[Batch], Batch]) -> dict[str, float]:
+    def of_outputs(choose: Callable[[Batch], Batch]) -> dict[str, Any]:
         """A path is judged by its logits and their gradients, under a loss that is right on every path."""
         try:
             packed = probe.packed(choose)
@@ -188,7 +188,7 @@ def survey(config: Any, trainer: str | None = None) -> list[PathResult]:
         gradients, _ = gradients_error(packed.gradients, wanted.gradients)
         return {"logits": outputs_error(packed, wanted), "gradients": gradients}
 
-    def of_trainer(enabled: bool) -> dict[str, float]:
+    def of_trainer(enabled: bool) -> dict[str, Any]:
         report = audit_sft(config, [document.tolist() for document in probe.documents], enabled)
         return {"gradients": max(report.gradients, report.loss, report.leak)}
 
@@ -232,7 +232,7 @@ def config_of(model: str) -> Any:
         ) from None
 
 
-def _result(path: str, measure: Callable[[Any], dict[str, float]], of: Any) -> PathResult:
+def _result(path: str, measure: Callable[[Any], dict[str, Any]], of: Any) -> PathResult:
     try:
         return PathResult(path, **measure(of))
     except Exception as error:  # a stock path may raise anything; what it said is the result
