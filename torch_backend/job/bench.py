@@ -8,7 +8,7 @@ float32 as the documents alone are in the precision that is timed, rounding coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
 from itertools import cycle
 from statistics import median
@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from packing_core.budget import FACTOR, FLOAT32
 from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.training.job import Measured, TrainJob
 from packing_core.training.timing import Clock, in_turn
+from torch_backend.auditing.compare import relative_error
 from torch_backend.collate import Batch, PackedCollator
 from torch_backend.job.models import build_model
 from torch_backend.job.train import Memory, device_of, release
@@ -41,8 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     OURS: {"use_cache": False},
 }
 JUDGED = 3  # rows whose logits are compared, each of two documents at least
-_ROUNDINGS = 2.0
-_FLOOR = 1e-5  # of the largest logit: rounding of float32 itself
+_FLOOR = FLOAT32 / 10  # of the largest logit: rounding of float32 itself
 
 
 def race(job: TrainJob, seconds: float) -> Iterator[Measured]:
@@ -55,141 +56,133 @@ def race(job: TrainJob, seconds: float) -> Iterator[Measured]:
     Raises:
         PackingError: the model cannot be loaded or does not fit the data.
     """
-    device = device_of(job.device)
-    clock = Clock(torch.get_num_threads())
-    yield from in_turn({way: _measure(job, way, device, seconds, clock) for way in WAYS}).values()
+    device, clock = device_of(job.device), Clock(torch.get_num_threads())
+    yield from in_turn({way: _Contender(job, way, device).measure(seconds, clock) for way in WAYS}).values()
 
 
-def _measure(
-    job: TrainJob, way: str, device: torch.device, seconds: float, clock: Clock
-) -> Generator[None, None, Measured]:
-    """One way, a step per ``next``; what fails, out of memory say, is a Measured too."""
-    memory = Memory(device)
-    model = build_model(job)
-    job.on_phase(f"{way}: comparing its logits with each document alone")
-    try:
-        computing = _precision(job, device)
-        with memory.counted():
-            model = model.to(device).train()
-            judged, difference, allowed = _exactness(model, job, way, device, computing)
-            release(device)
-        memory.peak = 0  # of training alone
-        optimizer = torch.optim.AdamW(model.parameters(), lr=job.options.lr, fused=True)
-        rates: list[float] = []
-        timed = 0.0
-        for count, step in enumerate(cycle(range(len(job.schedule)))):
-            yield
-            with memory.counted(), clock.timed():
-                for batch in _inputs(job, way, step, device):
-                    with computing():
-                        value = _loss(model, way, batch)
-                    value.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                _wait(device)
-            if count == 0:
-                continue  # it warms up
-            rates.append(int(job.schedule.steps[step].length.sum()) / clock.seconds)
-            timed += clock.seconds
-            if timed > seconds:
-                break
-    except (ImportError, PackingError, RuntimeError, ValueError) as reason:
-        return Measured(way, failure=" ".join(str(reason).split())[:160])
-    return Measured(
-        way,
-        tokens_per_second=median(rates),  # what is compiled or allocated once, for a new length, does not come again
-        peak_bytes=memory.peak or None,
-        judged=judged,
-        difference=difference,
-        allowed=allowed,
-        cpu=clock.cpu if device.type == "cpu" else None,
-    )
+class _Contender:
+    """One way to run the model of a job."""
 
+    model: Any
 
-def _exactness(
-    model: Any, job: TrainJob, way: str, device: torch.device, computing: Callable[[], AbstractContextManager[Any]]
-) -> tuple[int, float, float]:
-    """Compares logits of rows with those of their documents alone, and leaves the model patched.
+    def __init__(self, job: TrainJob, way: str, device: torch.device) -> None:
+        self.job, self.way, self.device = job, way, device
 
-    A row of one document shows nothing: whatever a way does between documents, it does not do there.
+    def measure(self, seconds: float, clock: Clock) -> Generator[None, None, Measured]:
+        """Trains a step per ``next``; what fails, out of memory say, is a Measured too."""
+        job, memory = self.job, Memory(self.device)
+        self.model = build_model(job)
+        job.on_phase(f"{self.way}: comparing its logits with each document alone")
+        try:
+            with memory.counted():
+                self.model = self.model.to(self.device).train()
+                judged, difference, allowed = self.judge()
+                release(self.device)
+            memory.peak = 0  # of training alone
+            optimizer = torch.optim.AdamW(self.model.parameters(), lr=job.options.lr, fused=True)
+            rates: list[float] = []
+            timed = 0.0
+            for count, step in enumerate(cycle(range(len(job.schedule)))):
+                yield
+                with memory.counted(), clock.timed():
+                    for batch in self.inputs(step):
+                        with self.precision():
+                            value = self.loss(batch)
+                        value.backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    _wait(self.device)
+                if count == 0:
+                    continue  # it warms up
+                rates.append(int(job.schedule.steps[step].length.sum()) / clock.seconds)
+                timed += clock.seconds
+                if timed > seconds:
+                    break
+        except (ImportError, PackingError, RuntimeError, ValueError) as reason:
+            return Measured(self.way, failure=" ".join(str(reason).split())[:160])
+        return Measured(
+            self.way,
+            tokens_per_second=median(rates),  # what is compiled or allocated for a new length does not come again
+            peak_bytes=memory.peak or None,
+            judged=judged,
+            difference=difference,
+            allowed=allowed,
+            cpu=clock.cpu if self.device.type == "cpu" else None,
+        )
 
-    Returns:
-        How many rows were compared, how far the worst is off, and how far it may be.
-    """
-    steps = [step for step, plan in enumerate(job.schedule.steps) if len(plan.length) > 1][:JUDGED]
-    truths = [_alone(model, job, step, device, computing) for step in steps]
-    if way == OURS:
-        patch(model, implementation=job.attention)
-    judged = []
-    for step, (alone, allowed) in zip(steps, truths, strict=True):
-        with torch.no_grad(), computing():
-            logits = _logits(model, next(_inputs(job, way, step, device)), way)
-        order = job.schedule.batches(step, "padded")[0].tolist() if way == "padded" else range(len(alone))
-        judged.append((_difference(logits, [alone[document] for document in order]), allowed))
-    difference, allowed = max(judged, key=lambda pair: pair[0] - pair[1], default=(float("nan"), 0.0))
-    return len(judged), difference, allowed
+    def judge(self) -> tuple[int, float, float]:
+        """Compares logits of rows with those of their documents alone, and leaves the model patched.
 
+        A row of one document shows nothing: whatever a way does between documents, it does not do there.
 
-def _precision(job: TrainJob, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    enabled = job.options.precision == "bfloat16"
-    return lambda: torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+        Returns:
+            How many rows were compared, how far the worst is off, and how far it may be.
+        """
+        schedule = self.job.schedule
+        steps = [step for step, plan in enumerate(schedule.steps) if len(plan.length) > 1][:JUDGED]
+        truths = [self.alone(step) for step in steps]
+        if self.way == OURS:
+            patch(self.model, implementation=self.job.attention)
+        judged = []
+        for step, (alone, allowed) in zip(steps, truths, strict=True):
+            with torch.no_grad(), self.precision():
+                logits = self.logits(next(self.inputs(step)))
+            order = schedule.batches(step, "padded")[0].tolist() if self.way == "padded" else range(len(alone))
+            judged.append((_difference(logits, [alone[document] for document in order]), allowed))
+        difference, allowed = max(judged, key=lambda pair: pair[0] - pair[1], default=(float("nan"), 0.0))
+        return len(judged), difference, allowed
 
+    def precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.options.precision == "bfloat16")
 
-def _inputs(job: TrainJob, way: str, step: int, device: torch.device) -> Iterator[Batch]:
-    """The batches of a step; stock packing gets what its users give it: restarting positions, no mask, no segments."""
-    packed = map(PackedCollator(), job.schedule.packed(step))
-    for batch in padded_batches(job.schedule, step, "padded") if way == "padded" else packed:
-        if way.startswith("stock"):
-            batch = {name: plain(batch[name]) for name in ("input_ids", "position_ids", "labels")}
-        yield {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    def inputs(self, step: int) -> Iterator[Batch]:
+        """The batches of a step; stock packing gets what users give it: restarting positions, no mask, no segments."""
+        schedule, packed = self.job.schedule, map(PackedCollator(), self.job.schedule.packed(step))
+        for batch in padded_batches(schedule, step, "padded") if self.way == "padded" else packed:
+            if self.way.startswith("stock"):
+                batch = {name: plain(batch[name]) for name in ("input_ids", "position_ids", "labels")}
+            yield {name: to_device(x, self.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
+    def alone(self, step: int) -> tuple[list[Tensor], float]:
+        """Logits of a step's documents on the host, each alone, in float32, and how far a run of them may be off."""
+        batch = self.job.schedule.alone(step)
+        rows = zip(batch.input_ids.astype(np.int64), batch.lengths.tolist(), strict=True)
+        ids = [to_device(torch.from_numpy(row[:length])[None], self.device) for row, length in rows]
 
-def _alone(
-    model: nn.Module,
-    job: TrainJob,
-    step: int,
-    device: torch.device,
-    computing: Callable[[], AbstractContextManager[Any]],
-) -> tuple[list[Tensor], float]:
-    """Logits of a step's documents on the host, each alone, in float32, and how far a run of them may be off."""
-    batch = job.schedule.alone(step)
-    rows = zip(batch.input_ids.astype(np.int64), batch.lengths.tolist(), strict=True)
-    ids = [to_device(torch.from_numpy(row[:length])[None], device) for row, length in rows]
-    with torch.no_grad():
-        exact = [model(input_ids=document, use_cache=False).logits[0].float().cpu() for document in ids]
-        with computing():
-            rounded = [model(input_ids=document, use_cache=False).logits[0].float().cpu() for document in ids]
-    return exact, _ROUNDINGS * _difference(rounded, exact) + _FLOOR
+        def logits() -> list[Tensor]:
+            return [self.model(input_ids=document, use_cache=False).logits[0].float().cpu() for document in ids]
 
+        with torch.no_grad():
+            exact = logits()
+            with self.precision():
+                return exact, FACTOR * _difference(logits(), exact) + _FLOOR
 
-def _logits(model: nn.Module, batch: Batch, way: str) -> list[Tensor]:
-    """Per document of the batch, in its order."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**inputs, **WAYS[way]).logits.float().cpu()
-    if way == "padded":
-        return [row[mask.bool()] for row, mask in zip(logits, batch["attention_mask"].cpu(), strict=True)]
-    starts = (batch["position_ids"].flatten() == 0).nonzero().flatten().tolist()
-    ends = [*starts[1:], logits.shape[1]]
-    return [logits[0, start:end] for start, end in zip(starts, ends, strict=True)]
+    def logits(self, batch: Batch) -> list[Tensor]:
+        """Per document of the batch, in its order."""
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = self.model(**inputs, **WAYS[self.way]).logits.float().cpu()
+        if self.way == "padded":
+            return [row[mask.bool()] for row, mask in zip(logits, batch["attention_mask"].cpu(), strict=True)]
+        starts = (batch["position_ids"].flatten() == 0).nonzero().flatten().tolist()
+        ends = [*starts[1:], logits.shape[1]]
+        return [logits[0, start:end] for start, end in zip(starts, ends, strict=True)]
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Computes the mean loss of a batch; ours without logits, where the family's loss allows that."""
+        if self.way == OURS:
+            try:
+                return normalise(*causal_lm_loss(self.model, batch))
+            except UnsupportedModelError:
+                pass
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = self.model(**inputs, **WAYS[self.way]).logits
+        return normalise(*packed_cross_entropy(logits, next_token_targets(batch["labels"])))
 
 
 def _difference(logits: list[Tensor], right: list[Tensor]) -> float:
     """The largest, as a share of the largest logit; infinite where something is not a number."""
-    pairs = zip(logits, right, strict=False)  # padding comes last
-    off = torch.stack([(x - y).abs().max() for x, y in pairs]).max() / torch.stack([x.abs().max() for x in right]).max()
-    return float("inf") if off.isnan() else float(off)
-
-
-def _loss(model: nn.Module, way: str, batch: Batch) -> Tensor:
-    """Computes the mean loss of a batch; ours without logits, where the family's loss allows that."""
-    if way == OURS:
-        try:
-            return normalise(*causal_lm_loss(model, batch))
-        except UnsupportedModelError:
-            pass
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**inputs, **WAYS[way]).logits
-    return normalise(*packed_cross_entropy(logits, next_token_targets(batch["labels"])))
+    found, want = (torch.cat([x.flatten() for x in each[: len(right)]]) for each in (logits, right))  # padding is last
+    return relative_error(found, want)
 
 
 def _wait(device: torch.device) -> None:
