@@ -1,4 +1,4 @@
-"""How torch.compile treats the layers of a model, and lines about what a first step waits for, on standard error."""
+"""Sets how torch.compile treats the layers of a model, and prints lines about what a first step waits for."""
 
 from __future__ import annotations
 
