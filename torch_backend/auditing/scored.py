@@ -241,7 +241,7 @@ class EmbeddedStep(TrainerStep):
         encoders: the modules of the library that run transformers models.
     """
 
-    documents_are = "texts"
+    unit = "texts"
     way_out = "texts and labels that differ"
 
     def __init__(self, trainer: Any) -> None:

@@ -32,11 +32,11 @@ class TrainerStep:
 
     Attributes:
         smallest_loss: a smaller loss is compared with this much.
-        documents_are: what messages call them; way_out: of a batch whose gradients are all 0.
+        unit: what messages call its documents; way_out: of a batch whose gradients are all 0.
     """
 
     smallest_loss = 0.0
-    documents_are = "documents"
+    unit = "documents"
     way_out = "documents that train a parameter"
 
     def __init__(self, trainer: Any) -> None:
@@ -66,7 +66,7 @@ class TrainerStep:
         if not any(bool(g.any()) for g in truth.values()):
             raise PackingError(
                 f"{type(self.trainer).__name__}: nothing is trained in the first batch, because every gradient of its "
-                f"{self.documents_are} is 0: give it {self.way_out}"
+                f"{self.unit} is 0: give it {self.way_out}"
             )
         (loss, packed), (_, again) = self.packed(), self.packed()
         difference = abs(loss - true_loss) / max(abs(true_loss), self.smallest_loss)
