@@ -49,7 +49,7 @@ class ContextGroup:
         return self  # processes are not copied with a model
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_group, ()
+        return type(None), ()  # it is not of the ranks that load it
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
@@ -103,10 +103,6 @@ class ContextGroup:
             torch._assert_async(same, message)
         elif not same:
             raise LayoutError(message)
-
-
-def _no_group() -> None:
-    """Stands for the group of a model that is loaded: it is not of these ranks."""
 
 
 def context_group(mesh: Any, config: Any, *, method: str = AUTO, recurrent: bool = False) -> ContextGroup | None:

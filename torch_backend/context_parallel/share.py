@@ -212,7 +212,8 @@ class RankShare:
     @cached_property
     def tokens(self) -> Int64:
         """int64 [T]: the place of each token among those of the whole batch."""
-        return _places(self._starts[self.pieces], self.plan.length[self.pieces])
+        first = (self._starts - self.plan.start)[self.pieces]  # of its document
+        return self.positions + np.repeat(first, self.lengths)
 
     @cached_property
     def index(self) -> Tensor:
