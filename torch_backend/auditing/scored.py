@@ -55,11 +55,10 @@ class ScoredStep(TrainerStep):
     smallest_loss = SMALLEST_LOSS
     way_out = "answers with unequal rewards, because equal ones have no advantage"
 
-    def __init__(self, trainer: Any, inputs: Batch, tolerance: float) -> None:
-        super().__init__(trainer)
-        self.inputs = inputs
+    def __init__(self, trainer: Any, tolerance: float) -> None:
+        super().__init__(trainer, tolerance)
+        self.inputs = scored_batch(trainer)
         self.root = causal_lm(trainer.model)
-        self.tolerance = tolerance
         self.calls: list[Batch] = []
         self.rows = 0
 
@@ -244,8 +243,8 @@ class EmbeddedStep(TrainerStep):
     unit = "texts"
     way_out = "texts and labels that differ"
 
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(trainer)
+    def __init__(self, trainer: Any, tolerance: float) -> None:
+        super().__init__(trainer, tolerance)
         self.inputs: Batch = dict(trainer._prepare_inputs(first_of_dataloader(trainer)))
         self.encoders = transformers_in(trainer.model)
 

@@ -31,7 +31,7 @@ from torch_backend.auditing.compare import (
     run,
     without_dropout,
 )
-from torch_backend.auditing.scored import EmbeddedStep, ScoredStep, scored_batch
+from torch_backend.auditing.scored import EmbeddedStep, ScoredStep
 from torch_backend.auditing.trainer_batches import (
     ONE_DOCUMENT,
     TrainerStep,
@@ -166,23 +166,19 @@ def audit_trainer(trainer: Any) -> TrainerReport:
             "audit(trainer.teacher_model)"
         )
     with torch.random.fork_rng(), _model_of_train(trainer), as_before(trainer):
-        step: TrainerStep
-        if kind is not None:
-            step = EmbeddedStep(trainer)
-        elif kind_of(trainer) is not None:
-            step = ScoredStep(trainer, scored_batch(trainer), _tolerance(trainer))
-        else:
-            step = _RowsStep(trainer, *first_batch(trainer))
-        context, root = context_of(trainer.model), causal_lm(trainer.model)
+        of_documents = ScoredStep if kind_of(trainer) is not None else _RowsStep
+        step: type[TrainerStep] = of_documents if kind is None else EmbeddedStep
+        context, root, half = context_of(trainer.model), causal_lm(trainer.model), _half(trainer)
+        tolerance = NARROW if half else FLOAT32
         return TrainerReport(
             trainer=type(trainer).__name__,
             model=type(root).__name__,
             device=trainer.args.device.type,
-            dtype=_half(trainer) or "float32",
-            tolerance=_tolerance(trainer),
+            dtype=half or "float32",
+            tolerance=tolerance,
             ranks=1 if context is None else context.ranks,
             products=describe_float8(root) or "",
-            **step.measure(),
+            **step(trainer, tolerance).measure(),
         )
 
 
@@ -202,10 +198,11 @@ def refuse_cut_documents(arguments: Any) -> None:
 class _RowsStep(TrainerStep):
     """One batch of a trainer, and where its documents lie in it."""
 
-    def __init__(self, trainer: Any, batch: Batch, features: list[Any]) -> None:
-        super().__init__(trainer)
+    def __init__(self, trainer: Any, tolerance: float) -> None:
+        super().__init__(trainer, tolerance)
         self.context = context_of(trainer.model)
-        self.batch = batch
+        self.batch, features = first_batch(trainer)
+        batch = self.batch
         self.places = places_of([p for f in features for p in pieces_of(f)], batch["input_ids"].cpu().numpy())
         if len(self.places) < 2:
             raise PackingError(ONE_DOCUMENT)
@@ -343,10 +340,6 @@ class _RowsStep(TrainerStep):
 
 def _add(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
     total |= {name: total[name] + g if name in total else g for name, g in more.items()}
-
-
-def _tolerance(trainer: Any) -> float:
-    return NARROW if _half(trainer) else FLOAT32
 
 
 def _half(trainer: Any) -> str:

@@ -39,8 +39,9 @@ class TrainerStep:
     unit = "documents"
     way_out = "documents that train a parameter"
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, tolerance: float) -> None:
         self.trainer = trainer
+        self.tolerance = tolerance
 
     def alone(self) -> tuple[float, dict[str, Tensor]]:
         """Returns loss and gradients of the documents, each in a forward of its own without padding."""
