@@ -290,7 +290,7 @@ def job_trainer(job: TrainJob, run: Run, model: Any, process: Process, **others:
     fast = False if len(job.runs) > 1 or job.deterministic else "auto"
     step: Any = trainer.packed_step  # type: ignore[attr-defined]
     step.compile, step.capture = fast if job.compile is None else job.compile, fast
-    step.fixed = _fixed_shapes(job)
+    step.fixed = FixedShapes.of_plans(job.schedule.plans)
     trainer.training_step = partial(_over_microbatches, trainer, trainer.training_step)  # type: ignore[method-assign]
     if job.strategy == "fsdp":  # accelerate would wrap it in DDP
         trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
@@ -361,11 +361,3 @@ def _mean_over_step(outputs: Any, labels: Tensor, num_items_in_batch: Any = None
     """Computes the loss from logits, for models whose own loss does not take the number of the step's targets."""
     total, _ = packed_cross_entropy(outputs.logits, next_token_targets(labels))
     return total / num_items_in_batch
-
-
-def _fixed_shapes(job: TrainJob) -> FixedShapes:
-    """Shapes that fit the rows of all steps."""
-    plans = job.schedule.plans
-    return FixedShapes.of_rows(
-        max(plan.length.max() for plan in plans), np.hstack([np.diff(plan.row_offsets) for plan in plans])
-    )

@@ -6,7 +6,7 @@ not depend on its documents. No token of a document changes, and nothing is read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
+from packing_core.planning.packplan import PackPlan
 from packing_core.storage.forest import depth_of
 from torch_backend.pieces import padding_lengths
 
@@ -98,6 +99,12 @@ class FixedShapes:
         """Shapes of batches of ``rows`` rows: of segments at most ``longest``, ``counts`` [R] of them in each row."""
         most = np.sort(counts)[-rows:].sum() + rows  # each row may end in padding
         return cls(tokens, longest=int(longest), segments=int(most))
+
+    @classmethod
+    def of_plans(cls, plans: Sequence[PackPlan], rows: int = 1, tokens: int | None = None) -> FixedShapes:
+        """As :meth:`of_rows`, of the rows of these plans."""
+        counts = np.hstack([np.diff(plan.row_offsets) for plan in plans])
+        return cls.of_rows(max(plan.length.max() for plan in plans), counts, rows, tokens)
 
     @staticmethod
     def takes(batch: Mapping[str, Any]) -> bool:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -288,9 +287,7 @@ def _fixed_shapes(trainer: Any) -> FixedShapes:
     size, data, rows = trainer._train_batch_size, trainer.train_dataset, rows_of(trainer)
     if isinstance(rows, EpochRows) or isinstance(data, PackedDataset):
         plan = rows.dealt(0).plan if isinstance(rows, EpochRows) else data.plan
-        longest, counts = plan.length.max(), np.diff(plan.row_offsets)
-    elif _tokens(trainer) is not None and (lengths := packed_lengths(trainer)) is not None:
-        longest, counts = lengths.flat().values.max(), lengths.lengths
-    else:
-        return FixedShapes(_tokens(trainer))
-    return FixedShapes.of_rows(longest, counts, size, _tokens(trainer))
+        return FixedShapes.of_plans([plan], size, _tokens(trainer))
+    if _tokens(trainer) is not None and (lengths := packed_lengths(trainer)) is not None:
+        return FixedShapes.of_rows(lengths.flat().values.max(), lengths.lengths, size, _tokens(trainer))
+    return FixedShapes(_tokens(trainer))
