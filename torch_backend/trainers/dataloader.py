@@ -172,13 +172,11 @@ def _checked_dataloader(method: Any, trainer: Any) -> Any:
         if not isinstance(loader.dataset, IterableDataset):
             _refuse_no_batch(prepared, trainer, "the training data")
         own = loader.collate_fn
-        loader.collate_fn = PackedOnly(
-            own,
+        otherwise = (
             f"{type(trainer).__name__}.get_train_dataloader collates by {name_of(own)}, whose batches are not packed: "
-            "let it pass collate_fn=self.data_collator",
+            "let it pass collate_fn=self.data_collator"
         )
-        if own is trainer.data_collator:
-            loader.collate_fn = _packed_only(trainer)
+        loader.collate_fn = _packed_only(trainer) if own is trainer.data_collator else PackedOnly(own, otherwise)
     return prepared
 
 
