@@ -259,20 +259,8 @@ def test_rows_are_trained_in_the_order_of_a_column(order, column, tmp_path):
 def test_the_rows_of_a_step_cost_the_same_by_the_model_and_a_run_resumes_in_them(small, model, tmp_path, monkeypatch):
     made, seen = train_command.plan_steps, []
     monkeypatch.setattr(train_command, "plan_steps", lambda *a, **of: seen.append((a, of)) or made(*a, **of))
-    options = (
-        *small,
-        "--equal-cost",
-        "--rows-per-step",
-        3,
-        "--epochs",
-        2,
-        "--save-every",
-        1,
-        "--decay",
-        "constant",
-        "--warmup",
-        0,
-    )
+    more = "--equal-cost --rows-per-step 3 --epochs 2 --save-every 1 --decay constant --warmup 0"
+    options = (*small, *more.split())
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     result = run(*options, "--steps", 4, "--output", whole)
     assert result.exit_code == 0, result.output

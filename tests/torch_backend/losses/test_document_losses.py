@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError
-from torch_backend import PackedCollator, normalise, reduce
+from torch_backend import PackedCollator, normalise
 from torch_backend.losses.distillation import distillation_loss
 from torch_backend.losses.policy import group_advantages, policy_loss
 from torch_backend.losses.preference import (
@@ -260,13 +260,6 @@ def test_policy_gradients_do_not_depend_on_how_a_step_is_cut(options: dict[str, 
             sums.append(torch.stack(policy_loss(new, batch, advantages[documents], old=1.3 * new, **options)))
         totals.append(normalise(*torch.stack(sums).sum(0)))
     torch.testing.assert_close(totals[1:], totals[:1] * 2)
-
-
-def test_an_end_to_end_pair_over_two_rows_reads_its_own_documents() -> None:
-    batch = sampled([0, 3, 1, 6], capacity=9)  # no pair fits into one row
-    per_token = (batch["input_ids"].double() * (batch["labels"] != -100)).double()
-    chosen, rejected = reduce(per_token, batch, "sum").view(-1, 2).T
-    assert chosen.tolist() == [1.0 * 3, 2.0 * 7] and rejected.tolist() == [4.0 * 4, 7.0 * 5]
 
 
 def test_what_has_no_meaning_is_refused() -> None:
