@@ -9,7 +9,6 @@ shared one those of torch.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -80,10 +79,7 @@ _PACKAGES = ("packing_core", "torch_backend", "jax_backend", "crosspack.reading"
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        try:
-            return version("crosspack")
-        except PackageNotFoundError:
-            return "unknown"
+        return import_module("packing_core.extras").installed("crosspack") or "unknown"
     if not name.startswith("_"):
         shared = import_module("crosspack.dispatch").SHARED
         if name in shared:

@@ -29,17 +29,20 @@ def require(module: str, *, extra: str, distribution: str | None = None) -> Modu
             raise  # the library is there and something that *it* needs is not: its own message is the better one
         raise MissingExtraError(f"{distribution} is not installed: pip install 'crosspack[{extra}]'") from None
     minimum = MINIMUM.get(distribution)
-    if minimum is not None:
-        try:
-            present = version(distribution)
-        except PackageNotFoundError:  # a source tree on the path has no metadata: nothing to compare
-            return found
-        if is_older(present, minimum):
-            raise MissingExtraError(
-                f"{distribution} {present} is too old, Crosspack needs {minimum} or newer: "
-                f"pip install --upgrade {distribution}"
-            )
+    if minimum is not None and (present := installed(distribution)) is not None and is_older(present, minimum):
+        raise MissingExtraError(
+            f"{distribution} {present} is too old, Crosspack needs {minimum} or newer: "
+            f"pip install --upgrade {distribution}"
+        )
     return found
+
+
+def installed(distribution: str) -> str | None:
+    """The version of what is installed; None without metadata, as of a source tree on the path."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def registered(group: str, name: str) -> EntryPoint:

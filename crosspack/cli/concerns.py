@@ -19,9 +19,8 @@ from crosspack.reading.places import Piece, Row, strictly
 from packing_core.errors import PackingError, plural
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.plan import plan
+from packing_core.storage.arrays import Int64
 from packing_core.training.schedule import Document
-
-Int64 = NDArray[np.int64]
 
 ROWS_PER_STEP = 8
 KEPT = 20_000  # documents of which it is remembered which tokens carry loss, for the rows that the page shows

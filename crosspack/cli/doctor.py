@@ -10,7 +10,7 @@ import platform
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, requires
 from typing import Any
 
 from rich.markup import escape
@@ -20,7 +20,7 @@ import crosspack
 from crosspack.cli.console import OUT, figures
 from packing_core.diagnosis import GROUP, Diagnosis
 from packing_core.errors import PackingError, first_line
-from packing_core.extras import MINIMUM, is_older, loaded
+from packing_core.extras import MINIMUM, installed, is_older, loaded
 
 EXTRAS = ("", "torch", "hf", "jax", "plot", "flash", "xformers")  # what users install; "" is always there
 _REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[[^]]*])?\s*([^;]*?)\s*(?:;.*extra == ["']([\w-]+)["'].*)?""")
@@ -80,14 +80,7 @@ def _packages() -> Iterator[Package]:
             continue
         seen.add(match[1])
         needed = f">={MINIMUM[match[1]]}" if match[1] in MINIMUM else match[2]
-        yield Package(match[1], _version(match[1]), needed, match[3] or "")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+        yield Package(match[1], installed(match[1]), needed, match[3] or "")
 
 
 def _examine(entry: Any) -> Diagnosis | str:

@@ -13,8 +13,7 @@ from crosspack.cli.console import OUT
 from crosspack.cli.options import EncodedRecords
 from crosspack.cli.packjob import INLINE_BYTES, cores, opened_pool, unit_size
 from crosspack.cli.packprogress import PackProgress
-from crosspack.encoding.keys import key_of
-from crosspack.encoding.kinds import raise_error
+from crosspack.encoding.kinds import key_of, raise_error
 from crosspack.encoding.text import Encoder
 from crosspack.encoding.tokens import check_length
 from crosspack.packing.mixture import Mixed

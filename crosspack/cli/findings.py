@@ -18,9 +18,8 @@ from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import CUTS, Overflow
 from packing_core.planning.plan import Strategy, plan
 from packing_core.planning.rule import RowRule
+from packing_core.storage.arrays import Int64
 from packing_core.training.memory_model import GIB, LEVELS, MemoryModel
-
-Int64 = NDArray[np.int64]
 
 STRATEGIES: tuple[Strategy, ...] = ("mixed", "best_fit", "first_fit", "sequential")
 

@@ -26,6 +26,7 @@ from crosspack.reading.files import MAX_RECORD
 from crosspack.reading.lines import SampleBy
 from crosspack.reading.places import Row, strictly
 from packing_core.errors import PackingError, plural
+from packing_core.planning.pieces import Overflow
 from packing_core.planning.rule import RowRule
 
 Split = Annotated[str, typer.Option(help="Which split of a folder or a hub data set.")]
@@ -35,8 +36,7 @@ TrustRemoteCode = Annotated[
 ]
 LossOn = Annotated[Loss, typer.Option("--loss", help="Train completions and assistant turns only, or every token.")]
 OverflowPolicy = Annotated[
-    Literal["error", "truncate", "split", "overlap", "restart", "drop"],
-    typer.Option("--overflow", help="What to do with a document longer than the capacity."),
+    Overflow, typer.Option("--overflow", help="What to do with a document longer than the capacity.")
 ]
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Processes that tokenise. Default: one for each core.")

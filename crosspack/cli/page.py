@@ -253,16 +253,13 @@ def _of_step(time: dict[str, Any]) -> str:
 def _long(report: dict[str, Any]) -> str:
     if not report["longer_than_capacity"]:
         return f"<p>None is longer than {report['capacity']:,} tokens.</p>"
-    header = ["--overflow", "documents", "tokens left out", "of all tokens", "segments made of them", "context tokens"]
-    lines = [
-        [
-            x["overflow"],
-            f"{x['documents']:,}",
-            f"{x['tokens_left_out']:,}",
-            f"{x['share_left_out']:.2%}",
-            f"{x['pieces']:,}",
-            f"{x['context_tokens']:,}",
-        ]
-        for x in report["policies"]
-    ]
-    return charts.table("What each policy does to longer documents", header, lines)
+    columns = {
+        "--overflow": "{overflow}",
+        "documents": "{documents:,}",
+        "tokens left out": "{tokens_left_out:,}",
+        "of all tokens": "{share_left_out:.2%}",
+        "segments made of them": "{pieces:,}",
+        "context tokens": "{context_tokens:,}",
+    }
+    lines = [[text.format(**policy) for text in columns.values()] for policy in report["policies"]]
+    return charts.table("What each policy does to longer documents", list(columns), lines)

@@ -15,7 +15,7 @@ import typer
 from numpy.typing import NDArray
 
 from crosspack.cli.charts import Segment
-from crosspack.cli.concerns import KEPT, DocumentFigures, Int64, concerns, read_figures
+from crosspack.cli.concerns import KEPT, DocumentFigures, concerns, read_figures
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.documents import in_pieces
 from crosspack.cli.findings import (
@@ -56,6 +56,7 @@ from packing_core.errors import PackingError, plural
 from packing_core.planning.cost import Cost
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.plan import plan as make_plan
+from packing_core.storage.arrays import Int64
 from packing_core.training.files import written_beside
 
 BATCHES = (8, 16)  # sizes of the padded batches that packing is compared with

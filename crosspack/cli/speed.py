@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from crosspack.cli.tables import duration
 from packing_core.errors import PackingError, plural
 from packing_core.planning.cost import Cost
 from packing_core.planning.packplan import PackPlan
+from packing_core.storage.arrays import Float64
 
 
 class Gpu(NamedTuple):
@@ -111,7 +111,7 @@ class Speed:
 
     def of_rows(self, rows: PackPlan) -> float:
         """Hours of one epoch of packed rows."""
-        return self.hours(operations(rows, self.cost))
+        return self.hours(float(operations(rows, self.cost).sum()))
 
     def of_row(self, rows: PackPlan) -> dict[str, float]:
         """Seconds that the mean row takes, and the most expensive one."""
@@ -130,11 +130,9 @@ class Speed:
         whole = seconds[: rows.n_rows // count] if rows.n_rows >= count else seconds
         return {"rows": count, "mean": float(whole.mean()), "most": float(whole.max())}
 
-    def _of_rows(self, rows: PackPlan) -> NDArray[np.float64]:
-        """Seconds that each row takes, whose padding costs what tokens do."""
-        padding = rows.capacity - rows.row_tokens
-        seconds: NDArray[np.float64] = 3600 * self.hours(1.0) * (self.cost.of_rows(rows) + self.cost.tokens * padding)
-        return seconds
+    def _of_rows(self, rows: PackPlan) -> Float64:
+        """Seconds that each row takes."""
+        return 3600 * self.hours(1.0) * operations(rows, self.cost)
 
 
 def of_run(config: Path, rows: PackPlan) -> dict[str, float]:
@@ -160,9 +158,9 @@ def said_of(time: dict[str, Any]) -> str:
 
 def per_token(rows: PackPlan, cost: Cost) -> float:
     """Operations of the forward by the token, padding included."""
-    return operations(rows, cost) / (rows.n_rows * rows.capacity)
+    return float(operations(rows, cost).sum()) / (rows.n_rows * rows.capacity)
 
 
-def operations(rows: PackPlan, cost: Cost) -> float:
-    """Operations of the forward of packed rows; padding costs what tokens do, and has no attention."""
-    return float(cost.of_rows(rows).sum()) + cost.tokens * (rows.n_rows * rows.capacity - rows.n_tokens)
+def operations(rows: PackPlan, cost: Cost) -> Float64:
+    """Operations of the forward of each packed row; padding costs what tokens do, and has no attention."""
+    return cost.of_rows(rows) + cost.tokens * (rows.capacity - rows.row_tokens)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.table import Table
 
 from crosspack.cli.console import warn
@@ -14,11 +13,11 @@ from crosspack.cli.progress import LABELS
 from packing_core.errors import plural
 from packing_core.planning.composition import Composition
 from packing_core.planning.plan import PackPlan
+from packing_core.storage.arrays import Int64
 from packing_core.training.job import TrainResult
 from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run, Schedule
 
-Int64 = NDArray[np.int64]
 BUSY = 0.7  # of the processor time that an idle machine gives
 ENOUGH = 50  # optimizer steps below which a run is warned of
 SLOWER = "packing takes longer, because its rows are not full: lower --capacity"

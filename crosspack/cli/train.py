@@ -23,7 +23,6 @@ from crosspack.cli.checks import read_mesh
 from crosspack.cli.console import OUT, figures
 from crosspack.cli.documents import documents_together
 from crosspack.cli.figures import compare_figure
-from crosspack.cli.hub import create_repository, push
 from crosspack.cli.models import SMALL_LLAMA, model_config, special_tokens
 from crosspack.cli.options import EncodedRecords, filled
 from crosspack.cli.outputs import Output
@@ -45,18 +44,19 @@ from crosspack.cli.tables import (
 from crosspack.cli.tasks import read_examples, remove_saved, warn_of_skipped
 from crosspack.cli.traincommand import PICTURE, SUMMARY, TrainCommand
 from crosspack.cli.trainoptions import TrainOptions
-from crosspack.encoding.keys import as_numbers
+from crosspack.encoding.kinds import as_numbers
 from crosspack.encoding.layouts import images_in
 from crosspack.reading.files import masked
 from crosspack.reading.places import Row
-from packing_core.errors import plural
+from packing_core.errors import PackingError, first_line, plural
+from packing_core.extras import require
 from packing_core.planning.cost import cost_of
 from packing_core.planning.epochs import plan_steps
 from packing_core.planning.plan import PackPlan
 from packing_core.planning.plan import plan as make_plan
 from packing_core.planning.rule import RowRule
 from packing_core.training.checkpoints import FOLDER, remove_checkpoints, remove_older
-from packing_core.training.job import Audit, TrainJob, TrainResult
+from packing_core.training.job import Audit, TrainJob, TrainResult, is_hub_name
 from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Corpus, Schedule
 from packing_core.training.tasks import TaskJob, TaskResult
@@ -308,6 +308,49 @@ def report_finished(kept: Output) -> None:
     """Reports the result of an earlier run of the same options, data and model."""
     figures(json.loads((kept.folder / SUMMARY).read_text()))
     OUT.print(f"model: {kept.folder}, complete already: pass --overwrite to train again")
+
+
+_KEPT_HERE = [f"{FOLDER}/*", "tensorboard/*", ".crosspack*"]
+
+
+def create_repository(name: str | None, output: Path | None) -> None:
+    """Makes the repository of ``--push-to-hub``, before any work, as the hub may refuse the name or the token.
+
+    Raises:
+        PackingError: there is no output to push, no token, or the hub refuses.
+    """
+    if name is None:
+        return
+    if output is None:
+        raise PackingError("--push-to-hub pushes the folder of the run: pass --output too")
+    if not is_hub_name(name):
+        raise PackingError(f"--push-to-hub {name}: pass a name on the hub, `owner/name`")
+    hub: Any = require("huggingface_hub", extra="hf")
+    if hub.get_token() is None:
+        raise PackingError("--push-to-hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN")
+    try:
+        hub.HfApi().create_repo(name, exist_ok=True)
+    except Exception as error:  # of the network and of the hub, by several libraries
+        raise PackingError(f"--push-to-hub {name}: {first_line(error)}") from error
+
+
+def push(folder: Path, name: str) -> str:
+    """Uploads the folder of a run without its checkpoints; returns where it is.
+
+    Raises:
+        PackingError: the hub refuses; the folder is there all the same.
+    """
+    hub: Any = require("huggingface_hub", extra="hf")
+    try:
+        found = hub.HfApi().upload_folder(
+            repo_id=name, folder_path=folder, ignore_patterns=_KEPT_HERE, commit_message="Train with crosspack"
+        )
+    except Exception as error:  # of the network and of the hub, by several libraries
+        raise PackingError(
+            f"--push-to-hub {name}: {first_line(error)}: the model is in {folder}; push it by "
+            f"`hf upload {name} {folder}`"
+        ) from error
+    return str(getattr(found, "repo_url", found))
 
 
 GROUPS = {

@@ -17,7 +17,6 @@ import typer
 from crosspack.cli import launch
 from crosspack.cli.checks import check_examples, check_kept, check_output, check_read, check_rows, used_options
 from crosspack.cli.console import OUT
-from crosspack.cli.images import have_images
 from crosspack.cli.listing import digest
 from crosspack.cli.models import model_source, tokenizer_source
 from crosspack.cli.options import check_data
@@ -25,7 +24,7 @@ from crosspack.cli.outputs import Output, writing
 from crosspack.cli.reporting import check_service
 from crosspack.cli.runfile import RUN_FILE, as_yaml, effective
 from crosspack.cli.settings import of_sft, read_settings
-from crosspack.cli.tasks import UNREAD, open_examples, reward_function, saved
+from crosspack.cli.tasks import UNREAD, have_images, open_examples, reward_function, saved
 from crosspack.cli.trainoptions import TrainOptions
 from crosspack.reading.files import File
 from crosspack.reading.records import Records

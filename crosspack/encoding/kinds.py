@@ -1,9 +1,14 @@
-"""Records by what they hold: a chat, prompt and completion, a text or token ids, and runs of one kind in order."""
+"""Records by what they hold: a chat, prompt and completion, a text or token ids, and runs of one kind in order.
+
+Keys are that by which ``--order-by`` orders documents: a number or a text in a column of each record.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, date, datetime
 from typing import Any, NamedTuple
 
 from crosspack.encoding.layouts import canonical
@@ -101,6 +106,38 @@ def kind_of(record: Record, where: Where) -> str:
 def kind_of_row(record: Row, fields: tuple[tuple[str, str], ...] = ()) -> str:
     """Returns the kind of a record in any layout, by the columns of ``fields`` if there are any."""
     return kind_of(canonical(record, record.where, fields), record.where)
+
+
+Key = str | int | float
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,2})?")
+
+
+def key_of(where: Where, record: Record, column: str) -> Key:
+    """Returns the key of a record.
+
+    Raises:
+        PackingError: the record has none that is a number or a text.
+    """
+    value: Any = record.get(column)
+    if isinstance(value, datetime) and value.tzinfo is not None:
+        value = value.astimezone(UTC)
+    if isinstance(value, date):  # of Parquet and Arrow; datetimes are dates too
+        return value.isoformat()
+    if not isinstance(value, str | int | float) or value != value:
+        what = f"has no {column}" if value is None else f"has {value!r} in {column}"
+        raise PackingError(f"{where} {what}, by which --order-by orders: give every record a number or a text")
+    return value
+
+
+def as_numbers(keys: Sequence[Key]) -> list[Any]:
+    """Returns keys that order as numbers do where all are texts of numbers, as those of a CSV are; else the keys.
+
+    >>> sorted(as_numbers(["10", "9", "1e1"])), as_numbers(["10", "a"])
+    ([9, 10, 10], ['10', 'a'])
+    """
+    if not all(isinstance(key, str) and _NUMBER.fullmatch(key) for key in keys):
+        return list(keys)
+    return [int(key) if str(key).lstrip("+-").isdecimal() else float(key) for key in keys]
 
 
 def encodable(text: str, where: Where) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from crosspack.encoding.keys import as_numbers
+from crosspack.encoding.kinds import as_numbers
 from crosspack.encoding.text import Encoder
 from crosspack.packing.journal import Journal
 from crosspack.packing.row_files import Rows, joined

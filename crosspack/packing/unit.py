@@ -18,8 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from crosspack.encoding.keys import key_of
-from crosspack.encoding.kinds import LazyPlace, bad_record
+from crosspack.encoding.kinds import LazyPlace, bad_record, key_of
 from crosspack.encoding.text import Encoded, Encoder
 from crosspack.encoding.tokens import check_length
 from crosspack.packing.row_files import Gathered, Rows

@@ -43,12 +43,8 @@ class Place:
         """File and line, or file and row, of a record."""
         if not isinstance(self._first, int):
             self._first = self._first()
-        return located(self.file, self.kind, self._first + number)
-
-
-def located(file: str, kind: str, number: int) -> str:
-    """The place of record ``number``, counted from 0, as messages write it."""
-    return f"{file}:{number + 1}" if kind == "line" else f"{file}[{number}]"
+        number += self._first
+        return f"{self.file}:{number + 1}" if self.kind == "line" else f"{self.file}[{number}]"
 
 
 class Row(dict[str, Any]):

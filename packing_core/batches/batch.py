@@ -15,11 +15,11 @@ import numpy as np
 
 from packing_core.batches import conventions, views
 from packing_core.batches import documents as by_document
-from packing_core.batches.derived import DerivedBatch, Int32
+from packing_core.batches.derived import DerivedBatch
 from packing_core.batches.select import select, single_rows, without_padding
 from packing_core.errors import LayoutError
-from packing_core.storage.arrays import read_only
-from packing_core.storage.segment_indexing import Array, Int64, indexes
+from packing_core.storage.arrays import Array, Int32, Int64, read_only
+from packing_core.storage.segment_indexing import indexes
 
 
 class PackedBatch(DerivedBatch):

@@ -17,7 +17,6 @@ import numpy as np
 from packing_core.batches.marks import (
     LENGTHS,
     PER_TOKEN,
-    Bool,
     FlatSegments,
     first_true,
     is_numbered,
@@ -25,9 +24,10 @@ from packing_core.batches.marks import (
     refuse_trained_padding,
 )
 from packing_core.errors import LayoutError
+from packing_core.storage.arrays import Bool, Int64
 from packing_core.storage.digests import digest, sampled
 from packing_core.storage.ragged import Ragged
-from packing_core.storage.segment_indexing import Int64, offsets_of, ranges
+from packing_core.storage.segment_indexing import offsets_of, ranges
 
 # Masks, 0 where a token is not trained, under the names that TRL and this project give them. All of them must agree.
 TRAINED = ("loss_mask", "completion_mask", "assistant_masks")
@@ -165,7 +165,6 @@ def stream_documents(examples: Iterable[Mapping[str, Any]], at_once: int) -> Ite
     """The documents of examples that come one after the other, as ``packing_core.stream`` takes them.
 
     Args:
-        examples: as in :func:`read_examples`.
         at_once: how many examples are read together.
     """
     source = iter(examples)

@@ -16,7 +16,7 @@ from packing_core.batches.derived import DerivedBatch
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.views import as_int32, kernel_view
 from packing_core.errors import LayoutError, UnsupportedError
-from packing_core.storage.segment_indexing import Array
+from packing_core.storage.arrays import Array
 
 
 def to_dict(batch: DerivedBatch, convention: str) -> dict[str, Any]:

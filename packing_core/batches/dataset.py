@@ -21,9 +21,9 @@ from packing_core.errors import CapacityError, LayoutError, PackingError, within
 from packing_core.hints import hinted
 from packing_core.planning.pieces import check_pad_id, choice
 from packing_core.planning.plan import PackPlan, plan
-from packing_core.storage.arrays import as_array, check_names
+from packing_core.storage.arrays import Array, Int64, as_array, check_names
 from packing_core.storage.ragged import Ragged
-from packing_core.storage.segment_indexing import Array, Int64, chosen, gaps, indexes, offsets_of, spread
+from packing_core.storage.segment_indexing import chosen, gaps, indexes, offsets_of, spread
 
 
 @hinted(plan)
@@ -162,18 +162,16 @@ class PackedDataset:
                 are checked when their rows are made, so that nothing is read before.
             CapacityError: the rows do not fit into memory.
         """
-        return self._materialise(chosen(rows, len(self)))
+        numbers = chosen(rows, len(self))
+        what, way = f"{len(numbers):,} rows of {self.plan.capacity:,} tokens", "take fewer rows, or lower the capacity"
+        if len(numbers) * self.plan.capacity > MOST_SLOTS:
+            raise CapacityError(f"{what} do not fit into memory: {way}")
+        with within_memory(what, way):
+            return self._made(numbers)
 
     def __getitems__(self, rows: list[int] | Int64) -> PackedBatch:
         """PackedBatch of the rows listed; what torch's DataLoader calls when it is there."""
-        return self._materialise(chosen(rows, len(self)))
-
-    def _materialise(self, rows: Int64) -> PackedBatch:
-        what, way = f"{len(rows):,} rows of {self.plan.capacity:,} tokens", "take fewer rows, or lower the capacity"
-        if len(rows) * self.plan.capacity > MOST_SLOTS:
-            raise CapacityError(f"{what} do not fit into memory: {way}")
-        with within_memory(what, way):
-            return self._made(rows)
+        return self[rows]
 
     def _made(self, rows: Int64) -> PackedBatch:
         first = self.plan.row_offsets[rows]

@@ -9,14 +9,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from packing_core.batches.stored import IGNORE_INDEX, Bool, StoredBatch, of_row
-from packing_core.storage.arrays import read_only
-from packing_core.storage.segment_indexing import Array, Int64, gaps, indexes, ramps, spread
-
-Float32 = NDArray[np.float32]
-Int32 = NDArray[np.int32]
+from packing_core.batches.stored import IGNORE_INDEX, StoredBatch, of_row
+from packing_core.storage.arrays import Array, Bool, Float32, Int32, Int64, read_only
+from packing_core.storage.segment_indexing import gaps, indexes, ramps, spread
 
 
 class DerivedBatch(StoredBatch):

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from packing_core.batches.derived import DerivedBatch
 from packing_core.errors import LayoutError
 from packing_core.planning.pieces import choice
-from packing_core.storage.arrays import NUMBERS, as_array
+from packing_core.storage.arrays import NUMBERS, Array, Int64, as_array
 from packing_core.storage.forest import leaves, lineage
-from packing_core.storage.segment_indexing import Array, Int64, copy_runs, indexes, offsets_of
+from packing_core.storage.segment_indexing import copy_runs, indexes, offsets_of
 
 Reduction = Literal["sum", "mean", "last", "first"]
 REDUCTIONS = get_args(Reduction)

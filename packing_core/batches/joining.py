@@ -42,7 +42,7 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
             if value != (wanted := _kind(first)[name]):
                 raise LayoutError(f"batch {number} has {name} {value} and batch 0 {wanted}: pack both alike")
 
-    def joined(name: str) -> NDArray[Any] | None:
+    def joined(name: str) -> Any:
         arrays = [getattr(batch, name) for batch in batches]
         return None if arrays[0] is None else np.concatenate(arrays)
 
@@ -52,11 +52,11 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
     row_offsets = np.cumsum([0, *(len(batch) for batch in batches)])
     segment_offsets = np.cumsum([0, *(batch.n_segments for batch in batches)]).tolist()
     return PackedBatch(
-        input_ids=np.concatenate([batch.input_ids for batch in batches]),
+        input_ids=joined("input_ids"),
         cu_seqlens=np.cumsum(np.concatenate([np.zeros(1, np.int64), *(batch.lengths for batch in batches)])),
         rows=np.concatenate([batch.rows + offset for batch, offset in zip(batches, row_offsets, strict=False)]),
-        sources=np.concatenate([batch.sources for batch in batches]),
-        starts=np.concatenate([batch.starts for batch in batches]),
+        sources=joined("sources"),
+        starts=joined("starts"),
         labels=joined("labels"),
         loss_mask=joined("loss_mask"),
         columns=joined_dict("columns"),

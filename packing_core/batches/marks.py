@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError
+from packing_core.storage.arrays import Array, Bool, Int64
 from packing_core.storage.ragged import Ragged
-from packing_core.storage.segment_indexing import Int64, indexes, offsets_of, ranges
-
-Array = NDArray[Any]
-Bool = NDArray[np.bool_]
+from packing_core.storage.segment_indexing import indexes, offsets_of, ranges
 
 LENGTHS = (BatchKey.LENGTHS, "seq_lengths", "packed_seq_lengths")  # of the documents in order
 # Equal within a document; padding is 0 or -1 in segment_ids and below 0 in seq_idx.
@@ -251,7 +248,6 @@ class _Rows:
         Args:
             name: of the lengths or boundaries; uncovered: bool [T], the tokens after their last ones.
             unmarked: bool [T], those of them that no other mark calls padding.
-            tokens: [T], the token ids.
 
         Raises:
             LayoutError: other tokens are there, as where lengths of one row stand beside a longer one.

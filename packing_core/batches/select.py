@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing_core.batches.stored import StoredBatch
-from packing_core.storage.arrays import frozen, read_only
-from packing_core.storage.segment_indexing import Int64, chosen, indexes, offsets_of
+from packing_core.storage.arrays import Int64, frozen, read_only
+from packing_core.storage.segment_indexing import chosen, indexes, offsets_of
 
 
 def select(batch: StoredBatch, rows: int | slice | Int64 | list[int]) -> dict[str, Any]:
@@ -21,16 +21,17 @@ def select(batch: StoredBatch, rows: int | slice | Int64 | list[int]) -> dict[st
     They need not be checked, as those of the batch were.
     """
     numbers = chosen(rows, len(batch))
+    tokens = rows if isinstance(rows, slice) and rows.step in (None, 1) else numbers
     picked: slice | Int64
-    if isinstance(rows, slice) and rows.step in (None, 1):
+    if isinstance(tokens, slice):
         row = int(numbers[0]) if len(numbers) else 0
         first, last = np.searchsorted(batch.rows, (row, row + len(numbers))).tolist()
-        picked, moved, tokens = slice(first, last), -first, rows
+        picked, moved = slice(first, last), -first
         entries, of_segments = batch.cu_seqlens[first : last + 1] - batch.cu_seqlens[first], batch.rows[picked] - row
     else:
         begin, end = np.searchsorted(batch.rows, np.stack([numbers, numbers + 1]))
         counts = end - begin
-        picked, tokens = indexes(begin, counts), numbers
+        picked = indexes(begin, counts)
         moved = np.repeat(np.cumsum(counts) - counts - begin, counts)
         entries, of_segments = offsets_of(batch.lengths[picked]), np.repeat(np.arange(len(numbers)), counts)
     parents = _moved(batch, picked, moved)

@@ -11,16 +11,13 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from packing_core.batches.keys import BatchKey
 from packing_core.errors import CapacityError, LayoutError
 from packing_core.planning.pieces import MOST_TOKENS, check_pad_id, choice
-from packing_core.storage.arrays import NUMBERS, as_array, as_int64, check_names, read_only
+from packing_core.storage.arrays import NUMBERS, Array, Bool, Int64, as_array, as_int64, check_names, read_only
 from packing_core.storage.forest import check_parents, offsets
-from packing_core.storage.segment_indexing import Array, Int64
 
-Bool = NDArray[np.bool_]
 Weighting = Literal["token", "document"]
 WEIGHTINGS = get_args(Weighting)
 

@@ -25,10 +25,10 @@ from packing_core.hints import hinted
 from packing_core.planning.cost import Cost
 from packing_core.planning.pieces import positive
 from packing_core.planning.plan import plan
-from packing_core.storage.arrays import as_array, as_int64
+from packing_core.storage.arrays import Array, Int64, as_array, as_int64
 from packing_core.storage.forest import ROOT, offsets
 from packing_core.storage.ragged import Ragged
-from packing_core.storage.segment_indexing import Array, Int64, gaps, indexes, offsets_of
+from packing_core.storage.segment_indexing import gaps, indexes, offsets_of
 
 SHORTEST = 16
 # What "auto" shares: beginnings of so many tokens, in batches that save such a part of their work by it.

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from packing_core.batches.derived import DerivedBatch
 from packing_core.errors import CapacityError
 from packing_core.planning.pieces import positive
+from packing_core.storage.arrays import Array, Int32
 from packing_core.storage.forest import ROOT, offsets
-from packing_core.storage.segment_indexing import Array, gaps, ranges
-
-Int32 = NDArray[np.int32]
+from packing_core.storage.segment_indexing import gaps, ranges
 
 MOST_BUCKET = 2**24
 

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing_core.planning import bins
+from packing_core.storage.arrays import Int64
 from packing_core.storage.segment_indexing import blocks as batches
 from packing_core.storage.segment_indexing import indexes, offsets_of, ranges
 
-Int64 = NDArray[np.int64]
 Shuffle = np.random.PCG64 | None  # the source of randomness; None keeps the planner's order
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from packing_core.errors import LayoutError, PackingError, within_memory
 from packing_core.hints import hinted
@@ -23,11 +23,9 @@ from packing_core.planning.context import context_plan
 from packing_core.planning.cost import Cost, WeighedRows, checked_cost
 from packing_core.planning.pieces import MOST_TOKENS, check_seed, integer, positive
 from packing_core.planning.plan import PackPlan
-from packing_core.storage.arrays import as_array, read_only
+from packing_core.storage.arrays import Float64, Int64, as_array, read_only
 
 Rows = TypeVar("Rows", bound=PackPlan | WeighedRows)
-Int64 = NDArray[np.int64]
-Float64 = NDArray[np.float64]
 
 EVEN = 1.01  # slowest rank over mean, up to which bundles are shuffled
 NEAR = 16  # consecutive steps among which rows are dealt by cost where steps keep an order

@@ -14,11 +14,10 @@ from itertools import repeat
 from struct import Struct
 
 import numpy as np
-from numpy.typing import NDArray
 
+from packing_core.storage.arrays import Int64
 from packing_core.storage.segment_indexing import offsets_of
 
-Int64 = NDArray[np.int64]
 Range = tuple[int, int, int, int]  # free units, segments so far, first row, number of rows
 
 block_bytes = Struct("4q").pack  # collects blocks in less time and memory than a list of numbers would

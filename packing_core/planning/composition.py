@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core.storage.arrays import Float64, Int64
 from packing_core.storage.segment_indexing import offsets_of, ranges
-
-Int64 = NDArray[np.int64]
-Float64 = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

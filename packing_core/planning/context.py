@@ -25,11 +25,8 @@ from packing_core.errors import PackingError, within_memory
 from packing_core.hints import hinted
 from packing_core.planning.cost import Cost, checked_cost
 from packing_core.planning.pieces import MOST_TOKENS, check_lengths, integer, positive
-from packing_core.storage.arrays import read_only
+from packing_core.storage.arrays import Float64, Int64, read_only
 from packing_core.storage.segment_indexing import indexes, offsets_of
-
-Int64 = NDArray[np.int64]
-Float64 = NDArray[np.float64]
 
 ROOM = 1.01  # how far a whole document may fill a rank, as a share of the mean, before it is cut instead
 CUT_ALIKE = (1.0, 0.5, 0.125)  # documents that cost more than this part of a rank's share, where one must be cut

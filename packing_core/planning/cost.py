@@ -20,10 +20,7 @@ from packing_core.errors import LayoutError, PackingError
 from packing_core.planning.model_sizes import operations
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import integer
-from packing_core.storage.arrays import as_int64
-
-Int64 = NDArray[np.int64]
-Float64 = NDArray[np.float64]
+from packing_core.storage.arrays import Float64, Int64, as_int64
 
 # An operation of attention takes as long as so many of a product. For each one of the forward, it has 2.5 in the
 # backward, where a product has 2; and on an H200 attention runs at 400 TFLOP/s, the products of a step at 600.
@@ -72,9 +69,6 @@ class Cost:
         """The time of a training step by :meth:`operations` of a model, with tokens at 1.
 
         Operations of attention count :data:`ATTENTION_TIME` times, as they were measured to take longer.
-
-        Args:
-            config: a Hugging Face config object, or its ``config.json`` as a mapping.
 
         Raises:
             PackingError: as :meth:`operations`.

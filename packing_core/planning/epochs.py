@@ -11,7 +11,7 @@ from heapq import heapify, heappush, heapreplace
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from packing_core.errors import PackingError, plural
 from packing_core.planning.assignment import RowAssignment
@@ -24,8 +24,7 @@ from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import check_lengths, integer, positive
 from packing_core.planning.plan import plan, plan_of
 from packing_core.planning.rule import RowRule, Strategy
-
-Int64 = NDArray[np.int64]
+from packing_core.storage.arrays import Int64
 
 EVEN = 1.02  # slowest rank over mean, up to which equal_cost leaves mixed rows as they are
 DRAWS = 8  # of the rows of an epoch with an order, until they are as few as those of the first epoch

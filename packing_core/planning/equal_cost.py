@@ -12,12 +12,10 @@ from bisect import bisect_right
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from packing_core.planning.assignment import RowAssignment, Shuffle, permutation
 from packing_core.planning.cost import Cost
-
-Int64 = NDArray[np.int64]
+from packing_core.storage.arrays import Int64
 
 MAX_COST_RATIO = 1.1  # next piece's cost per token over the row's remaining budget per token
 

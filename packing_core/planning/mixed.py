@@ -11,13 +11,11 @@ from math import ceil
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from packing_core.planning import bins as _bins
 from packing_core.planning.assignment import RowAssignment, Shuffle, best_fit, permutation
-from packing_core.storage.segment_indexing import blocks, indexes, ranges
-
-Int64 = NDArray[np.int64]
+from packing_core.storage.arrays import Int64
+from packing_core.storage.segment_indexing import blocks, indexes, offsets_of, ranges
 
 SECTION = 64  # rows that one section of the draw fills: sections are filled side by side
 TAIL = 5  # one part in so many, the end of a section, gives its long pieces to the part before it
@@ -143,11 +141,11 @@ def _written(drawn: _Draw, pieces: Int64, bits: int, shuffle: Shuffle) -> RowAss
     counts[: len(started.counts)] += started.counts
     start = np.empty(drawn.n_rows, np.int64)
     if shuffle is None:
-        offsets = _offsets(counts)
+        offsets = offsets_of(counts)
         start[:] = offsets[:-1]
     else:
         rows = permutation(drawn.n_rows, shuffle)
-        offsets = _offsets(counts.take(rows))
+        offsets = offsets_of(counts.take(rows))
         start[rows] = offsets[:-1]
     written = np.empty_like(pieces)
     written[start.take(drawn.row) + drawn.slot] = pieces.take(drawn.place)
@@ -167,7 +165,7 @@ def _next_fit(sizes: Int64, sections: Int64, rows: int, capacity: int, max_segme
         int64 [K + 1, S]: the pieces from ``edges[k, s]`` to ``edges[k + 1, s]`` fill row k of section s; and [K, S],
         how far they fill it.
     """
-    before = _offsets(sizes)
+    before = offsets_of(sizes)
     most = min(max_segments, capacity // int(sizes.min()), int(np.diff(sections).max()))  # pieces of a row
     near = (1 << (2 * len(sizes) // rows).bit_length()) - 1  # few rows have more
     begin, stop = sections[:-1], sections[1:]
@@ -287,9 +285,3 @@ def _counted(sizes: Int64) -> tuple[Int64, Int64]:
     counts = np.bincount(sizes)  # faster than sorting where sizes are small
     values = np.flatnonzero(counts)
     return values, counts.take(values)
-
-
-def _offsets(counts: Int64) -> Int64:
-    offsets = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets

@@ -34,7 +34,6 @@ class ConfigReader:
     128
 
     Args:
-        config: to read.
         layer: whose size is taken where a config lists one for each layer; None for none.
     """
 
@@ -191,8 +190,6 @@ def _feed_forward(model: ConfigReader, read: ConfigReader, hidden: int, layer: i
 
     Args:
         model: the config of all layers; read: that of this one.
-        hidden: width of the model.
-        layer: its number.
     """
     dense: int = 6 * hidden * read("intermediate_size", "n_inner", default=4 * hidden)
     visited = read("num_experts_per_tok", "moe_k")
@@ -208,8 +205,6 @@ def _tower(config: Any, hidden: int, positions: int, joined: int) -> int:
     """Operations of a tower for an image or audio token of the decoder.
 
     Args:
-        config: of the tower; None without one.
-        hidden: width of the decoder.
         positions: of the tower, for each token of the decoder.
         joined: of these, those that are projected together.
     """

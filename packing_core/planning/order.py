@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from packing_core.errors import PackingError
 from packing_core.planning.assignment import RowAssignment, Shuffle, permutation
 from packing_core.planning.mixed import FULL, mixed
+from packing_core.storage.arrays import Float64, Int64
 from packing_core.storage.segment_indexing import offsets_of
 
-Int64 = NDArray[np.int64]
-Float64 = NDArray[np.float64]
 Order = Literal["random", "curriculum", "sorted", "grouped", "weighted"]
 
 # Rows of a stage, where the order has no stages of its own: a sixteenth of all rows, but from 4 to 64.

@@ -21,10 +21,8 @@ from packing_core.errors import CapacityError, LayoutError, reading
 from packing_core.planning import bins as _bins
 from packing_core.planning.composition import Composition, composition
 from packing_core.planning.pieces import MOST_TOKENS, positive
-from packing_core.storage.arrays import as_int64, frozen, read_only
+from packing_core.storage.arrays import Int64, as_int64, frozen, read_only
 from packing_core.storage.segment_indexing import indexes, offsets_of, sliced
-
-Int64 = NDArray[np.int64]
 
 _NUMBERS = ("capacity", "n_documents")
 _LATER = ("context", "restarts")  # what files of earlier versions lack

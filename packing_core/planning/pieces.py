@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from packing_core.errors import CapacityError, LayoutError, PackingError
-from packing_core.storage.arrays import NUMBERS, as_array
+from packing_core.storage.arrays import NUMBERS, Int64, as_array
 
-Int64 = NDArray[np.int64]
 Overflow = Literal["error", "truncate", "split", "overlap", "restart", "drop"]
 # the policies that make several pieces of a document and lose none of it
 CUTS: tuple[Overflow, ...] = ("split", "overlap", "restart")

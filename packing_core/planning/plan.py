@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from packing_core.errors import PackingError, within_memory
 from packing_core.hints import hinted
@@ -21,10 +21,9 @@ from packing_core.planning.order import Order, OrderRule, ordered_rows
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import Overflow, Pieces, check_lengths, check_seed
 from packing_core.planning.rule import RowRule, Strategy
+from packing_core.storage.arrays import Int64
 
 __all__ = ["Order", "Overflow", "PackPlan", "Strategy", "plan"]
-
-Int64 = NDArray[np.int64]
 
 
 @hinted()

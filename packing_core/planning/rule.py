@@ -14,7 +14,6 @@ from packing_core.planning.order import Order
 from packing_core.planning.pieces import (
     CUTS,
     MOST_PIECES,
-    Int64,
     Overflow,
     Pieces,
     PieceSpan,
@@ -23,6 +22,7 @@ from packing_core.planning.pieces import (
     positive,
     too_long,
 )
+from packing_core.storage.arrays import Int64
 from packing_core.storage.segment_indexing import ranges
 
 Strategy = Literal["best_fit", "mixed", "first_fit", "sequential"]

@@ -10,36 +10,14 @@ import numpy as np
 from packing_core.protocol.data import Array, Place
 
 
-def attention_options(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Array | None = None,
-    alibi_slopes: Array | None = None,
-    spans: Array | None = None,
-    top_k: int | None = None,
-    index_block: int = 1,
-    context_ranks: int = 1,
-    **_: Any,
-) -> set[str]:
+def attention_options(q: Array, k: Array, v: Array, **options: Any) -> set[str]:
     """Name the options of `OPTIONS["attention"]` that a call of `Backend.attention` takes."""
-    taken = {
-        "bidirectional": not causal,
-        "window": window is not None,
-        "softcap": softcap is not None,
-        "sinks": sinks is not None,
-        "alibi": alibi_slopes is not None,
-        "gqa": k.shape[-2] < q.shape[-2],
-        "narrow_values": v.shape[-1] < q.shape[-1],
-        "both_ways": spans is not None,
-        "selected_keys": top_k is not None,
-        "selected_blocks": index_block > 1,
-        "context_parallel": context_ranks > 1,
-    }
+    named = {"window": "window", "softcap": "softcap", "sinks": "sinks", "alibi": "alibi_slopes"}
+    named |= {"both_ways": "spans", "selected_keys": "top_k"}
+    taken = {name: options.get(argument) is not None for name, argument in named.items()}
+    taken |= {"gqa": k.shape[-2] < q.shape[-2], "narrow_values": v.shape[-1] < q.shape[-1]}
+    taken |= {"bidirectional": not options.get("causal", True), "selected_blocks": options.get("index_block", 1) > 1}
+    taken |= {"context_parallel": options.get("context_ranks", 1) > 1}
     return {name for name, is_taken in taken.items() if is_taken}
 
 

@@ -1,7 +1,8 @@
 """The oracle: float64 forward and vector-Jacobian products, one document at a time, in numpy.
 
 Every fast implementation is judged against these functions, and the same functions with a ``dtype`` (see
-`packing_core.reference.arithmetic`) say how much error a working dtype may make. They are written to be read.
+`packing_core.reference.arithmetic`) say how much error a working dtype may make. They are written to be read. A product
+(``_vjp``) raises what its forward does.
 """
 
 from packing_core.reference.arithmetic import WorkingDtype

@@ -86,23 +86,26 @@ def _in_float32(x: Any) -> Any:
     return x
 
 
-def operands(dtype: WorkingDtype, *arrays: npt.ArrayLike | None) -> list[Any]:
+def operands(dtype: WorkingDtype, *arrays: npt.ArrayLike) -> list[Array]:
     """Bring arrays under the policy of ``dtype``: float64 arrays, or `Rounded` ones already rounded to the dtype.
-
-    None, for an operand that is left out, stays None.
 
     Raises:
         PackingError: the dtype is not one of the working dtypes.
     """
     if dtype == "float64":
-        return [None if x is None else np.asarray(x, dtype=np.float64) for x in arrays]
+        return [np.asarray(x, dtype=np.float64) for x in arrays]
     if dtype not in _ROUNDING:
         raise PackingError(
             f'working dtype {dtype!r} is unknown: pass one of "float64", {", ".join(map(repr, _ROUNDING))}'
         )
     policy = np.zeros((), np.float32).view(Rounded)
     policy.dtype_name = dtype
-    return [None if x is None else policy._round(np.asarray(x, dtype=np.float32)) for x in arrays]
+    return [policy._round(np.asarray(x, dtype=np.float32)) for x in arrays]
+
+
+def operand(dtype: WorkingDtype, array: npt.ArrayLike | None) -> Array | None:
+    """Bring an array under the policy; None, for an operand that is left out, stays None."""
+    return None if array is None else operands(dtype, array)[0]
 
 
 def plain(x: Array) -> npt.NDArray[np.float64]:
@@ -123,4 +126,5 @@ def sigmoid(x: Array) -> Array:
 def log_softmax(x: Array) -> Array:
     """Over the last axis; the largest value comes off first, or exp would overflow."""
     largest = x.max(axis=-1, keepdims=True)
-    return x - (np.log(np.exp(x - largest).sum(axis=-1, keepdims=True)) + largest)
+    logs: Array = x - (np.log(np.exp(x - largest).sum(axis=-1, keepdims=True)) + largest)
+    return logs

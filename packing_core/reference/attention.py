@@ -22,29 +22,30 @@ visible when ``j <= i`` or both are of the same span, and ``i - j < window``. Wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from packing_core.errors import LayoutError, PackingError
-from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain, plain_gradients
-from packing_core.reference.layout import Boundaries, check_shape
-from packing_core.reference.paths import DocumentPath, documents
+from packing_core.reference.arithmetic import Array, WorkingDtype, operand, operands, plain, plain_gradients
+from packing_core.reference.layout import Boundaries, DocumentPath, check_shape, documents
 
 
 @dataclass(frozen=True)
 class _AttentionOptions:
-    causal: bool
-    window: int | None
-    softcap: float | None
-    sinks: Array | None  # [K, G, 1, 1]
-    alibi_slopes: Array | None  # [K, G, 1, 1]
-    scale: float
-    dtype: WorkingDtype
-    spans: npt.NDArray[np.int64] | None  # [T]
-    selected: npt.NDArray[np.bool_] | None  # [T, T]
+    """The options as they are passed; :func:`_checked` puts arrays and the scale in place of what was passed."""
+
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Any = None  # [K, G, 1, 1]
+    alibi_slopes: Any = None  # [K, G, 1, 1]
+    scale: Any = None
+    dtype: WorkingDtype = "float64"
+    spans: Any = None  # int64 [T]
+    selected: Any = None  # bool [T, T]
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,6 @@ def attention_lse(
 
     Returns:
         ``[T, H]`` float64, -inf for tokens of no segment.
-
-    Raises:
-        LayoutError: shapes or boundaries contradict each other.
-        PackingError: an option is out of its range.
     """
     q, k, _, chosen = _checked(q, k, k, **options)
     lse = np.full_like(q, -np.inf, shape=q.shape[:2])
@@ -175,14 +172,10 @@ def attention_vjp(
 
     Returns:
         ``{"q", "k", "v"}``, and ``"sinks"`` and ``"alibi_slopes"`` when those were given, each in its input's shape.
-
-    Raises:
-        LayoutError: shapes or boundaries contradict each other.
-        PackingError: an option is out of its range.
     """
     q, k, v, chosen = _checked(q, k, v, **options)
     tokens, heads, groups = q.shape[0], q.shape[1], k.shape[1]
-    dout, dlse = operands(chosen.dtype, dout, dlse)
+    (dout,), dlse = operands(chosen.dtype, dout), operand(chosen.dtype, dlse)
     check_shape("dout", dout, (tokens, heads, v.shape[2]), "[T, H, E]")
     check_shape("dlse", dlse, (tokens, heads), "[T, H]")
 
@@ -276,21 +269,10 @@ def _by_token(x: Array) -> Array:
 
 
 def _checked(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    v: npt.ArrayLike,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: npt.ArrayLike | None = None,
-    alibi_slopes: npt.ArrayLike | None = None,
-    scale: float | None = None,
-    dtype: WorkingDtype = "float64",
-    spans: npt.ArrayLike | None = None,
-    selected: npt.ArrayLike | None = None,
+    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, **options: Unpack[AttentionOptions]
 ) -> tuple[Array, Array, Array, _AttentionOptions]:
-    q, k, v = operands(dtype, q, k, v)
+    chosen = _AttentionOptions(**options)
+    q, k, v = operands(chosen.dtype, q, k, v)
     check_shape("q", q, (None, None, None), "[T, H, D]")
     tokens, heads, width = q.shape
     check_shape("k", k, (tokens, None, width), "[T, K, D]")
@@ -298,34 +280,29 @@ def _checked(
     check_shape("v", v, (tokens, groups, None), "[T, K, E]")
     if groups == 0 or heads % groups:
         raise LayoutError(f"q has {heads} heads and k has {groups}: the first must be a multiple of the second")
-    if window is not None and window < 1:
+    if (window := chosen.window) is not None and window < 1:
         raise PackingError(f"window is {window}: it counts visible keys, the query's own included, so it is at least 1")
-    if softcap is not None and not softcap > 0:
-        raise PackingError(f"softcap is {softcap}: it must be positive; pass None for none")
+    if chosen.softcap is not None and not chosen.softcap > 0:
+        raise PackingError(f"softcap is {chosen.softcap}: it must be positive; pass None for none")
 
-    if spans is not None:
-        spans = np.asarray(spans)
-        check_shape("spans", spans, (tokens,), "[T]")
-        if not causal:
-            raise PackingError("spans need causal attention: without it every token sees both ways")
-    if selected is not None:
-        selected = np.asarray(selected, np.bool_)
-        check_shape("selected", selected, (tokens, tokens), "[T, T]")
+    spans = None if chosen.spans is None else np.asarray(chosen.spans)
+    check_shape("spans", spans, (tokens,), "[T]")
+    if spans is not None and not chosen.causal:
+        raise PackingError("spans need causal attention: without it every token sees both ways")
+    selected = None if chosen.selected is None else np.asarray(chosen.selected, np.bool_)
+    check_shape("selected", selected, (tokens, tokens), "[T, T]")
 
     def per_head(name: str, x: npt.ArrayLike | None) -> Array | None:
-        (given,) = operands(dtype, x)
+        given = operand(chosen.dtype, x)
         check_shape(name, given, (heads,), "[H]")
         return None if given is None else given.reshape(groups, heads // groups, 1, 1)
 
-    options = _AttentionOptions(
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=per_head("sinks", sinks),
-        alibi_slopes=per_head("alibi_slopes", alibi_slopes),
-        scale=width**-0.5 if scale is None else scale,
-        dtype=dtype,
+    checked = replace(
+        chosen,
+        sinks=per_head("sinks", chosen.sinks),
+        alibi_slopes=per_head("alibi_slopes", chosen.alibi_slopes),
+        scale=width**-0.5 if chosen.scale is None else chosen.scale,
         spans=None if spans is None else spans.astype(np.int64),
         selected=selected,
     )
-    return q, k, v, options
+    return q, k, v, checked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain, plain_gradients, sigmoid
+from packing_core.reference.arithmetic import Array, WorkingDtype, operand, operands, plain, plain_gradients, sigmoid
 from packing_core.reference.layout import Boundaries, check_shape, segment_slices
 
 
@@ -64,9 +64,6 @@ def short_convolution_vjp(
 
     Returns:
         ``{"x", "weight"}``, and ``"bias"`` when that was given, each in its input's shape.
-
-    Raises:
-        LayoutError: shapes or boundaries contradict each other.
     """
     x, weight, bias = _checked(x, weight, bias, dtype)
     (dy,) = operands(dtype, dy)
@@ -103,7 +100,7 @@ def _lags(weight: Array, length: int) -> list[tuple[int, int]]:
 def _checked(
     x: npt.ArrayLike, weight: npt.ArrayLike, bias: npt.ArrayLike | None, dtype: WorkingDtype
 ) -> tuple[Array, Array, Array | None]:
-    x, weight, bias = operands(dtype, x, weight, bias)
+    (x, weight), bias = operands(dtype, x, weight), operand(dtype, bias)
     check_shape("x", x, (None, None), "[T, E]")
     check_shape("weight", weight, (x.shape[1], None), "[E, W]")
     check_shape("bias", bias, (x.shape[1],), "[E]")

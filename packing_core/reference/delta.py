@@ -80,9 +80,6 @@ def gated_delta_rule_vjp(
 
     Returns:
         ``{"q", "k", "v", "g", "beta"}``, each in its input's shape.
-
-    Raises:
-        LayoutError: shapes or boundaries contradict each other.
     """
     per_head = np.ndim(g) == 2
     q, k, v, g, beta, scale = _checked(q, k, v, g, beta, scale, dtype)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packing_core.errors import LayoutError, UnsupportedError
-from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain, plain_gradients, sigmoid
+from packing_core.reference.arithmetic import Array, WorkingDtype, operand, operands, plain, plain_gradients, sigmoid
 
 _GELU_SCALE = (2.0 / np.pi) ** 0.5
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
@@ -115,9 +115,6 @@ def experts_vjp(
 
     Returns:
         ``{"x", "weights", "up", "down"}``, and the biases that were given, each in its input's shape.
-
-    Raises:
-        LayoutError: shapes contradict each other.
     """
     layer = _Layer(x, indices, weights, up, down, up_bias, down_bias, activation, dtype)
     (dy_,) = operands(dtype, dy)
@@ -163,7 +160,7 @@ class _Layer:
         dtype: WorkingDtype,
     ) -> None:
         self.x, self.weights, self.up, self.down = operands(dtype, x, weights, up, down)
-        self.up_bias, self.down_bias = operands(dtype, up_bias, down_bias)
+        self.up_bias, self.down_bias = operand(dtype, up_bias), operand(dtype, down_bias)
         self.indices, self.activation = np.asarray(indices), activation
         if self.x.ndim != 2 or self.up.ndim != 3 or self.down.ndim != 3 or self.indices.ndim != 2:
             given = ", ".join(str(list(each.shape)) for each in (self.x, self.indices, self.up, self.down))

@@ -1,8 +1,9 @@
-"""Checks and small helpers about segments that every reference function shares."""
+"""Checks of shapes and boundaries that every reference function shares, and the documents of segments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy.typing as npt
 
 from packing_core.errors import LayoutError
 from packing_core.reference.arithmetic import Array
+from packing_core.storage.arrays import Int64
+from packing_core.storage.forest import check_parents, leaves, lineage
 
 Boundaries = Sequence[int] | npt.NDArray[np.integer]
 
@@ -57,3 +60,42 @@ def check_shape(name: str, x: Array | None, shape: tuple[int | None, ...], legen
     if not fits:
         wanted = ", ".join("*" if size is None else str(size) for size in shape)
         raise LayoutError(f"{name} must have shape {legend} = ({wanted}), got {x.shape}")
+
+
+@dataclass(frozen=True)
+class DocumentPath:
+    """One path from a root to a leaf.
+
+    Attributes:
+        tokens: int64 [L], where its tokens stand.
+        own: bool [L], the tokens of which no earlier path has taken the output: every token is one path's own.
+    """
+
+    tokens: Int64
+    own: npt.NDArray[np.bool_]
+
+
+def documents(cu_seqlens: Boundaries, tokens: int, parents: npt.ArrayLike | None = None) -> Iterator[DocumentPath]:
+    """Yields the documents of segments, of which each may continue another: the paths from a root to a leaf.
+
+    An output of a token that several paths share is that of any of them, since no later token changes it. A gradient is
+    the sum over the paths; what comes in at a shared token enters on one of them.
+
+    Args:
+        cu_seqlens: ``[S+1]`` boundaries, strictly rising where there are parents.
+        tokens: length of the token axis.
+        parents: ``[S]``, the segment that each one continues, -1 for none; None if no segment continues another.
+
+    Raises:
+        LayoutError: the boundaries are wrong, or the parents make no forest.
+    """
+    segments = [np.arange(part.start, part.stop) for part in segment_slices(cu_seqlens, tokens)]
+    if parents is None:
+        yield from (DocumentPath(segment, np.ones(len(segment), np.bool_)) for segment in segments)
+        return
+    above = check_parents(parents, len(segments))
+    seen = np.zeros(tokens, np.bool_)
+    for leaf in leaves(above).tolist():
+        path = np.concatenate([segments[s] for s in lineage(above, leaf)])
+        yield DocumentPath(path, ~seen[path])
+        seen[path] = True

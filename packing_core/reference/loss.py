@@ -12,9 +12,7 @@ import numpy.typing as npt
 from packing_core.errors import LayoutError
 from packing_core.reference.arithmetic import Array, WorkingDtype, log_softmax, operands, plain
 from packing_core.reference.layout import check_shape
-
-Float64 = npt.NDArray[np.float64]
-Int64 = npt.NDArray[np.int64]
+from packing_core.storage.arrays import Float64, Int64
 
 
 def cross_entropy(
@@ -64,9 +62,6 @@ def cross_entropy_vjp(
 
     Returns:
         ``{"logits"}``, ``[T, V]``, 0 in rows without a target.
-
-    Raises:
-        LayoutError: shapes contradict each other, or a target is not a class.
     """
     dlogprobs = -_weights(weights, len(np.asarray(logits)), dtype) * dloss
     return token_logprobs_vjp(logits, targets, dlogprobs, ignore_index=ignore_index, dtype=dtype)

@@ -70,9 +70,6 @@ def rope_vjp(
 
     Returns:
         ``{"x"}``.
-
-    Raises:
-        LayoutError: the shapes contradict each other.
     """
     x, dout = np.asarray(x), np.asarray(dout)
     check_shape("x", x, (None, None, None), "[T, H, D]")

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packing_core.errors import LayoutError
-from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain, plain_gradients, sigmoid
+from packing_core.reference.arithmetic import Array, WorkingDtype, operand, operands, plain, plain_gradients, sigmoid
 from packing_core.reference.layout import Boundaries, check_shape, segment_slices
 
 
@@ -85,9 +85,6 @@ def selective_scan_vjp(
 
     Returns:
         ``{"x", "dt", "A", "B", "C"}``, and ``"D"`` and ``"z"`` when those were given, each in its input's shape.
-
-    Raises:
-        LayoutError: shapes or boundaries contradict each other.
     """
     x, dt, A, B, C, D, z = _checked(x, dt, A, B, C, D, z, dtype)
     (dy,) = operands(dtype, dy)
@@ -133,7 +130,7 @@ def _states(decay: Array, dt: Array, B: Array, x: Array) -> Array:
 
 
 def _ungated(states: Array, C: Array, D: Array | None, x: Array) -> Array:
-    """What one document's states give, with the skip connection, ``[L, E]``."""
+    """Outputs of one document before the gate, with the skip connection, ``[L, E]``."""
     y: Array = (states * C).sum(axis=-1)
     return y if D is None else y + D * x
 
@@ -163,7 +160,8 @@ def _checked(
     z: npt.ArrayLike | None,
     dtype: WorkingDtype,
 ) -> tuple[Array, Array, Array, Array, Array, Array | None, Array | None]:
-    x, dt, A, B, C, D, z = operands(dtype, x, dt, A, B, C, D, z)
+    x, dt, A, B, C = operands(dtype, x, dt, A, B, C)
+    D, z = operand(dtype, D), operand(dtype, z)
     check_shape("x", x, (None, None), "[T, E]")
     tokens, channels = x.shape
     check_shape("dt", dt, (tokens, channels), "[T, E]")

@@ -27,8 +27,7 @@ import numpy.typing as npt
 from packing_core.errors import PackingError
 from packing_core.reference.arithmetic import Array, WorkingDtype, log_softmax, operands, plain
 from packing_core.reference.attention import attention
-from packing_core.reference.layout import Boundaries, check_shape
-from packing_core.reference.paths import documents
+from packing_core.reference.layout import Boundaries, check_shape, documents
 
 
 def select(

@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 from packing_core.errors import LayoutError, RowIndexError, first_line
 
 Array = NDArray[Any]
+Bool = NDArray[np.bool_]
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 AnyArray = TypeVar("AnyArray", bound=NDArray[Any])
 
 NUMBERS = "iufb"  # dtype kinds

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from packing_core.errors import LayoutError, first_line
-from packing_core.storage.arrays import as_array
-
-Array = NDArray[Any]
+from packing_core.storage.arrays import Array, as_array
 
 
 def is_arrow(given: Any) -> bool:

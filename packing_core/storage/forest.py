@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from packing_core.errors import LayoutError
-from packing_core.storage.arrays import as_int64
-from packing_core.storage.segment_indexing import Int64
+from packing_core.storage.arrays import Int64, as_int64
 
 ROOT = -1
 

@@ -14,11 +14,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from packing_core.errors import PackingError
-
-Array = NDArray[Any]
+from packing_core.storage.arrays import Array
 
 _MAPS = Path("/proc/self/maps")
 

@@ -18,10 +18,10 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import ArrayLike
 
 from packing_core.errors import LayoutError, PackingError, first_line, reading
-from packing_core.storage.arrays import as_array, read_only, row_number
+from packing_core.storage.arrays import Array, Int64, as_array, read_only, row_number
 from packing_core.storage.arrow import is_arrow, lists_of
 from packing_core.storage.mapped import MappedFile, by_path, opened
-from packing_core.storage.segment_indexing import Array, Int64, blocks, copy_runs, offsets_of
+from packing_core.storage.segment_indexing import blocks, copy_runs, offsets_of
 
 VALUES, OFFSETS = "values.npy", "offsets.npy"
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from packing_core.errors import RowIndexError
-
-Int64 = NDArray[np.int64]
-Array = NDArray[Any]
+from packing_core.storage.arrays import Array, Int64
 
 BLOCK_TOKENS = 1 << 18  # tokens handled at a time: the indexes and temporaries of a block stay in the L2 cache
 WINDOWS = (64, 8, 1)  # elements copied per index, the widest that fits a run first
@@ -69,7 +66,9 @@ def offsets_of(lengths: ArrayLike) -> Int64:
     >>> offsets_of([3, 1, 2])
     array([0, 3, 4, 6])
     """
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    offsets = np.zeros(np.size(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def ranges(lengths: Int64) -> Int64:

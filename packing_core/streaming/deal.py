@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from packing_core.errors import PackingError
 from packing_core.planning.pieces import integer
-
-Int64 = NDArray[np.int64]
+from packing_core.storage.arrays import Int64
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,11 @@ class Deal:
         """Returns the finished rows of all shards for a shard with one worker, else the worker's own part."""
         if self.workers == 1:
             return {"rows": self.base + (self.taken + taken) * self.shards}
-        part = {"worker": self.worker, "workers": self.workers, "batch": self.batch, "shards": self.shards}
-        return {"rows": self.base, "part": {**part, "taken": self.taken + taken}}
+        return {"rows": self.base, "part": {**self._part, "taken": self.taken + taken}}
+
+    @property
+    def _part(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("worker", "workers", "batch", "shards")}
 
     def resumed(self, state: Mapping[str, Any]) -> Deal:
         """Restores a deal from a state.
@@ -76,15 +78,14 @@ class Deal:
         """
         part, taken = state.get("part"), 0
         if part is not None:
-            own = {"worker": self.worker, "workers": self.workers, "batch": self.batch, "shards": self.shards}
-            if {name: part.get(name) for name in own} != own or integer(part.get("taken")) is None:
+            if {name: part.get(name) for name in self._part} != self._part or integer(part.get("taken")) is None:
                 raise PackingError(
                     f"the state is of worker {part.get('worker')} of {part.get('workers')} with batches of "
                     f"{part.get('batch')} on {part.get('shards')} shards: join the states of all its workers by "
                     "crosspack.join_states, which gives one for any number of workers and shards"
                 )
             taken = int(part["taken"])
-        return Deal(self.index, self.shards, self.worker, self.workers, self.batch, state["rows"], taken)
+        return replace(self, base=state["rows"], taken=taken)
 
 
 def rows_done(parts: list[Mapping[str, Any]]) -> int:

@@ -8,13 +8,12 @@ from itertools import count, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from packing_core.errors import LayoutError, PackingError
 from packing_core.planning.pieces import PieceSpan, integer, too_long
 from packing_core.planning.rule import RowRule
+from packing_core.storage.arrays import Int64
 
-Int64 = NDArray[np.int64]
 Piece = tuple[int, int, int, int, Any]  # document number, first token, length, context, content
 
 PROMPT = "prompt_length"  # the one column that is a number per document
@@ -36,17 +35,12 @@ class Pending(NamedTuple):
         return cls(ids, starts, lengths, context, list(contents))
 
     def and_then(self, other: Pending) -> Pending:
-        return Pending(
-            np.concatenate([self.ids, other.ids]),
-            np.concatenate([self.starts, other.starts]),
-            np.concatenate([self.lengths, other.lengths]),
-            np.concatenate([self.context, other.context]),
-            self.contents + other.contents,
-        )
+        columns = map(np.concatenate, zip(self[:-1], other[:-1], strict=True))
+        return Pending._make([*columns, self.contents + other.contents])
 
     def keep(self, places: Int64) -> Pending:
-        contents = [self.contents[i] for i in places.tolist()]
-        return Pending(self.ids[places], self.starts[places], self.lengths[places], self.context[places], contents)
+        columns = (column[places] for column in self[:-1])
+        return Pending._make([*columns, [self.contents[i] for i in places.tolist()]])
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,6 @@ class Later:
 
     Args:
         source, number, length: where the document is read, its number there, and its tokens.
-        start, stop: its stretch.
         context: how many of its first tokens the document's beginning replaces.
     """
 

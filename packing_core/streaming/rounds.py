@@ -16,10 +16,8 @@ from packing_core.planning.mixed import mixed
 from packing_core.planning.pieces import Pieces
 from packing_core.planning.plan import PackPlan, plan_of
 from packing_core.planning.rule import RowRule
+from packing_core.storage.arrays import Float64, Int64
 from packing_core.streaming.pending import Pending, columns_of, read_now
-
-Int64 = NDArray[np.int64]
-Float64 = NDArray[np.float64]
 
 WASTE = 5e-4  # of the slots of the rows that leave a round; the rest waits for documents that fill it
 
@@ -28,7 +26,6 @@ def plan_round(lengths: Int64, rule: RowRule, seed: list[int] | None, *, once: b
     """Rows of all that is pending, in the planner's order.
 
     Args:
-        lengths: of the pending pieces, which ``rule`` cut.
         seed: what mixed rows are drawn by; None takes the pieces in their order.
         once: take the first draw of mixed rows: rows that are not full stay, so it will do until the end.
     """
@@ -54,7 +51,6 @@ def leaving(rows: PackPlan, most_pieces: int, most_tokens: int, old: NDArray[np.
     """The rows that leave now: all that are full, enough of them, and all with a piece that is too old.
 
     Args:
-        rows: the plan of all that is pending.
         most_pieces, most_tokens: what may stay pending.
         old: [P] which pieces of the plan must leave.
     """
@@ -72,8 +68,6 @@ def whole_steps(rows: PackPlan, gone: Int64, old: NDArray[np.bool_], share: int,
     The emptiest rows stay, unless nothing would leave then, or a row that is old: the fullest others leave too.
 
     Args:
-        rows: the plan of all that is pending.
-        gone: the rows that would leave.
         old: [P] which pieces of the plan must leave.
         before: rows that left in earlier rounds.
     """
@@ -91,7 +85,6 @@ def by_step(gone: Int64, costs: Float64, share: int, before: int, seed: list[int
     They are taken by falling cost. ``seed`` shuffles the steps, and the rows of each.
 
     Args:
-        gone: their numbers.
         costs: [R] of all rows of the plan.
         before: rows that left in earlier rounds; a step that they began is completed first.
     """

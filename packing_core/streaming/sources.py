@@ -13,17 +13,16 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from packing_core.errors import PackingError
 from packing_core.planning.order import OrderRule
-from packing_core.storage.arrays import as_int64
+from packing_core.storage.arrays import Int64, as_int64
 from packing_core.storage.arrow import is_arrow
 from packing_core.storage.digests import digest, sampled
 from packing_core.storage.ragged import Ragged
 from packing_core.streaming.pending import Later, length_of
 
-Int64 = NDArray[np.int64]
 Open = Callable[[int], Iterable[Any]]
 
 
@@ -145,14 +144,10 @@ class Source:
         return self._sample
 
 
-Int64 = NDArray[np.int64]
-
-
 class OrderedSource(Source):
     """Documents of a sequence in an order, which is drawn anew in every epoch.
 
     Args:
-        given: the sequence.
         order, keys, weights: as in ``packing_core.plan``.
         seed: draws what the order leaves open; None leaves documents in their own order there.
         lengths: as of :class:`Source`; without them, every document is read once for its length where it is needed.

@@ -140,7 +140,6 @@ def restore(
 
     Args:
         given: what :func:`read_state` returned.
-        source: the documents, in the order of the state's epoch.
         cut: the pieces of the document at a place of the source.
 
     Returns:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from packing_core.batches.batch import PackedBatch
 from packing_core.batches.dataset import with_empty_row
@@ -26,6 +26,7 @@ from packing_core.planning.order import Order
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import Overflow, positive
 from packing_core.planning.rule import RowRule
+from packing_core.storage.arrays import Int64
 from packing_core.streaming.deal import Deal, part_of
 from packing_core.streaming.pending import Pending
 from packing_core.streaming.reader import Reader, StreamOptions, StreamStrategy
@@ -33,7 +34,6 @@ from packing_core.streaming.rounds import by_step, leaving, make_rows, plan_roun
 from packing_core.streaming.sources import OrderedSource, Source, share_of
 from packing_core.streaming.state import Mark, read_state, restore, sealed
 
-Int64 = NDArray[np.int64]
 Collated = TypeVar("Collated")
 
 CHUNK_TOKENS = 2**22  # slots of the rows that are made at a time
@@ -146,12 +146,6 @@ class PackStream:
     """An iterator over packed rows that can be stopped and continued; see :func:`stream`.
 
     ``iter()`` on a stream that is at its end starts the next epoch.
-
-    Attributes:
-        options: what decides its rows, checked.
-        truncated, dropped: numbers of the documents that ``overflow`` cut or left out since this stream was made, the
-            last 65,536 of each.
-        n_truncated, n_dropped: how many there were.
     """
 
     _ready: list[tuple[Mark, PackedBatch]]  # rows of this worker that are made, by the start of their round
@@ -195,12 +189,12 @@ class PackStream:
 
     @property
     def truncated(self) -> list[int]:
-        """Numbers of the last documents that were cut."""
+        """Numbers of the documents that ``overflow`` cut since this stream was made, the last 65,536 of them."""
         return list(self._reader.truncated)
 
     @property
     def dropped(self) -> list[int]:
-        """Numbers of the last documents that were left out."""
+        """Numbers of the documents that ``overflow`` left out, likewise."""
         return list(self._reader.dropped)
 
     @property

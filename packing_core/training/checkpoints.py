@@ -105,8 +105,6 @@ def check_resume(output: Path, options: Options, model: str | None) -> None:
     """Compare what is known before the data is read with the newest checkpoint below ``output``.
 
     Args:
-        output: the folder of the run.
-        options: those of the job to continue.
         model: the folder or hub name of its model; None compares no model.
 
     Raises:

@@ -73,7 +73,6 @@ def inside(folder: Path, name: object, named_by: Path) -> Path:
 
     Args:
         folder: itself may be reached through links.
-        name: a relative path with ``/``.
         named_by: the file that names it, for messages.
 
     Raises:
@@ -149,7 +148,6 @@ def check_own_folder(folder: Path, *, private: bool = False) -> None:
     """Check that a folder for temporary files is one that this user made.
 
     Args:
-        folder: need not exist.
         private: whether nobody else may write there or read it.
 
     Raises:

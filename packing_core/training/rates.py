@@ -45,15 +45,7 @@ class _Place(NamedTuple):
 def share_of_peak(
     decay: str, step: int, steps: int, *, warmup: float, lr: float, options: Mapping[str, Any] | None = None
 ) -> float:
-    """Returns the rate of 0-based ``step`` of ``steps``, over the peak rate.
-
-    Args:
-        decay: the schedule.
-        step, steps: where in the run.
-        warmup: share of the steps over which the rate rises.
-        lr: the peak rate.
-        options: of the schedule, by transformers' names.
-    """
+    """Returns the rate of 0-based ``step`` of ``steps``, over the peak rate."""
     rising = math.ceil(warmup * steps)
     if step < rising:
         return (step + 1) / rising

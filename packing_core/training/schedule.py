@@ -21,10 +21,9 @@ from packing_core.errors import PackingError
 from packing_core.planning.balance import balance
 from packing_core.planning.cost import Cost
 from packing_core.planning.plan import PackPlan
+from packing_core.storage.arrays import Int64
 from packing_core.storage.ragged import Ragged
 from packing_core.storage.segment_indexing import offsets_of
-
-Int64 = NDArray[np.int64]
 
 # packed rows; documents padded to the longest of a batch, in random order or sorted by length within the step
 Run = Literal["packed", "padded", "grouped"]
@@ -156,9 +155,6 @@ class Schedule:
         padding alone.
 
         Args:
-            step: its number.
-            rank: which of the ranks.
-            ranks: how many there are.
             cost: of a row, by which they are dealt.
         """
         plan = self.steps[step]

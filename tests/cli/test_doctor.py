@@ -71,7 +71,7 @@ def test_it_prints_versions_choices_and_what_is_missing(backends, monkeypatch):
 def test_what_is_too_old_or_missing_is_named(backends, monkeypatch):
     backends()
     monkeypatch.setitem(extras.MINIMUM, "torch", "99.0")
-    monkeypatch.setattr(doctor, "version", lambda name: "1.0" if name == "torch" else extras.version(name))
+    monkeypatch.setattr(doctor, "installed", lambda name: "1.0" if name == "torch" else extras.installed(name))
     packages = {package["name"]: package for package in json.loads(run("doctor", "--json").stdout)["packages"]}
     assert packages["torch"] == {"name": "torch", "installed": "1.0", "needed": ">=99.0", "extra": "torch"} | {
         "state": "too old"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from crosspack.cli import images
+from crosspack.cli import tasks
 from crosspack.reading.places import Place, Row
 from tests.cli.console import done, run
 
@@ -166,7 +166,7 @@ def test_paths_are_those_from_the_file_and_all_else_stays(tmp_path: Path) -> Non
         "images": ["a.png", "/b.png", "https://c.org/d.png", {"bytes": b"1", "path": "e.png"}, {"path": "f.png"}],
         "text": "a.png",
     }
-    found = images.with_whole_paths(Row(record, Place(str(tmp_path / "data.jsonl"), "line"), 4))
+    found = tasks.with_whole_paths(Row(record, Place(str(tmp_path / "data.jsonl"), "line"), 4))
     assert found.where == f"{tmp_path / 'data.jsonl'}:5" and found["text"] == "a.png"
     assert found["messages"][0]["content"] == [
         {**part, "image": str(tmp_path / "a.png")},
@@ -180,12 +180,12 @@ def test_paths_are_those_from_the_file_and_all_else_stays(tmp_path: Path) -> Non
         {"path": str(tmp_path / "f.png")},
     ]
     elsewhere = Row(record, Place("owner/name", "row"), 0)
-    assert images.with_whole_paths(elsewhere) is elsewhere
+    assert tasks.with_whole_paths(elsewhere) is elsewhere
 
 
 def test_images_are_looked_for_in_the_first_records_of_all_data(write: Any) -> None:
     plain = [{"text": "a"}] * 3
     first, second = write("plain.jsonl", plain), write("later.jsonl", [*plain, {"text": "a", "image": "a.png"}])
-    assert not images.have_images([str(first)], "train")
-    assert images.have_images([f"{first}:0.5", f"{second}:0.5"], "train")
-    assert not images.have_images(["absent.jsonl"], "train") and not images.have_images(None, "train")
+    assert not tasks.have_images([str(first)], "train")
+    assert tasks.have_images([f"{first}:0.5", f"{second}:0.5"], "train")
+    assert not tasks.have_images(["absent.jsonl"], "train") and not tasks.have_images(None, "train")
