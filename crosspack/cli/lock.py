@@ -106,11 +106,7 @@ def _beat(descriptor: int, ended: threading.Event) -> None:
 
 
 def _take_over(path: Path, temporary: str) -> None:
-    """Remove a lock whose process is gone.
-
-    Raises:
-        PackingError: somebody may hold it.
-    """
+    """Remove a lock whose process is gone."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise PackingError(f"--output {path.parent}: {path} is a link or no file, so it is no lock: remove it")

@@ -58,11 +58,7 @@ def staged(url: str, manifest: str, *, overwrite: bool) -> Iterator[Path]:
 
 
 def _own_folder() -> Path:
-    """The folder of this user, which no other user can read, for results on their way to URLs.
-
-    Raises:
-        PackingError: somebody else has made it, or can write there.
-    """
+    """The folder of this user, which no other user can read, for results on their way to URLs."""
     folder = Path(tempfile.gettempdir(), f"crosspack-{os.geteuid() if hasattr(os, 'geteuid') else 'uploads'}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)

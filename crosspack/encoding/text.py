@@ -364,11 +364,7 @@ def _document(ids: Any, trained: NDArray[np.bool_]) -> Document:
 
 
 def _trains(message: Any, number: int) -> bool:
-    """Returns whether a message is trained if it is the assistant's: ``weight``, ``train`` and ``loss`` may say no.
-
-    Raises:
-        PackingError: one of them is neither 0 nor 1, false nor true.
-    """
+    """Returns whether a message is trained if it is the assistant's: ``weight``, ``train`` and ``loss`` may say no."""
     marks = {name: message[name] for name in ("weight", "train", "loss") if message.get(name) is not None}
     for name, value in marks.items():
         if message["role"] == "assistant" and not (isinstance(value, bool | int | float) and value in (0, 1)):

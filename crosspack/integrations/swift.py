@@ -57,11 +57,7 @@ def configure(**options: Any) -> None:
 
 
 def _any_attention(arguments: Any) -> None:
-    """Replaces a check of ms-swift's arguments; ``crosspack.patch`` checks what the model runs on.
-
-    Raises:
-        UnsupportedError: another trainer of ms-swift would join documents, which this plugin does not patch.
-    """
+    """Replaces a check of ms-swift's arguments; ``crosspack.patch`` checks what the model runs on."""
     joined = arguments.padding_free or arguments.packing
     if joined and TrainerFactory.get_trainer_cls(arguments) is not PackedSeq2SeqTrainer:
         kind = getattr(arguments, "rlhf_type", arguments.task_type)

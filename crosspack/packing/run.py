@@ -269,11 +269,7 @@ class Run:
         return sequence
 
     def _pack_at_once(self, folder_of: Callable[[Key], Path]) -> list[tuple[Path, int]]:
-        """Pack all documents by one plan.
-
-        Raises:
-            PackingError: keys are numbers in some records and texts in others.
-        """
+        """Pack all documents by one plan."""
         rules = self.worker.rules
         keys = [key for key in sorted(self.outcomes) if self.outcomes[key].left]
         first = {kind: where for key in reversed(keys) for kind, where in self.outcomes[key].keys.items()}

@@ -24,8 +24,7 @@ from packing_core.batches.marks import (
     refuse_trained_padding,
 )
 from packing_core.errors import LayoutError
-from packing_core.storage.arrays import Bool, Int64
-from packing_core.storage.digests import digest, sampled
+from packing_core.storage.arrays import Bool, Int64, digest, sampled
 from packing_core.storage.ragged import Ragged
 from packing_core.storage.segment_indexing import offsets_of, ranges
 

@@ -209,11 +209,7 @@ def _size(tree: _Piece) -> int:
 
 
 def _fitting(tree: _Piece, capacity: int, overflow: str) -> list[_Piece]:
-    """The tree, or under ``"repeat"`` trees of at most ``capacity`` tokens that hold its documents in order.
-
-    Raises:
-        CapacityError: it does not fit.
-    """
+    """The tree, or under ``"repeat"`` trees of at most ``capacity`` tokens that hold its documents in order."""
     size = _size(tree)
     if size <= capacity:
         return [tree]

@@ -153,11 +153,7 @@ def plan_steps(
 
 
 def _from_0(name: str, value: Any) -> int:
-    """``value`` as an integer of at least 0.
-
-    Raises:
-        PackingError: it is none.
-    """
+    """``value`` as an integer of at least 0, or an error."""
     number = integer(value)
     if number is None or number < 0:
         raise PackingError(f"{name} must be an integer of at least 0, got {value!r}")

@@ -159,11 +159,7 @@ def ordered_rows(
 
 
 def _coded(keys: Any, documents: int) -> tuple[NDArray[Any], Int64]:
-    """The different keys, sorted, and the number of each document's key among them.
-
-    Raises:
-        PackingError: there is not one key per document, or keys cannot be compared.
-    """
+    """The different keys, sorted, and the number of each document's key among them."""
     try:
         array = np.asarray(keys)
     except (TypeError, ValueError):  # lists of several lengths
@@ -204,11 +200,7 @@ def _refuse_unlike(keys: Sequence[Any]) -> None:
 
 
 def _weights_of(found: NDArray[Any], codes: Int64, weights: Any) -> Float64:
-    """The weight of each key.
-
-    Raises:
-        PackingError: ``weights`` does not give every key a number above 0, or names a key that no document has.
-    """
+    """The weight of each key."""
     if not isinstance(weights, Mapping):
         raise PackingError(f'order="weighted" needs weights, a mapping of each key to its share; got {weights!r}')
     names = found.tolist()

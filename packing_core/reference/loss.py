@@ -128,11 +128,7 @@ def _weights(weights: npt.ArrayLike | None, tokens: int, dtype: WorkingDtype) ->
 def _log_softmax(
     logits: npt.ArrayLike, targets: npt.ArrayLike, temperature: float, ignore_index: int, dtype: WorkingDtype
 ) -> tuple[Array, Int64, Int64]:
-    """Log-probabilities of the rows that have a target, which rows these are, and the targets.
-
-    Raises:
-        LayoutError: the shapes contradict each other, or a target is not a class.
-    """
+    """Log-probabilities of the rows that have a target, which rows these are, and the targets."""
     (logits,) = operands(dtype, logits)
     check_shape("logits", logits, (None, None), "[T, V]")
     tokens, classes = logits.shape

@@ -210,11 +210,7 @@ def _turns_before(shares: Shares, place: int) -> list[int]:
 
 
 def _schedule(weights: Any, count: int) -> Shares:
-    """Returns the cumulative shares of the sources from each document on at which they are given.
-
-    Raises:
-        PackingError: there is not one weight per source, or the documents do not ascend from 0.
-    """
+    """Returns the cumulative shares of the sources from each document on at which they are given."""
     pairs = [pair for pair in weights if isinstance(pair, list | tuple)] if isinstance(weights, list | tuple) else []
     if not pairs:
         return ((0, _shares(weights, count)),)

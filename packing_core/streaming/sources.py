@@ -17,9 +17,8 @@ from numpy.typing import ArrayLike
 
 from packing_core.errors import PackingError
 from packing_core.planning.order import OrderRule
-from packing_core.storage.arrays import Int64, as_int64
+from packing_core.storage.arrays import Int64, as_int64, digest, sampled
 from packing_core.storage.arrow import is_arrow
-from packing_core.storage.digests import digest, sampled
 from packing_core.storage.ragged import Ragged
 from packing_core.streaming.pending import Later, length_of
 

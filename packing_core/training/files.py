@@ -119,9 +119,6 @@ def _holding(folder: Path, name: str, *, make: bool = False) -> Iterator[tuple[i
 
     :func:`inside` has looked at the way before. A link that is put there afterwards is not followed: each folder is
     opened from the one before, and not by its path.
-
-    Raises:
-        PackingError: there is a link on the way by now.
     """
     *parents, last = PurePosixPath(name).parts
     descriptor, path = os.open(folder, _FOLDER), folder

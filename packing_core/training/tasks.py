@@ -64,19 +64,13 @@ class Task:
 
 
 def _check_label(record: Mapping[str, Any], columns: Sequence[str], where: str, task: str) -> None:
-    """
-    Raises:
-        PackingError: the label of an answer is not true or false.
-    """
+    """Refuses an answer whose label is not true or false."""
     if not isinstance(record["label"], bool | int):
         raise PackingError(f"{where}: label is {record['label']!r}: --task {task} reads true or false")
 
 
 def _check_texts(record: Mapping[str, Any], columns: Sequence[str], where: str, task: str) -> None:
-    """
-    Raises:
-        PackingError: a value is no text, number or list of them, as its column asks for, or documents lack labels.
-    """
+    """Refuses a value that is no text, number or list of them, as its column asks for, and documents without labels."""
     for name in columns:
         several, numbers = name in ("documents", "labels"), name in ("score", "label", "labels")
         values = record[name] if several else [record[name]]
