@@ -12,7 +12,7 @@ from crosspack.cli import launch
 from crosspack.cli.console import OUT
 from crosspack.cli.options import EncodedRecords
 from crosspack.cli.packjob import INLINE_BYTES, cores, opened_pool, unit_size
-from crosspack.cli.packprogress import PackProgress
+from crosspack.cli.progress import PackProgress
 from crosspack.encoding.kinds import key_of, raise_error
 from crosspack.encoding.text import Encoder
 from crosspack.encoding.tokens import check_length

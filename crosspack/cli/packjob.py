@@ -19,7 +19,7 @@ from crosspack.cli.listing import digest
 from crosspack.cli.models import DIGEST
 from crosspack.cli.options import DataOptions, EncodedRecords, OrderOptions, TokenOptions, Workers, check_data
 from crosspack.cli.outputs import PART, Output, writing
-from crosspack.cli.packprogress import PackProgress
+from crosspack.cli.progress import PackProgress
 from crosspack.encoding.text import Encoder
 from crosspack.encoding.tokenizer import vocabulary_digest
 from crosspack.packing.journal import journal, read_journal

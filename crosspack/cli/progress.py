@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
-from typing import TypeVar
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import IO, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as Remaining
 
+from crosspack.packing.run import Totals
 from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run
 
@@ -62,7 +67,7 @@ class TrainProgress:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -84,6 +89,72 @@ class TrainProgress:
             self._console.print(f"{LABELS[run]}: step {done:,} of {self._steps:,}, {rate}, {loss}")
         if record.eval_loss is not None:
             self._console.print(f"after step {done:,}: evaluation loss {record.eval_loss:.4f}", style="dim")
+
+
+class PackProgress:
+    """Progress of packing and reading: documents/s, MB/s, tokens/s, efficiency so far and the time left.
+
+    A bar on a terminal, else a line now and then; the same figures as lines of JSON in a log file.
+    """
+
+    def __init__(self, console: Console, size: int, capacity: int, log: Path | None) -> None:
+        self._console, self._size, self._capacity, self._path = console, size, capacity, log
+        self._log: IO[str] | None = None
+        self._stack = ExitStack()
+        self._ticker, self._logged = Ticker(SECONDS), Ticker()
+        self._begin, self._before = time.monotonic(), Totals()
+
+    def __enter__(self) -> PackProgress:
+        if self._path is not None:
+            self._log = self._stack.enter_context(open(self._path, "a", buffering=1))
+        if self._console.is_terminal:
+            columns = BarColumn(), TextColumn("{task.description}")
+            self._bar = self._stack.enter_context(Progress(*columns, console=self._console, transient=True))
+            self._task = self._bar.add_task("", total=self._size or None)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    def begin(self, totals: Totals) -> None:
+        """Adds what was finished before; it does not count as speed."""
+        self._begin, self._before = time.monotonic(), replace(totals)
+
+    def update(self, totals: Totals) -> None:
+        """Show and log where the work is."""
+        if self._log is not None and self._logged.due():
+            now = {"time": datetime.now(UTC).isoformat(timespec="seconds")}
+            self._log.write(json.dumps(now | self.figures(totals)) + "\n")
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=totals.size, description=self._line(totals))
+        elif self._ticker.due():
+            self._console.print(self._line(totals))
+
+    def figures(self, totals: Totals) -> dict[str, Any]:
+        """Counts so far, and rates since the run began or went on."""
+        before, seconds = self._before, max(time.monotonic() - self._begin, 1e-9)
+        tokens, old = totals.tokens + totals.left_tokens, before.tokens + before.left_tokens
+        rate = (totals.size - before.size) / seconds
+        left = (self._size - totals.size) / rate if self._size > totals.size and rate else 0.0
+        return {
+            "documents": totals.documents,
+            "tokens": tokens,
+            "megabytes": totals.size / 1e6,
+            "documents_per_second": (totals.documents - before.documents) / seconds,
+            "megabytes_per_second": rate / 1e6,
+            "tokens_per_second": (tokens - old) / seconds,
+            "efficiency": totals.tokens / (totals.rows * self._capacity) if totals.rows else 0.0,
+            "seconds_left": left,
+        }
+
+    def _line(self, totals: Totals) -> str:
+        now = self.figures(totals)
+        left = timedelta(seconds=round(now["seconds_left"]))
+        full = f", efficiency {now['efficiency']:.2%}" if totals.rows else ""
+        return (
+            f"{now['documents']:,} documents ({now['documents_per_second']:,.0f}/s), {now['megabytes_per_second']:.2f} "
+            f"MB/s, {now['tokens_per_second']:,.0f} tokens/s{full}, {left} left"
+        )
 
 
 def counted(console: Console, what: str, items: Iterable[Item], total: int | None = None) -> Iterator[Item]:

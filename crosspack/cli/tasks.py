@@ -167,11 +167,7 @@ def warn_of_skipped(skipped: Sequence[str]) -> None:
 
 
 def _renamed(record: Row, named: Sequence[tuple[str, str]]) -> Row:
-    """A record with the columns of ``--column`` under the names that the task reads.
-
-    Raises:
-        PackingError: it has not the column.
-    """
+    """A record with the columns of ``--column`` under the names that the task reads."""
     for _, column in named:
         if column not in record:
             raise PackingError(f"{record.where} has no {column}, only {', '.join(record)}: check --column")

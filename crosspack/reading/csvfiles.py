@@ -9,7 +9,7 @@ from typing import IO
 
 from crosspack.reading.files import File
 from crosspack.reading.objects import grouped
-from crosspack.reading.places import BadRecord, FileStretch, Item, Piece, Place, Row
+from crosspack.reading.places import BadRecord, FileStretch, Item, Piece, Place, Row, check_columns
 from packing_core.errors import PackingError, first_line
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -24,12 +24,7 @@ class Csv(FileStretch):
             yield from grouped(self._records(_Lines(file, self.origin, place), place), size)
 
     def _records(self, lines: _Lines, place: Place) -> Iterator[tuple[int, Item]]:
-        """Each record with the byte that it begins at; its number is that of its first line.
-
-        Raises:
-            PackingError: the first line does not name the columns, or a record is too long, after which nothing can be
-                found again.
-        """
+        """Each record with the byte that it begins at; its number is that of its first line."""
         csv.field_size_limit(self.origin.max_record)
         reader = csv.reader(lines, delimiter=DELIMITERS[self.origin.suffix], strict=True)
         names = self._names(reader, place)
@@ -64,9 +59,7 @@ class Csv(FileStretch):
             raise PackingError(
                 f"{place.where(0)}: the names of the columns cannot be read: save it as UTF-8"
             ) from error
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise PackingError(f"{place.where(0)}: two columns are called {twice[0]!r}: rename one of them")
+        check_columns(names, place.where(0))
         return names
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -18,10 +19,18 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has two values for the key {twice!r}: keep one of them")
+        raise ValueError(f"it has two values for the key {_repeated(name for name, _ in pairs)!r}: keep one of them")
     return found
+
+
+def check_columns(names: list[str], where: str) -> None:
+    """Raise if two columns of a file have one name: a record could hold one of them alone."""
+    if len(set(names)) < len(names):
+        raise PackingError(f"{where}: two columns are named {_repeated(names)!r}: rename one of them")
+
+
+def _repeated(names: Iterable[str]) -> str:
+    return next(name for name, count in Counter(names).items() if count > 1)
 
 
 class Place:

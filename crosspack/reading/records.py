@@ -251,7 +251,8 @@ def read(
     path = os.fspath(data)
     name, wanted = masked(path), frozenset(columns)
     if is_url(path):
-        is_file, is_folder = _remote_kind(path)
+        with remote(path) as (system, inside):
+            is_file, is_folder = system.isfile(inside), system.isdir(inside)
     else:
         try:
             is_file, is_folder = Path(path).is_file(), Path(path).is_dir()
@@ -259,18 +260,23 @@ def read(
                 path, is_file = spooled(path), True
         except (OSError, ValueError) as error:
             raise PackingError(f"{name}: {getattr(error, 'strerror', None) or first_line(error)}") from error
-        if not (is_file or is_folder) and (matches := sorted(filter(os.path.isfile, glob(path, recursive=True)))):
-            files = [File(match, max_record) for match in matches]
-            _check_format(name, files)
-            return Records(name, tuple(files), wanted, sample_by)
-    if is_file:
-        file = File(path, max_record)
-        _check_format(name, [file])
-        if split != "train":
+    paths = [path] if is_file else []
+    if not (is_file or is_folder or is_url(path)):
+        paths = sorted(filter(os.path.isfile, glob(path, recursive=True)))
+    if paths:
+        files = tuple(File(path, max_record) for path in paths)
+        formats = sorted({file.suffix for file in files})
+        if len(formats) > 1:
+            raise PackingError(f"{name}: it names {' and '.join(formats)} files: pass those of one format")
+        if formats[0] not in FORMATS:
+            raise PackingError(
+                f"{name}: cannot read {formats[0] or 'a file without suffix'}; it reads {', '.join(FORMATS)}"
+            )
+        if is_file and split != "train":
             raise PackingError(
                 f"{name}: a file has no split={split!r}: leave split out, or pass a folder", option="split"
             )
-        return Records(name, (file,), wanted, sample_by)
+        return Records(name, files, wanted, sample_by)
     if is_folder:
         try:
             of_split = (replace(file, max_record=max_record) for file in files_of_split(path, split))
@@ -280,22 +286,6 @@ def read(
     if is_url(name) or not is_hub_name(name) or File(name).suffix in FORMATS:
         raise PackingError(f"{name}: no such file or folder, and not a hub name (`owner/name`)")
     return Records(name, listed=partial(_hub_rows, name, split))  # and no lambda, which processes cannot hand on
-
-
-def _check_format(name: str, files: Sequence[File]) -> None:
-    """Raises PackingError unless the files have one format, which is read."""
-    formats = sorted({file.suffix for file in files})
-    if len(formats) > 1:
-        raise PackingError(f"{name}: it names {' and '.join(formats)} files: pass those of one format")
-    if formats[0] not in FORMATS:
-        raise PackingError(
-            f"{name}: cannot read {formats[0] or 'a file without suffix'}; it reads {', '.join(FORMATS)}"
-        )
-
-
-def _remote_kind(url: str) -> tuple[bool, bool]:
-    with remote(url) as (system, path):
-        return system.isfile(path), system.isdir(path)
 
 
 def _hub_rows(name: str, split: str) -> Iterator[Any]:

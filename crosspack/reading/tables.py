@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosspack.reading.files import File, is_url
-from crosspack.reading.places import BadRecord, Item, Piece, Place, Row
+from crosspack.reading.places import BadRecord, Item, Piece, Place, Row, check_columns
 from packing_core.errors import PackingError
 from packing_core.extras import require
 
@@ -72,7 +72,7 @@ def _opened(group: Group, stack: ExitStack) -> Iterator[Any]:
     ipc = require("pyarrow", extra="hf").ipc
     if group.number is None:
         reader = ipc.open_stream(source)
-        _refuse_twice(group.origin, reader.schema.names)
+        check_columns(reader.schema.names, group.origin.name)
         yield from (_chosen(batch, group.columns) for batch in reader)
     else:
         yield _chosen(ipc.open_file(source).get_batch(group.number), group.columns)
@@ -102,7 +102,7 @@ def table_stretches(origin: File, columns: frozenset[str]) -> Iterator[Group]:
     first = 0
     if origin.suffix == ".parquet":
         with _parquet(origin) as file:
-            _refuse_twice(origin, file.schema_arrow.names)
+            check_columns(file.schema_arrow.names, origin.name)
             for number in range(file.metadata.num_row_groups):
                 group = file.metadata.row_group(number)
                 yield Group(origin, columns, number, first, group.num_rows, group.total_byte_size)
@@ -116,17 +116,11 @@ def table_stretches(origin: File, columns: frozenset[str]) -> Iterator[Group]:
             return
         source.seek(0)
         reader = ipc.open_file(source)
-        _refuse_twice(origin, reader.schema.names)
+        check_columns(reader.schema.names, origin.name)
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
             yield Group(origin, columns, number, first, batch.num_rows, batch.nbytes)
             first += batch.num_rows
-
-
-def _refuse_twice(origin: File, names: list[str]) -> None:
-    """Raise if two columns have one name: a record could hold one of them alone."""
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise PackingError(f"{origin.name}: two columns are named {twice[0]!r}: rename one of them")
 
 
 def _chosen(batch: Any, columns: frozenset[str]) -> Any:

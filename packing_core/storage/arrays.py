@@ -7,7 +7,8 @@ them are written once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
@@ -114,3 +115,28 @@ def check_names(columns: Any, reserved: Collection[str]) -> None:
             raise LayoutError(f"columns has the name {name!r}: pass names that are strings")
         if name in reserved:
             raise LayoutError(f"columns[{name!r}] has the name of a PackedBatch field: choose another name")
+
+
+SAMPLED = 256
+
+
+def sampled(count: int) -> list[int]:
+    """Numbers of at most 256 of ``count`` documents, evenly spaced from the first to the last.
+
+    Their contents tell data that were exchanged or shuffled from the same ones.
+    """
+    numbers: list[int] = np.unique(np.linspace(0, count - 1, min(count, SAMPLED)).astype(np.int64)).tolist()
+    return numbers
+
+
+def digest(documents: Iterable[tuple[int, int, Any]]) -> str:
+    """Digests pieces (document number, first token, content): the same for lists and arrays of the same numbers."""
+    hashed = blake2b(digest_size=16)
+    for number, start, content in documents:
+        columns = content if isinstance(content, Mapping) else {"input_ids": content}
+        for name in sorted(columns, key=str):
+            array = as_array(columns[name], f"{name} of document {number}")
+            wide = array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
+            hashed.update(f"{number} {start} {name} {wide.shape} {wide.dtype}".encode())
+            hashed.update(wide.tobytes())
+    return hashed.hexdigest()

@@ -27,12 +27,11 @@ from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import Overflow, positive
 from packing_core.planning.rule import RowRule
 from packing_core.storage.arrays import Int64
-from packing_core.streaming.deal import Deal, part_of
 from packing_core.streaming.pending import Pending
 from packing_core.streaming.reader import Reader, StreamOptions, StreamStrategy
 from packing_core.streaming.rounds import by_step, leaving, make_rows, plan_round, whole_steps
 from packing_core.streaming.sources import OrderedSource, Source, share_of
-from packing_core.streaming.state import Mark, read_state, restore, sealed
+from packing_core.streaming.state import Deal, Mark, part_of, read_state, restore, sealed
 
 Collated = TypeVar("Collated")
 
@@ -419,11 +418,7 @@ class PackStream:
         return gone if seed is None else np.random.default_rng(seed).permutation(gone)
 
     def _even_out(self) -> None:
-        """After the last row: one row of padding for each shard that would otherwise have one row less.
-
-        Raises:
-            PackingError: the source gave nothing at all.
-        """
+        """After the last row: one row of padding for each shard that would otherwise have one row less."""
         if self._no_rows is None:
             if self._rows_before:
                 return  # gone on from the end of an epoch, after all its rows

@@ -23,7 +23,7 @@ from packing_core.batches.marks import LENGTHS
 from packing_core.errors import PackingError, UnsupportedError, first_line
 from packing_core.extras import require
 from packing_core.planning.cost import Cost
-from packing_core.storage.digests import sampled
+from packing_core.storage.arrays import sampled
 from packing_core.streaming.sources import share_of
 from torch_backend.collate import FULL, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import NAMES

@@ -25,7 +25,7 @@ from packing_core.planning.balance import ShardedPlan
 from packing_core.planning.epochs import plan_epoch
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.rule import RowRule
-from packing_core.storage.digests import digest
+from packing_core.storage.arrays import digest
 from torch_backend.collate.document_labels import LABELS, NAMES, as_labels
 from torch_backend.collate.vision import VisionDocument, VisionReader, VisionRows, rows_of
 from torch_backend.collate.vision_dataset import read_again, read_all

@@ -15,8 +15,7 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from packing_core.errors import UnsupportedModelError
-from packing_core.training.decoder_sizes import DecoderSizes
-from packing_core.training.tiled_families import MLPS, PROJECTIONS
+from packing_core.training.decoder_sizes import MLPS, PROJECTIONS, DecoderSizes
 from tests.torch_backend.hf.forwards import written
 from tests.torch_backend.hf.test_tiled_layers import gradients
 from tests.torch_backend.hf.test_tiled_layers import short as short
