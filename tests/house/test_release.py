@@ -49,8 +49,9 @@ state, metrics = step(step.init(), jax_backend.to_batch(crosspack.pack([np.arang
 assert metrics["weight_sum"] == 12
 """,
     "plot": """
-from crosspack.cli.figures import _figure
-_figure(4, 3).savefig("picture.png")
+import crosspack.cli.figures
+from packing_core.extras import require
+require("matplotlib.figure", extra="plot").Figure(layout="constrained").savefig("picture.png")
 """,
     "test": """
 import sys
