@@ -58,6 +58,7 @@ def differentiable(
     tensors: int,
     outputs: int = 1,
     contiguous: bool = False,
+    keeps_outputs: bool = False,
 ) -> Callable[..., Any]:
     """Joins two operators into a function with gradients.
 
@@ -67,7 +68,9 @@ def differentiable(
             first tensors.
         tensors, outputs: how many there are.
         contiguous: both get tensors without gaps.
+        keeps_outputs: the backward reads the outputs too, in front of what else is kept.
     """
+    first_kept = 0 if keeps_outputs else outputs
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -78,7 +81,7 @@ def differentiable(
             found = ahead(*given, *ctx.options)
             if isinstance(found, Tensor):
                 found = (found,)
-            ctx.save_for_backward(*given, *found[outputs:])
+            ctx.save_for_backward(*given, *found[first_kept:])
             return found[0] if outputs == 1 else tuple(found[:outputs])
 
         @staticmethod

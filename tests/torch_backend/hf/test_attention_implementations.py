@@ -338,7 +338,7 @@ def test_flash_attention_4s_operators_keep_their_promises(monkeypatch):
         out, lse = torch.ops.crosspack.flash4_forward(q, k, v, given, packed.cu_seqlens, None, *options)
         arguments = (q, k, v, given, packed.cu_seqlens, None, *options)
         torch.library.opcheck(torch.ops.crosspack.flash4_forward.default, arguments)
-        arguments = (dout, q, k, v, given, packed.cu_seqlens, None, out, lse, *options)
+        arguments = (q, k, v, given, packed.cu_seqlens, None, out, lse, dout, *options)
         torch.library.opcheck(torch.ops.crosspack.flash4_backward.default, arguments)
 
 

@@ -3,7 +3,7 @@
 The second and third are called through their public functions. The fourth's cannot be traced by ``torch.compile``, so
 its two passes become operators of ours under one autograd function:
 
-    q, k, v, boundaries -> _Flash4 -> crosspack::flash4_forward, crosspack::flash4_backward -> flash_attn.cute
+    q, k, v, boundaries -> _flash4 -> crosspack::flash4_forward, crosspack::flash4_backward -> flash_attn.cute
 
 The libraries are imported where they are called, because that a name imports decides nothing: flash-attention 4 alone
 makes a ``flash_attn`` package without flash-attention 2 in it.
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torch_backend.ops.attention.flash_family import (
     backward_overflows,
@@ -27,7 +26,7 @@ from torch_backend.ops.attention.flash_family import (
 )
 from torch_backend.ops.attention.probe import Probed
 from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest, lacking
-from torch_backend.ops.operators import operator
+from torch_backend.ops.operators import differentiable, operator
 from torch_backend.ops.recomputing import computed_once
 
 
@@ -102,40 +101,15 @@ class Flash4(Probed):
         options = *longest, request.causal, *window_size(request), request.softcap or 0.0, request.scale
         # no tensor twice: torch.compile cannot trace a function that takes one tensor as two arguments (2.13)
         cu_keys = None if keys is packed else keys.cu_seqlens
-        return _Flash4.apply(q, k, v, sinks, packed.cu_seqlens, cu_keys, options)
+        found: Tensor = _flash4(q, k, v, sinks, packed.cu_seqlens, cu_keys, *options)
+        return found
 
 
 FLASH2, FLASH3, FLASH4 = Flash2(), Flash3(), Flash4()
 
 # longest segment of queries and of keys, causal, keys visible to the left and to the right (-1 for all), softcap (0 for
 # none), scale
-_Options = tuple[int, int, bool, int, int, float, float]
 _OPTIONS = "SymInt max_seqlen, SymInt max_keys, bool causal, SymInt left, SymInt right, float softcap, float scale"
-
-
-class _Flash4(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        cu_seqlens: Tensor,
-        cu_keys: Tensor | None,
-        options: _Options,
-    ) -> Tensor:
-        out, lse = _forward(q, k, v, sinks, cu_seqlens, cu_keys, *options)
-        ctx.save_for_backward(q, k, v, sinks, cu_seqlens, cu_keys, out, lse)
-        ctx.options = options
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, cu_seqlens, cu_keys, out, lse = ctx.saved_tensors
-        dq, dk, dv, dsinks = _backward(dout, q, k, v, sinks, cu_seqlens, cu_keys, out, lse, *ctx.options)
-        return dq, dk, dv, None if sinks is None else dsinks, None, None, None
 
 
 def _shared_arguments(
@@ -179,7 +153,6 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 
 def _launch_backward(
-    dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -188,11 +161,12 @@ def _launch_backward(
     cu_keys: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    dout: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    dq, dk, dv, dsinks = _fake_backward(dout, q, k, v, sinks)
+    dq, dk, dv, dsinks = _fake_backward(q, k, v, sinks)
     _, _, _, *rest = _flash_attn_bwd(
         q,
         k,
@@ -211,7 +185,7 @@ def _launch_backward(
 
 
 def _fake_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
@@ -224,8 +198,9 @@ _forward = operator(
     _fake_forward,
 )
 _backward = operator(
-    "flash4_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, Tensor? cu_keys, "
-    f"Tensor out, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "flash4_backward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, Tensor? cu_keys, Tensor out, "
+    f"Tensor lse, Tensor dout, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
     _fake_backward,
 )
+_flash4 = differentiable(_forward, _backward, tensors=6, keeps_outputs=True)

@@ -6,13 +6,10 @@ read nothing back. They are tuned at their first call, which has to be outside o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from torch_backend.ops.operators import operator
+from torch_backend.ops.operators import differentiable, operator
 from torch_backend.segments import PackedMetadata
 
 _CHUNK = 256  # tokens, with which benchmarks/RESULTS.md has it
@@ -28,24 +25,8 @@ def ssd(packed: PackedMetadata, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: 
     Returns:
         [T, H, P], dtype of x.
     """
-    found: Tensor = _Ssd.apply(x, dt.float(), A.float(), B.to(x.dtype), C.to(x.dtype), D, packed.seq_idx)
+    found: Tensor = _ssd(x, dt.float(), A.float(), B.to(x.dtype), C.to(x.dtype), D, packed.seq_idx)
     return found
-
-
-class _Ssd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Tensor | None) -> Tensor:
-        given = [None if x is None else x.contiguous() for x in arguments]
-        out: Tensor = _forward(*given)
-        ctx.save_for_backward(*given, out)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *given, _, _ = ctx.saved_tensors
-        found = _backward(*ctx.saved_tensors, dout.contiguous())
-        return *(None if x is None else dx for x, dx in zip(given, found, strict=True)), None
 
 
 def _launch_forward(
@@ -79,3 +60,4 @@ _backward = operator(
         x.new_empty(0) if D is None else torch.empty_like(D),
     ),
 )
+_ssd = differentiable(_forward, _backward, tensors=7, contiguous=True, keeps_outputs=True)
