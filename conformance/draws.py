@@ -118,6 +118,11 @@ class OperationCase:
 
     def arguments(self, dtype: str) -> dict[str, Array]:
         """The arrays by the names of the method, ``dout`` (zero at padding) among them."""
+        drawn = self.drawn(generator(self), segment_ids(self.rows))
+        return {name: round_to(dtype, x) for name, x in drawn.items()}
+
+    def drawn(self, draw: np.random.Generator, ids: Array) -> dict[str, Array]:
+        """The arrays before they are rounded to a dtype."""
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
@@ -219,19 +224,15 @@ class ScanCase(OperationCase):
     states: int = 8
     seed: int = 0
 
-    def arguments(self, dtype: str) -> dict[str, Array]:
-        draw = generator(self)
-        ids = segment_ids(self.rows)
-        real = (ids > 0)[..., None]
-        arrays = {
+    def drawn(self, draw: np.random.Generator, ids: Array) -> dict[str, Array]:
+        return {
             "x": draw.standard_normal((*ids.shape, self.channels)),
             "dt": draw.uniform(0.01, 0.5, (*ids.shape, self.channels)),
             "A": -draw.uniform(0.1, 2.0, (self.channels, self.states)),
             "B": draw.standard_normal((*ids.shape, self.states)),
             "C": draw.standard_normal((*ids.shape, self.states)),
-            "dout": draw.standard_normal((*ids.shape, self.channels)) * real,
+            "dout": draw.standard_normal((*ids.shape, self.channels)) * (ids > 0)[..., None],
         }
-        return {name: round_to(dtype, x) for name, x in arrays.items()}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from conformance.draws import OperationCase, Rows, generator, round_to, segment_ids
+from conformance.draws import OperationCase, Rows, round_to, segment_ids
 from conformance.oracle import Expected, Result
 from packing_core import reference
 from packing_core.protocol import Array, delta_rule_options, segments
@@ -99,9 +99,7 @@ class DeltaCase(_ContinuedCase):
         width = min(head_dims)
         return replace(self, width=width, value_width=width)
 
-    def arguments(self, dtype: str) -> dict[str, Array]:
-        draw = generator(self)
-        ids = segment_ids(self.rows)
+    def drawn(self, draw: np.random.Generator, ids: Array) -> dict[str, Array]:
         keys = (*ids.shape, self.key_heads, self.width)
         decays = (*ids.shape, self.heads, *([self.width] if self.by_channel else []))
         arrays = {
@@ -114,7 +112,7 @@ class DeltaCase(_ContinuedCase):
         }
         if not self.normalise:
             arrays |= {name: _normalised(arrays[name]) for name in ("q", "k")}
-        return {name: round_to(dtype, x) for name, x in arrays.items()}
+        return arrays
 
     def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
         """Arguments with k of norm 1, g below 0 and beta in 0..1.
@@ -144,10 +142,8 @@ class SsdCase(_ContinuedCase):
     parents: tuple[int, ...] | None = None
     seed: int = 0
 
-    def arguments(self, dtype: str) -> dict[str, Array]:
-        draw = generator(self)
-        ids = segment_ids(self.rows)
-        arrays = {
+    def drawn(self, draw: np.random.Generator, ids: Array) -> dict[str, Array]:
+        return {
             "x": draw.standard_normal((*ids.shape, self.heads, self.width)),
             "dt": draw.uniform(0.01, 0.5, (*ids.shape, self.heads)),
             "A": -draw.uniform(0.1, 2.0, self.heads),
@@ -156,7 +152,6 @@ class SsdCase(_ContinuedCase):
             "D": draw.standard_normal(self.heads),
             "dout": draw.standard_normal((*ids.shape, self.heads, self.width)) * (ids > 0)[..., None, None],
         }
-        return {name: round_to(dtype, x) for name, x in arrays.items()}
 
     def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
         return {**given, "dt": np.abs(given["dt"])}
@@ -175,16 +170,13 @@ class ConvolutionCase(_ContinuedCase):
     parents: tuple[int, ...] | None = None
     seed: int = 0
 
-    def arguments(self, dtype: str) -> dict[str, Array]:
-        draw = generator(self)
-        ids = segment_ids(self.rows)
-        arrays = {
+    def drawn(self, draw: np.random.Generator, ids: Array) -> dict[str, Array]:
+        return {
             "x": draw.standard_normal((*ids.shape, self.channels)),
             "weight": draw.standard_normal((self.channels, self.width)),
             "bias": draw.standard_normal(self.channels),
             "dout": draw.standard_normal((*ids.shape, self.channels)) * (ids > 0)[..., None],
         }
-        return {name: round_to(dtype, x) for name, x in arrays.items()}
 
 
 Case = DeltaCase | SsdCase | ConvolutionCase
