@@ -23,27 +23,19 @@ def scores_attention(
     v: Tensor,
     *,
     request: AttentionRequest,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    first_query: int = 0,
-    ahead: Tensor | None = None,
-    visible: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Attention by score matrices, softmax in float32 at least: of whole documents, or of some of their queries.
 
     Args:
         q, k, v: [..., L, H, D], [..., S, K, D], [..., S, K, Dv]; the keys are all that the queries see.
         request: causal, window, softcap, dropout and scale are read.
-        sinks, alibi_slopes: [H].
-        first_query: where the first query stands among the S keys.
-        ahead: integers [..., L], the keys that a query sees from its own on, causal attention alone; None for its own.
-        visible: bool, broadcast to [..., K, H // K, L, S], the keys that a query may see at all; None for every one.
+        options: as of :func:`attention_weights`.
 
     Returns:
         [..., L, H, Dv], dtype of q.
     """
-    options: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "first_query": first_query, "ahead": ahead}
-    weights = attention_weights(q, k, request=request, visible=visible, **options)
+    weights = attention_weights(q, k, request=request, **options)
     if request.dropout:
         weights = torch.nn.functional.dropout(weights, request.dropout)
     return torch.einsum("...kgls,...ske->...lkge", weights.to(v.dtype), v).flatten(-3, -2)
@@ -60,7 +52,15 @@ def attention_weights(
     ahead: Tensor | None = None,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """The softmax [..., K, H // K, L, S] of :func:`scores_attention`, before dropout."""
+    """The softmax [..., K, H // K, L, S] of :func:`scores_attention`, before dropout.
+
+    Args:
+        q, k, request: as there.
+        sinks, alibi_slopes: [H].
+        first_query: where the first query stands among the S keys.
+        ahead: integers [..., L], the keys that a query sees from its own on, causal attention alone; None for its own.
+        visible: bool, broadcast to [..., K, H // K, L, S], the keys that a query may see at all; None for every one.
+    """
     heads = request.kv_heads, request.heads // request.kv_heads  # of keys, and of queries for each
     q = q.unflatten(-2, heads)
     working = torch.promote_types(q.dtype, torch.float32)
