@@ -12,7 +12,7 @@ torch where there are no kernels.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,6 +149,7 @@ def _launch(
     Those of weight and bias are sums over chunks and stay in float32 (at least) until they get their factor.
     """
     exact = torch.promote_types(hidden.dtype, torch.float32)
+    options = _SoftmaxOptions(ignore_index, scale, softcap, any(wanted))
     losses = hidden.new_empty(hidden.shape[0], dtype=exact)
     dhidden = hidden.new_empty(hidden.shape if wanted[0] else 0)
     dweight = weight.new_empty(weight.shape if wanted[1] else 0, dtype=exact)
@@ -160,14 +161,12 @@ def _launch(
     for first in range(0, len(hidden), rows):
         part = slice(first, first + rows)
         chunk = hidden[part]
-        per_row = targets[part], None if weights is None else weights[part], losses[part]
+        per_row = _TargetRows(targets[part], None if weights is None else weights[part], losses[part])
         if bases is None or factors is None:
             logits = torch.nn.functional.linear(chunk, weight, bias)
-            _softmax_loss(logits, *per_row, ignore_index, scale, softcap, any(wanted))
+            _softmax_loss(logits, per_row, options)
         else:
-            logits, chunk = _powers(
-                chunk, weight, bases[part], factors[part], *per_row, ignore_index, scale, softcap, any(wanted)
-            )
+            logits, chunk = _powers(chunk, weight, bases[part], factors[part], per_row, options)
         if wanted[0]:
             torch.mm(logits, weight, out=dhidden[part])
         if wanted[1]:
@@ -206,18 +205,23 @@ def _target_logits(
     return bases
 
 
+class _TargetRows(NamedTuple):
+    """Numbers of the rows of a chunk: its targets, their weights, and the losses that are written."""
+
+    targets: Tensor
+    weights: Tensor | None
+    losses: Tensor
+
+
+class _SoftmaxOptions(NamedTuple):
+    ignore_index: int
+    scale: float
+    softcap: float
+    gradient: bool
+
+
 def _powers(
-    hidden: Tensor,
-    weight: Tensor,
-    bases: Tensor,
-    factors: Tensor,
-    targets: Tensor,
-    weights: Tensor | None,
-    losses: Tensor,
-    ignore_index: int,
-    scale: float,
-    softcap: float,
-    gradient: bool,
+    hidden: Tensor, weight: Tensor, bases: Tensor, factors: Tensor, per_row: _TargetRows, options: _SoftmaxOptions
 ) -> tuple[Tensor, Tensor]:
     """Each row's weighted loss, its gradient of the logits but for a factor per row, and ``hidden`` times that."""
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -225,6 +229,7 @@ def _powers(
     from torch_backend.ops.linear_cross_entropy import triton as kernels
 
     (rows, width), columns = hidden.shape, weight.shape[0]
+    (targets, weights, losses), (ignore_index, scale, softcap, gradient) = per_row, options
     m, n, k, warps, stages = _TILE
     tiles = -(-columns // n)
     out = hidden.new_empty(rows, columns)
@@ -250,17 +255,9 @@ def _programs(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
-def _softmax_loss(
-    logits: Tensor,
-    targets: Tensor,
-    weights: Tensor | None,
-    losses: Tensor,
-    ignore_index: int,
-    scale: float,
-    softcap: float,
-    gradient: bool,
-) -> None:
+def _softmax_loss(logits: Tensor, per_row: _TargetRows, options: _SoftmaxOptions) -> None:
     """Write each row's weighted loss, and with ``gradient`` turn the logits into its gradient."""
+    (targets, weights, losses), (ignore_index, scale, softcap, gradient) = per_row, options
     if runs_triton(logits):
         from torch_backend.ops.linear_cross_entropy import triton as kernels
 

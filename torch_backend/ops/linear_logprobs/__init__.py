@@ -153,11 +153,11 @@ def _launch_backward(
     dbias = weight.new_empty(weight.shape[:1] if wanted[2] else 0, dtype=exact)
     left_out = ids[:, :1] < 0
     dlogprobs, dentropies = dlogprobs.masked_fill(left_out, 0), dentropies.masked_fill(left_out[:, 0], 0)
-    per_row = ids.clamp(min=0), lse, entropies, dlogprobs, dentropies
+    per_row, options = (ids.clamp(min=0), lse, entropies, dlogprobs, dentropies), (scale, softcap, entropy)
     for first in range(0, len(weight), columns):
         part = slice(first, first + columns)
         logits = logits_of(hidden, weight[part], None if bias is None else bias[part])
-        dlogits = _gradient(logits, first, hidden.dtype, *per_row, scale, softcap, entropy)
+        dlogits = _gradient(logits, first, hidden.dtype, per_row, options)
         del logits
         if wanted[0]:
             accumulate(dhidden, dlogits, weight[part], anew=first == 0)
@@ -206,17 +206,7 @@ def _statistics(logits: Tensor, lse: Tensor, entropies: Tensor, scale: float, so
 
 
 def _gradient(
-    logits: Tensor,
-    first: int,
-    dtype: torch.dtype,
-    ids: Tensor,
-    lse: Tensor,
-    entropies: Tensor,
-    dlogprobs: Tensor,
-    dentropies: Tensor,
-    scale: float,
-    softcap: float,
-    entropy: bool,
+    logits: Tensor, first: int, dtype: torch.dtype, per_row: tuple[Tensor, ...], options: tuple[float, float, bool]
 ) -> Tensor:
     """The gradient of logits [N, C], the columns from ``first`` on, in ``dtype``.
 
@@ -224,6 +214,7 @@ def _gradient(
     ``sum_k g_k (1[j = id_k] - p_j) - e p_j (log p_j + H)``, times the derivative of scale and softcap. What concerns
     the ids is written over the rest and not added to it, or rounding would leave nothing of ``g (1 - p)`` near p = 1.
     """
+    (ids, lse, entropies, dlogprobs, dentropies), (scale, softcap, entropy) = per_row, options
     total, (rows, columns) = dlogprobs.sum(1), logits.shape
     places = ids - first
     inside = (places >= 0) & (places < columns)
