@@ -217,9 +217,15 @@ def broken_segments(segments: Segments, *arrays: jax.Array, first: jax.Array | N
         broken |= ~jnp.isfinite(array).all(axis=tuple(range(2, array.ndim)))
     if first is not None:
         broken = broken.at[:, 0].set(broken[:, 0] | ~jnp.isfinite(first).all(axis=tuple(range(1, first.ndim))))
-    before = jnp.pad(jnp.cumsum(broken, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-    begin, end = (jnp.take_along_axis(before, at, axis=1) for at in (segments.key_begin, segments.key_end))
-    return end > begin
+    return any_inside(broken, segments.key_begin, segments.key_end)
+
+
+def any_inside(flags: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
+    """Returns for intervals [B, S] whether a flag [B, T] inside is set."""
+    before = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    size = flags.shape[1]
+    first, last = (jnp.take_along_axis(before, jnp.clip(at, 0, size), axis=1) for at in (begin, end))
+    return last > first
 
 
 def run_numbers(segments: Segments) -> jax.Array:

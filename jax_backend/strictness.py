@@ -16,3 +16,8 @@ def aligned(x: jax.Array, ndim: int) -> jax.Array:
 def widened(dtype: Any) -> Any:
     """Returns the dtype that sums of numbers of ``dtype`` are made in: float32, or float64 if it is that."""
     return jnp.dtype(dtype) if dtype == jnp.float64 else jnp.dtype(jnp.float32)
+
+
+def finite(x: jax.Array) -> jax.Array:
+    """Returns ``x`` with 0 for what is not finite."""
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))

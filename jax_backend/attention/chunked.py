@@ -24,6 +24,7 @@ from jax_backend.attention.request import SECOND_ORDER, Request, saved
 from jax_backend.attention.xla import einsum
 from jax_backend.differentiation import first_order, once
 from jax_backend.segments import Interval, Segments, seeing_queries, visible_keys
+from jax_backend.strictness import finite
 
 BLOCK = 128  # tokens of a block of queries and of a block of keys; measured on a CPU
 
@@ -86,7 +87,7 @@ def _attend(
             v_block = _take(v, other)
             broken = jnp.moveaxis(_broken(v_block), 1, 2)[:, None, :, None]  # [B, 1, K, 1, BLOCK]
             weighed = jnp.where(visible & broken, jnp.nan, weight).astype(v.dtype)
-            acc = acc * shrink[..., None] + einsum("bskgt,btke->bskge", weighed, _finite(v_block))
+            acc = acc * shrink[..., None] + einsum("bskgt,btke->bskge", weighed, finite(v_block))
             return acc, new_largest, total * shrink + jnp.sum(weight, axis=-1)
 
         start = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf), jnp.zeros(shape[:-1], jnp.float32)
@@ -98,18 +99,10 @@ def _attend(
     return _over_blocks(one, q.shape[1])
 
 
-def _attend_fwd(
-    request: Request,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    keys: Interval,
-    queries: Interval,
-    seen: jax.Array | None,
-) -> tuple[Any, Any]:
-    q, k, v = first_order(SECOND_ORDER, q, k, v)
-    out, lse = saved(_attend(request, q, k, v, keys, queries, seen))
-    return (out, lse), (q, k, v, keys, queries, seen, out, lse)
+def _attend_fwd(request: Request, *operands: Any) -> tuple[Any, Any]:
+    operands = *first_order(SECOND_ORDER, *operands[:3]), *operands[3:]
+    results = saved(_attend(request, *operands))
+    return results, (*operands, *results)
 
 
 def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
@@ -134,7 +127,7 @@ def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Ar
     def dq_block(block: jax.Array) -> jax.Array:
         def step(other: jax.Array, dq: jax.Array) -> jax.Array:
             _, dz = p_and_dz(block, other)
-            return dq + einsum("bskgt,btkd->bskgd", dz.astype(k.dtype), _finite(_take(k, other)))
+            return dq + einsum("bskgt,btkd->bskgd", dz.astype(k.dtype), finite(_take(k, other)))
 
         interval = Interval(_take(keys.begin, block), _take(keys.end, block))
         dq = _walk(interval, step, jnp.zeros(_take(q, block).shape, jnp.float32))
@@ -144,8 +137,8 @@ def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Ar
         def step(other: jax.Array, carry: Any) -> Any:
             dk, dv = carry
             p, dz = p_and_dz(other, block)
-            dv = dv + einsum("bskgt,bskge->btke", p.astype(dout.dtype), _finite(_take(dout, other)))
-            return dk + einsum("bskgt,bskgd->btkd", dz.astype(q.dtype), _finite(_take(q, other))), dv
+            dv = dv + einsum("bskgt,bskge->btke", p.astype(dout.dtype), finite(_take(dout, other)))
+            return dk + einsum("bskgt,bskgd->btkd", dz.astype(q.dtype), finite(_take(q, other))), dv
 
         interval = Interval(_take(queries.begin, block), _take(queries.end, block))
         start = jnp.zeros(_take(k, block).shape, jnp.float32), jnp.zeros(_take(v, block).shape, jnp.float32)
@@ -180,10 +173,6 @@ def _visible(interval: Interval, seen: jax.Array | None, query_block: jax.Array,
 def _broken(x: jax.Array) -> jax.Array:
     """Marks vectors [..., D] with a number that is not finite, bool [...]."""
     return ~jnp.isfinite(x).all(axis=-1)
-
-
-def _finite(x: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def _walk(interval: Interval, step: Callable[[jax.Array, Any], Any], carry: Any) -> Any:

@@ -19,7 +19,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_backend.attention.request import Request
-from jax_backend.segments import Segments, seeing_queries, visible_keys
+from jax_backend.segments import Segments, any_inside, seeing_queries, visible_keys
+from jax_backend.strictness import finite
 
 Attend = Callable[..., tuple[jax.Array, jax.Array | None]]
 
@@ -45,7 +46,7 @@ def contained(attend: Attend) -> Attend:
         broken_keys = _broken(k, v)
         broken = _real(visible) & (_broken(q) | _at_queries(visible, broken_keys))
         more = {} if seen is None else {"seen": seen}
-        out, lse = attend(_finite(q), _finite(k), _finite(v), segments, q_offset, request=request, **more)
+        out, lse = attend(finite(q), finite(k), finite(v), segments, q_offset, request=request, **more)
         results = [out] if lse is None else [out, lse]
         found = _identity.bind(*results, q, k, v, broken, *visible, results=len(results), batched=0)
         found = [jnp.where(_like(broken, x), jnp.nan, x) for x in found]
@@ -63,11 +64,7 @@ def _pull_back(gradients: list[jax.Array], operands: list[jax.Array]) -> list[ja
         jnp.where(_like(where, x), jnp.nan, jnp.zeros(x.shape, x.dtype))
         for where, x in ((broken, q), (keys, k), (keys, v))
     ]
-    return [*(jnp.where(_like(broken, x), 0, _finite(x)) for x in gradients), *poison]
-
-
-def _finite(x: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+    return [*(jnp.where(_like(broken, x), 0, finite(x)) for x in gradients), *poison]
 
 
 def _broken(*arrays: jax.Array) -> jax.Array:
@@ -89,19 +86,11 @@ def _real(visible: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def _at_queries(visible: tuple[jax.Array, ...], keys: jax.Array) -> jax.Array:
-    return (visible[0] & keys[:, None]).any(axis=2) if len(visible) == 1 else _any(keys, *visible[:2])
+    return (visible[0] & keys[:, None]).any(axis=2) if len(visible) == 1 else any_inside(keys, *visible[:2])
 
 
 def _at_keys(visible: tuple[jax.Array, ...], queries: jax.Array) -> jax.Array:
-    return (visible[0] & queries[..., None]).any(axis=1) if len(visible) == 1 else _any(queries, *visible[2:])
-
-
-def _any(flags: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
-    """Returns for intervals [B, S] whether a flag [B, T] inside is set."""
-    before = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-    size = flags.shape[1]
-    first, last = (jnp.take_along_axis(before, jnp.clip(at, 0, size), axis=1) for at in (begin, end))
-    return last > first
+    return (visible[0] & queries[..., None]).any(axis=1) if len(visible) == 1 else any_inside(queries, *visible[2:])
 
 
 def _same(*operands: Any, results: int, batched: int) -> list[Any]:
