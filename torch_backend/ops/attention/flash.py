@@ -112,17 +112,8 @@ FLASH2, FLASH3, FLASH4 = Flash2(), Flash3(), Flash4()
 _OPTIONS = "SymInt max_seqlen, SymInt max_keys, bool causal, SymInt left, SymInt right, float softcap, float scale"
 
 
-def _shared_arguments(
-    cu_seqlens: Tensor,
-    cu_keys: Tensor | None,
-    max_seqlen: int,
-    max_keys: int,
-    causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-    scale: float,
-) -> dict[str, Any]:
+def _shared_arguments(cu_seqlens: Tensor, cu_keys: Tensor | None, *options: Any) -> dict[str, Any]:
+    max_seqlen, max_keys, causal, left, right, softcap, scale = options
     return {
         "cu_seqlens_q": cu_seqlens,
         "cu_seqlens_k": cu_seqlens if cu_keys is None else cu_keys,

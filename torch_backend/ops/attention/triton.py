@@ -138,28 +138,14 @@ def _work_lists(
 
 
 class _Attention(torch.autograd.Function):
+    """q, k, v, sinks, slopes, the work lists, the parts, where spans begin and end, tiles and options -> out."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        slopes: Tensor | None,
-        work: Tensor,
-        work_q: Tensor | None,
-        work_k: Tensor | None,
-        sums_k: Tensor | None,
-        parts_q: Tensor | None,
-        parts_k: Tensor | None,
-        begins: Tensor | None,
-        ends: Tensor | None,
-        tiles: KernelTiles,
-        options: tuple[bool, int, float, float, bool],
-    ) -> Tensor:
-        out, lse = _forward(q, k, v, sinks, slopes, work, parts_q, ends, list(tiles.forward), *options)
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        *tensors, work, work_q, work_k, sums_k, parts_q, parts_k, begins, ends, tiles, options = arguments
+        out, lse = _forward(*tensors, work, parts_q, ends, list(tiles.forward), *options)
         lists = work if work_q is None else work_q, work_k, sums_k, parts_q, parts_k, begins, ends
-        ctx.save_for_backward(q, k, v, sinks, slopes, out, lse, *lists)
+        ctx.save_for_backward(*tensors, out, lse, *lists)
         ctx.tiles, ctx.options = tiles, options
         return out
 
