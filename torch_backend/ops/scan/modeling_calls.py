@@ -123,12 +123,8 @@ def _ssd(packed: PackedMetadata, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C:
     return gated_delta_rule(C, B, x, dt * A.float(), dt, packed, scale=1.0, corrects=False, skip=D)
 
 
-def _form_of_delta_rule(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **others: Any) -> Any:
-    return query, value, DELTA
-
-
-def _form_of_kimi(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **others: Any) -> Any:
-    return query, value, KIMI
+def _form_of_rule(kind: str, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **others: Any) -> Any:
+    return query, value, kind
 
 
 def _form_of_mamba2(
@@ -139,8 +135,8 @@ def _form_of_mamba2(
 
 # Of a call: what stands for q, what for v, and the kind of its recurrence.
 _FORMS: dict[str, Callable[..., tuple[Tensor, Tensor, str]]] = {
-    "torch_chunk_gated_delta_rule": _form_of_delta_rule,
-    "chunk_kimi_delta_attention": _form_of_kimi,
+    "torch_chunk_gated_delta_rule": partial(_form_of_rule, DELTA),
+    "chunk_kimi_delta_attention": partial(_form_of_rule, KIMI),
     "mamba2_chunk_scan": _form_of_mamba2,
 }
 

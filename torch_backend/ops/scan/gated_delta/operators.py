@@ -141,9 +141,5 @@ def _launch_backward(
 
 
 _forward = operator("gated_delta_rule", _launch_forward, lambda q, k, v, g, beta, initial, *_: _made(q, v, initial))
-_backward = operator(
-    "gated_delta_rule_backward",
-    _launch_backward,
-    gradients_like,
-)
+_backward = operator("gated_delta_rule_backward", _launch_backward, gradients_like)
 delta_scan = differentiable_scan(_forward, _backward)

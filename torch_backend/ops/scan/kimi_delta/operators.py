@@ -154,9 +154,5 @@ def _launch_backward(
 
 
 _forward = operator("kimi_delta_rule", _launch_forward, lambda q, k, v, g, beta, initial, *_: _made(v, initial))
-_backward = operator(
-    "kimi_delta_rule_backward",
-    _launch_backward,
-    gradients_like,
-)
+_backward = operator("kimi_delta_rule_backward", _launch_backward, gradients_like)
 _scan = differentiable_scan(_forward, _backward)

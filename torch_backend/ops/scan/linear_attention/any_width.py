@@ -46,44 +46,40 @@ class LinearRow:
         self, q: Tensor, v: Tensor, beta: Tensor | None, initial: Tensor | None, boundaries: Tensor, segments: Tensor,
         scale: float,
     ) -> None:  # fmt: skip
+        from torch_backend.ops.scan.linear_attention import any_width_backward_kernels, any_width_kernels
+
+        self._ahead, self._behind = any_width_kernels, any_width_backward_kernels
         self._row = _row(q, v, beta, initial, boundaries)
         self._initial, self._boundaries, self._segments, self._scale = initial, boundaries, segments, scale
 
     def prepare(self, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
         """The gates."""
-        from torch_backend.ops.scan.linear_attention import any_width_kernels as kernels
-
         gates = _gates(v, beta)
-        self._row.launch(kernels.prepare, g, beta, self._segments, gates[0], gates[-1], self._row.tokens)
+        self._row.launch(self._ahead.prepare, g, beta, self._segments, gates[0], gates[-1], self._row.tokens)
         return gates
 
     def carry(self, k: Tensor, v: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
         """The states that enter chunks, and the last ones of segments."""
-        from torch_backend.ops.scan.linear_attention import any_width_kernels as kernels
-
         states, final = self._row.states(v), like(self._initial, v)
         self._row.launch(
-            kernels.carry, k, v, gates[0], gates[-1], self._boundaries, self._initial, states, final, self._row.tokens
-        )
+            self._ahead.carry, k, v, gates[0], gates[-1], self._boundaries, self._initial, states, final,
+            self._row.tokens,
+        )  # fmt: skip
         return states, final
 
     def output(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, states: Tensor) -> Tensor:
         """O [T, H, V]."""
-        from torch_backend.ops.scan.linear_attention import any_width_kernels as kernels
-
         out = torch.empty_like(v)
         self._row.launch(
-            kernels.output, q, k, v, gates[0], gates[-1], states, self._segments, out, self._scale, self._row.tokens
+            self._ahead.output, q, k, v, gates[0], gates[-1], states, self._segments, out, self._scale, self._row.tokens
         )
         return out
 
     def values_backward(self, q: Tensor, k: Tensor, gates: Tensor, dout: Tensor) -> Tensor:
         """The part of the gradients of N that comes from each chunk's own O."""
-        from torch_backend.ops.scan.linear_attention import any_width_backward_kernels as kernels
-
         dnew = torch.empty_like(dout)
         self._row.launch(
-            kernels.values_backward, q, k, gates[0], self._segments, dout, dnew, self._scale, self._row.tokens
+            self._behind.values_backward, q, k, gates[0], self._segments, dout, dnew, self._scale, self._row.tokens
         )
         return dnew
 
@@ -91,11 +87,9 @@ class LinearRow:
         self, q: Tensor, k: Tensor, gates: Tensor, dout: Tensor, dnew: Tensor, dfinal: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The gradients of the states that leave chunks, and of those before segments; completes ``dnew``."""
-        from torch_backend.ops.scan.linear_attention import any_width_backward_kernels as kernels
-
         dstates, dinitial = self._row.states(dout), like(self._initial, dout)
         self._row.launch(
-            kernels.carry_backward, q, k, gates[0], self._boundaries, dout, dnew, dfinal, dstates, dinitial,
+            self._behind.carry_backward, q, k, gates[0], self._boundaries, dout, dnew, dfinal, dstates, dinitial,
             self._scale, self._row.tokens,
         )  # fmt: skip
         return dstates, dinitial
@@ -105,14 +99,12 @@ class LinearRow:
         dstates: Tensor, dout: Tensor, dnew: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """The gradients of q, k, v, g and beta."""
-        from torch_backend.ops.scan.linear_attention import any_width_backward_kernels as kernels
-
         dq, dk = (gradient_parts(q, self._row.heads // self._row.group) for _ in range(2))
         dv, dg = dnew if beta is None else torch.empty_like(v), torch.empty_like(g)
         dbeta = like(beta, v)
         self._row.launch(
-            kernels.chunk_backward, q, k, v, gates[0], gates[-1], self._segments, states, dstates, dout, dnew, dq, dk,
-            dv, dg, dbeta, self._scale, self._row.tokens,
+            self._behind.chunk_backward, q, k, v, gates[0], gates[-1], self._segments, states, dstates, dout, dnew, dq,
+            dk, dv, dg, dbeta, self._scale, self._row.tokens,
         )  # fmt: skip
         return summed_parts(dq, q), summed_parts(dk, q), dv, dg, dbeta
 
@@ -148,9 +140,5 @@ forward = operator(
     _launch_forward,
     lambda q, k, v, g, beta, initial, *_: (torch.empty_like(v), like(initial, v), _gates(v, beta)),
 )
-backward = operator(
-    "linear_attention_backward",
-    _launch_backward,
-    gradients_like,
-)
+backward = operator("linear_attention_backward", _launch_backward, gradients_like)
 decayed_scan = differentiable_scan(forward, backward)

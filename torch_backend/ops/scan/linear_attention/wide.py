@@ -184,9 +184,5 @@ def _launch_backward(
 
 
 forward = operator("linear_attention_scan", _launch_forward, _made)
-backward = operator(
-    "linear_attention_scan_backward",
-    _launch_backward,
-    gradients_like,
-)
+backward = operator("linear_attention_scan_backward", _launch_backward, gradients_like)
 _scan = differentiable_scan(forward, backward)

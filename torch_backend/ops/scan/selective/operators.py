@@ -165,6 +165,9 @@ class _Launch:
     """One call: its sizes, and how each kernel is launched. Results are float32, but for those of u, g, A, B and C."""
 
     def __init__(self, u: Tensor, A: Tensor, boundaries: Tensor, *, states: bool) -> None:
+        from torch_backend.ops.scan.selective import kernels
+
+        self.kernels = kernels
         self.tokens, (self.channels, self.numbers) = u.shape[0], A.shape
         self.chunks, self.segments = -(-self.tokens // _L), len(boundaries) - 1
         self.rates, self.boundaries, self.states = A.t().contiguous(), boundaries, states
@@ -190,43 +193,33 @@ class _Launch:
 
     def ends(self, u: Tensor, g: Tensor, B: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
         """The last states of chunks from zero [chunks, N, E], and the sums of their gates [chunks, E]."""
-        from torch_backend.ops.scan.selective import kernels
-
         local = u.new_empty(self.chunks, self.numbers, self.channels, dtype=torch.float32)
         fading = u.new_empty(self.chunks, self.channels, dtype=torch.float32)
-        self(kernels.ends, u, g, self.rates, B, segments, local, fading, self.tokens)
+        self(self.kernels.ends, u, g, self.rates, B, segments, local, fading, self.tokens)
         return local, fading
 
     def carry(self, local: Tensor, fading: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         """The states that enter chunks [chunks, N, E], and the last ones of segments [S, N, E]."""
-        from torch_backend.ops.scan.selective import kernels
-
         entering, final = self._between(local), like(initial, local)
-        self(kernels.carry, local, fading, self.rates, self.boundaries, initial, entering, final)
+        self(self.kernels.carry, local, fading, self.rates, self.boundaries, initial, entering, final)
         return entering, final
 
     def output(self, u: Tensor, g: Tensor, B: Tensor, C: Tensor, segments: Tensor, entering: Tensor) -> Tensor:
         """y [T, E]."""
-        from torch_backend.ops.scan.selective import kernels
-
         y = torch.empty_like(u)
-        self(kernels.output, u, g, self.rates, B, C, segments, entering, y, self.tokens)
+        self(self.kernels.output, u, g, self.rates, B, C, segments, entering, y, self.tokens)
         return y
 
     def ends_backward(self, g: Tensor, C: Tensor, dy: Tensor, segments: Tensor) -> Tensor:
         """The gradients of the states that enter chunks [chunks, N, E], but for what leaves these."""
-        from torch_backend.ops.scan.selective import kernels
-
         local = g.new_empty(self.chunks, self.numbers, self.channels, dtype=torch.float32)
-        self(kernels.ends_backward, g, self.rates, C, dy, segments, local, self.tokens)
+        self(self.kernels.ends_backward, g, self.rates, C, dy, segments, local, self.tokens)
         return local
 
     def carry_backward(self, local: Tensor, fading: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of the states that leave chunks [chunks, N, E], and of those before segments [S, N, E]."""
-        from torch_backend.ops.scan.selective import kernels
-
         leaving, dinitial = self._between(local), torch.empty_like(dfinal)
-        self(kernels.carry_backward, local, fading, self.rates, self.boundaries, dfinal, leaving, dinitial)
+        self(self.kernels.carry_backward, local, fading, self.rates, self.boundaries, dfinal, leaving, dinitial)
         return leaving, dinitial
 
     def chunk_backward(
@@ -234,16 +227,14 @@ class _Launch:
         leaving: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """The gradients of u, g, A, B and C."""
-        from torch_backend.ops.scan.selective import kernels
-
         du, dg, dA = torch.empty_like(u), torch.empty_like(g), torch.empty_like(entering)
         blocks = self.chunks * _L // TILES["chunk_backward"].ahead
         kept = u.new_empty(blocks, self.numbers, self.channels, dtype=torch.float32)
         parts = self.blocks("chunk_backward")
         dB, dC = (u.new_empty(parts, *B.shape, dtype=torch.float32) for _ in range(2))
         self(
-            kernels.chunk_backward, u, g, self.rates, B, C, dy, segments, entering, leaving, kept, du, dg, dA, dB, dC,
-            self.tokens,
+            self.kernels.chunk_backward, u, g, self.rates, B, C, dy, segments, entering, leaving, kept, du, dg, dA, dB,
+            dC, self.tokens,
         )  # fmt: skip
         return du, dg, dA.sum(0).t().to(A.dtype).contiguous(), dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype)
 
