@@ -66,8 +66,8 @@ class Reference(
         # All ranks are in this process, so the slices are joined already.
         options = {name: value for name, value in call.options.items() if name != "context_ranks"}
         real = (call.segment_ids > 0)[..., None, None]
-        operands = (np.where(real | np.isfinite(x), x, 0.0) for x in call.operands.values())  # 0 times NaN would be NaN
-        out, backward = self._attend(*operands, call.segment_ids, **options)
+        q, k, v = (np.where(real | np.isfinite(x), x, 0.0) for x in call.operands.values())  # 0 times NaN would be NaN
+        out, backward = self._attend(q, k, v, call.segment_ids, **options)
         gradients = {} if call.dout is None else backward(call.dout)
         return round_to(call.dtype, out), {name: round_to(call.dtype, x) for name, x in gradients.items()}
 

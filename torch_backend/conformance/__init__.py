@@ -151,7 +151,7 @@ class AttentionStack(SelectionMethods):
     @takes_call("q", "k", "v", "sinks")
     def attention(self, call: OperationCall) -> tuple[Array, Gradients]:
         # Some serve an option in one case alone, which is not what declaring it means.
-        protocol.require_declared(self, options=protocol.attention_options(**call.operands, **call.options))
+        protocol.require_declared(self, options=protocol.attention_options(**call.options | call.operands))
         options = {name: value for name, value in call.options.items() if name != "context_ranks"}
         names = ("alibi_slopes", "spans", "index_q", "index_k", "index_weights")
         arrays = {name: x for name in names if (x := options.pop(name, None)) is not None}
