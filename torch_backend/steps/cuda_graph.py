@@ -31,6 +31,7 @@ from torch_backend.hf.forward import forward_among
 from torch_backend.hf.patch import state_of
 from torch_backend.steps.adapter_products import with_joined_adapters
 from torch_backend.steps.compiling import announced
+from torch_backend.steps.float8_scales import SCALES_ONCE
 from torch_backend.steps.memory import Level, marked
 from torch_backend.steps.tower_blocks import compile_towers
 
@@ -113,7 +114,7 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
     with announced("compiling the forward of a kind of layer"):
-        return compile_fx(graph, inputs)
+        return compile_fx(graph, inputs, config_patches={"joint_custom_post_pass": SCALES_ONCE})
 
 
 def _recompute_cheap(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
