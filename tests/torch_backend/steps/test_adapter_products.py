@@ -132,7 +132,10 @@ def test_over_bfloat16_weights_they_are_as_near_to_float64_as_those_of_peft(leve
         p.data = torch.randn_like(p) / 10 if "lora" in name else base
     dtype = torch.float32 if autocast else torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        plain, joined = (results(model, call, dtype) for call in (model, compiled(model, level)[0]))
+        call, graphs = compiled(model, level)
+        plain, joined = results(model, model, dtype), results(model, call, dtype)
+    narrow = [n for _, n in shapes(graphs[0], torch.ops.aten.mm.default) if n < 32]
+    assert narrow == [12, 4, 8, 4]  # also where PEFT casts the input for each adapter
     exact = copy.deepcopy(model).double()
     right = results(exact, exact)
     assert [x.dtype for x in joined] == [x.dtype for x in plain]
