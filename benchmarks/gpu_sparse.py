@@ -57,7 +57,14 @@ from torch_backend.hf.anatomy.families import DOCUMENTS
 from torch_backend.ops.attention import attention, request_of
 from torch_backend.ops.attention.index_loss import IndexFactors, index_loss
 from torch_backend.ops.attention.reference import scores_attention
-from torch_backend.ops.attention.selected import Latent, LongDocuments, select, selected_attention, why_not_triton
+from torch_backend.ops.attention.selected import (
+    Latent,
+    LongDocuments,
+    SelectedKeys,
+    select,
+    selected_attention,
+    why_not_triton,
+)
 from torch_backend.segments import PackedMetadata
 
 BOTH = "ms forward and backward"
@@ -169,15 +176,16 @@ class Case:
         refused = why_not_triton(request, latent, implementation)
         if implementation == "triton" and refused is not None and not TOY:
             raise RuntimeError(f"selected keys do not run in Triton: {refused}")
-        options = {"latent": latent, "implementation": implementation}
-        return selected_attention(*self.heads, selected, self.long, request, **options)
+        keys = SelectedKeys(selected, self.long, request, latent=latent, implementation=implementation)
+        return selected_attention(*self.heads, keys)
 
     def index_loss(self, selected: Tensor) -> list[Tensor]:
         """The gradients of the loss that trains the indexer."""
         latent, request = Latent(self.compressed, self.rotated, self.weight), request_of(*self.heads, self.packed)
         factors = [x.detach().requires_grad_() for x in self.index]
-        options: dict[str, Any] = {"latent": latent, "implementation": "sdpa" if TOY else "triton"}
-        loss = index_loss(IndexFactors(*factors), self.q, self.k, selected, self.long, request, **options)
+        implementation = "sdpa" if TOY else "triton"
+        keys = SelectedKeys(selected, self.long, request, latent=latent, implementation=implementation)
+        loss = index_loss(IndexFactors(*factors), self.q, self.k, keys)
         return list(torch.autograd.grad(loss.sum(), factors))
 
     def dense(self) -> Tensor:

@@ -15,7 +15,7 @@ from packing_core.reference import ExpertActivation
 from tests.torch_backend.compiling import Device
 from torch_backend.ops import linear_cross_entropy
 from torch_backend.ops.attention import attention
-from torch_backend.ops.attention.selected_triton import document_attention, document_probabilities
+from torch_backend.ops.attention.selected_triton import Channels, document_attention, document_probabilities
 from torch_backend.ops.attention.selection_scores import best_scores, index_scores
 from torch_backend.ops.attention.triton import TRITON
 from torch_backend.ops.conv import short_convolution
@@ -90,11 +90,11 @@ def of_selected(
     kv_heads: int = 1, groups: int = 1, block: int = 1, sinks: bool = False,
 ) -> None:  # fmt: skip
     q, kv = new(dtype, TOKENS, heads, width), new(dtype, TOKENS, kv_heads, max(width, values_at + value_dim))
-    options: Options = {"value_dim": value_dim, "values_at": values_at, "scale": 0.5, "block": block}
+    channels, sink = Channels(value_dim, values_at, 0.5, block), new(dtype, heads) if sinks else None
     chosen = torch.zeros(TOKENS, groups, 16, dtype=torch.int32)
-    backward(document_attention(q, kv, chosen, sinks=new(dtype, heads) if sinks else None, **options))
+    backward(document_attention(q, kv, chosen, channels, sinks=sink))
     if groups == 1:
-        document_probabilities(q, kv, chosen, sinks=new(dtype, heads) if sinks else None, **options)
+        document_probabilities(q, kv, chosen, channels, sinks=sink)
 
 
 def of_scores(dtype: torch.dtype, device: Device, *, heads: int = 4, width: int = 128, block: int = 1) -> None:

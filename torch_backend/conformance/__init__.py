@@ -45,7 +45,7 @@ from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections, request_of
 from torch_backend.ops.attention.probe import Probed
-from torch_backend.ops.attention.selected import LongDocuments, selected_attention
+from torch_backend.ops.attention.selected import LongDocuments, SelectedKeys, selected_attention
 from torch_backend.ops.document_batches import per_document
 from torch_backend.ops.rope import apply_rope
 from torch_backend.patching import patch
@@ -172,9 +172,8 @@ class AttentionStack(SelectionMethods):
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
             if long is not None:
                 request = request_of(q, k, v, packed, sinks=sinks, **options)
-                selected = self.selected(index, long, top_k)
-                out = selected_attention(q, k, v, selected, long, request, sinks=sinks, implementation=self.name)
-                return out.unflatten(0, call.segment_ids.shape)
+                keys = SelectedKeys(self.selected(index, long, top_k), long, request, sinks, implementation=self.name)
+                return selected_attention(q, k, v, keys).unflatten(0, call.segment_ids.shape)
             chosen = {"sinks": sinks, "alibi_slopes": slopes, "implementation": self.name, **options}
             return attention(q, k, v, packed, **chosen).unflatten(0, call.segment_ids.shape)
 

@@ -13,7 +13,7 @@ from packing_core.protocol import Array, Gradients, OperationCall, takes_call
 from torch_backend.conformance.tensors import TensorMethods
 from torch_backend.ops.attention import request_of
 from torch_backend.ops.attention.index_loss import IndexFactors, index_loss
-from torch_backend.ops.attention.selected import LongDocuments, select, select_pooled
+from torch_backend.ops.attention.selected import LongDocuments, SelectedKeys, select, select_pooled
 
 
 class SelectionMethods(TensorMethods):
@@ -45,9 +45,10 @@ class SelectionMethods(TensorMethods):
 
         def losses(**operands: Tensor) -> Tensor:
             index = [x.flatten(0, 1) for x in operands.values()]
-            chosen = self.selected(index, long, call.options["top_k"])
             request = request_of(q, k, k, packed)
-            return index_loss(IndexFactors(*index), q, k, chosen, long, request, implementation=self.name)
+            chosen = self.selected(index, long, call.options["top_k"])
+            keys = SelectedKeys(chosen, long, request, implementation=self.name)
+            return index_loss(IndexFactors(*index), q, k, keys)
 
         exact = {name: torch.tensor(x, device=self.device).requires_grad_() for name, x in call.operands.items()}
         return self._run(losses, call, exact)

@@ -26,7 +26,7 @@ from torch_backend.hf.forward import AttentionChoice, PackedForward
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
 from torch_backend.ops.attention import AttentionRequest, choose, request_of, run
 from torch_backend.ops.attention.index_loss import index_loss
-from torch_backend.ops.attention.selected import selected_attention, words_of
+from torch_backend.ops.attention.selected import SelectedKeys, selected_attention, words_of
 from torch_backend.segments import PackedMetadata, refined
 
 require("transformers", extra="hf")
@@ -211,13 +211,12 @@ def _packed(
         name, request = choose(request, packed, mask.implementation)
         long = None if indices is None or not indices.shape[-1] else mask.long
         if indices is not None and long is not None:
-            options: dict[str, Any] = {"latent": latent, "implementation": mask.implementation}
-            mask.record(module, AttentionChoice(name, request, crossing, words_of(long, request, **options)))
+            keys = SelectedKeys(indices, long, request, sinks, latent, mask.implementation)
+            mask.record(module, AttentionChoice(name, request, crossing, words_of(keys)))
             scored, mask.scored = mask.scored, None
             if scored is not None and mask.index_losses is not None:
-                losses = index_loss(scored, q, k, indices, long, request, sinks=sinks, **options)
-                mask.index_losses[id(module)] = losses
-            return selected_attention(q, k, v, indices, long, request, sinks=sinks, **options)
+                mask.index_losses[id(module)] = index_loss(scored, q, k, keys)
+            return selected_attention(q, k, v, keys)
         mask.record(module, AttentionChoice(name, request, crossing))
         return run(name, request, q, k, v, packed, sinks=sinks, alibi_slopes=alibi_slopes)
 

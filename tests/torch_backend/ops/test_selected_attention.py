@@ -11,6 +11,7 @@ from torch_backend.ops.attention import AttentionRequest, request_of
 from torch_backend.ops.attention import selected as selected_keys
 from torch_backend.ops.attention.selected import (
     LongDocuments,
+    SelectedKeys,
     select,
     select_blocks,
     select_pooled,
@@ -79,7 +80,7 @@ def test_attention_is_that_over_the_selected_keys(
         scores = torch.cat([scores, sinks.view(4, 1, 1).expand(4, len(q), 1)], -1)
     want = torch.einsum("hij,jhe->ihe", scores.softmax(-1)[..., : len(q)], v.repeat_interleave(2, 1))
     request: AttentionRequest = request_of(q, k, v, packed, sinks=sinks, **options)  # type: ignore[arg-type]
-    out = selected_attention(q, k, v, chosen, long, request, sinks=sinks)
+    out = selected_attention(q, k, v, SelectedKeys(chosen, long, request, sinks))
     assert error(out, want) <= 1e-12
     leaves = [x for x in (q, k, v, sinks) if x is not None]
     gradient = torch.randn(want.shape, dtype=want.dtype)

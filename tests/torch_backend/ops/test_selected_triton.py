@@ -18,12 +18,13 @@ from torch_backend.ops.attention.reference import scores_attention
 from torch_backend.ops.attention.selected import (
     Latent,
     LongDocuments,
+    SelectedKeys,
     select_blocks,
     select_pooled,
     selected_attention,
     why_not_triton,
 )
-from torch_backend.ops.attention.selected_triton import document_probabilities
+from torch_backend.ops.attention.selected_triton import Channels, document_probabilities
 from torch_backend.ops.attention.selection_scores import scores_refused
 from torch_backend.segments import PackedMetadata
 
@@ -91,7 +92,7 @@ def assert_is_the_oracle(
     sinks = inputs.get("sinks")
     request = request_of(q, k, v, packed, sinks=sinks)
     assert why_not_triton(request, implementation="triton") is None
-    out = selected_attention(q, k, v, selected, long, request, sinks=sinks, implementation="triton")
+    out = selected_attention(q, k, v, SelectedKeys(selected, long, request, sinks, implementation="triton"))
     gradients = torch.autograd.grad(out, list(inputs.values()), dout)
     found = {"out": out, **dict(zip(inputs, gradients, strict=True))}
     arrays = [numpy(x) for x in (q, k, v)]
@@ -131,7 +132,9 @@ def test_groups_of_heads_may_see_blocks_of_their_own(where: Where) -> None:
     selected, visible = by_blocks(packed, long, 2)
     q, k, v, dout = operands(where, packed.tokens, (4, 2, 16, 16))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = selected_attention(q, k, v, selected, long, request_of(q, k, v, packed), implementation="triton")
+    out = selected_attention(
+        q, k, v, SelectedKeys(selected, long, request_of(q, k, v, packed), implementation="triton")
+    )
     gradients = torch.autograd.grad(out, leaves, dout)
     for group in range(2):
         heads = slice(2 * group, 2 * group + 2)
@@ -214,8 +217,7 @@ def test_latent_attention_shares_keys_among_heads(
         sinks, latent = (leaves[4] if with_sinks else None), Latent(*leaves[1:4])
         request = request_of(q, k, v, packed, sinks=sinks)
         assert (why_not_triton(request, latent, implementation) is None) == (implementation == "triton")
-        options = {"sinks": sinks, "latent": latent, "implementation": implementation}
-        out = selected_attention(q, k, v, selected, long, request, **options)  # type: ignore[arg-type]
+        out = selected_attention(q, k, v, SelectedKeys(selected, long, request, sinks, latent, implementation))
         return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
 
     found = results(leaves, "triton")
@@ -234,7 +236,7 @@ def test_a_document_is_the_same_to_the_bit_beside_others_and_again(where: Where)
     def results(*inputs: Tensor) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in inputs]
         request = request_of(*leaves, packed)
-        out = selected_attention(*leaves, selected, long, request, implementation="triton")
+        out = selected_attention(*leaves, SelectedKeys(selected, long, request, implementation="triton"))
         return [x[first] for x in (out, *torch.autograd.grad(out, leaves, dout))]
 
     others = [x.clone() for x in (q, k, v)]
@@ -257,8 +259,7 @@ def test_probabilities_are_those_of_the_heads_together(
     selected, _ = by_scores(packed, long)
     q, k, v, _ = (x[long.places[: long.lengths[0]]] for x in operands(where, packed.tokens, shape))
     chosen, sink = selected[: long.lengths[0]], where.draw(shape[0], seed=9) if sinks else None
-    options = {"value_dim": shape[3], "values_at": shape[2], "scale": 0.3, "sinks": sink}
-    found = document_probabilities(q, torch.cat([k, v], -1), chosen, **options)
+    found = document_probabilities(q, torch.cat([k, v], -1), chosen, Channels(shape[3], shape[2], 0.3), sinks=sink)
     one = torch.eye(len(q), device=where.device).unsqueeze(1).expand(-1, shape[1], -1).double()
     visible = torch.zeros(len(q), len(q) + 1, dtype=torch.bool, device=where.device)
     visible = visible.scatter_(1, chosen.long() % (len(q) + 1), True)[:, :-1]
@@ -279,7 +280,9 @@ def test_unseen_keys_may_be_anything(where: Where) -> None:
     q, k, v, _ = operands(where, packed.tokens, (16, 1, 24, 16))
     at = int(long.places[0])
     v[at], k[at] = torch.inf, torch.inf
-    out = selected_attention(q, k, v, selected, long, request_of(q, k, v, packed), implementation="triton")
+    out = selected_attention(
+        q, k, v, SelectedKeys(selected, long, request_of(q, k, v, packed), implementation="triton")
+    )
     right = v.expand(-1, 16, -1)
     assert torch.equal(out[long.places[1:]], right[long.places[1:]])
 
@@ -316,7 +319,7 @@ def test_latent_attention_of_published_sizes(sizes: tuple[int, int, int, int]) -
         q, k, v = expanded(leaves, sizes)
         request, latent = request_of(q, k, v, packed), Latent(*leaves[1:])
         assert (why_not_triton(request, latent, implementation) is None) == (implementation == "auto")
-        out = selected_attention(q, k, v, selected, long, request, latent=latent, implementation=implementation)
+        out = selected_attention(q, k, v, SelectedKeys(selected, long, request, None, latent, implementation))
         return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
 
     found = results(leaves, "auto")

@@ -8,7 +8,6 @@ grows with queries times selected keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torch_backend.ops.attention.reference import attention_weights
-from torch_backend.ops.attention.request import AttentionRequest
-from torch_backend.ops.attention.selected import (
-    Latent,
-    LongDocuments,
-    blocks_of_queries,
-    latent_operands,
-    visible_keys,
-    why_not_triton,
-)
+from torch_backend.ops.attention.selected import SelectedKeys, blocks_of_queries, visible_keys
 from torch_backend.ops.attention.selected_triton import document_probabilities
 
 
@@ -43,31 +34,19 @@ class IndexFactors:
     weights: Tensor
 
 
-def index_loss(
-    factors: IndexFactors,
-    q: Tensor,
-    k: Tensor,
-    selected: Tensor,
-    long: LongDocuments,
-    request: AttentionRequest,
-    *,
-    sinks: Tensor | None = None,
-    latent: Latent | None = None,
-    implementation: str | Sequence[str] = "auto",
-) -> Tensor:
+@torch.compiler.disable  # as selected_attention
+def index_loss(factors: IndexFactors, q: Tensor, k: Tensor, keys: SelectedKeys) -> Tensor:
     """The loss of an indexer in each long document, the mean over its tokens; [documents].
 
     Args:
         factors: in which the loss has gradients.
-        q, k, selected, long, request, sinks, latent, implementation: as for
-            :func:`~torch_backend.ops.attention.selected.selected_attention`; tokens are selected, not blocks.
+        q, k: of attention, as for :func:`~torch_backend.ops.attention.selected.selected_attention`.
+        keys: of tokens, not of blocks.
     """
     exact = torch.promote_types(factors.q.dtype, torch.float32)
-    of_index = (x.index_select(0, long.places).to(exact) for x in (factors.q, factors.k, factors.weights))
-    of_documents = zip(*(x.split(long.lengths) for x in of_index), selected.split(long.lengths), strict=True)
+    of_documents = keys.by_document(*(x.to(exact) for x in (factors.q, factors.k, factors.weights)))
     losses = []
-    attended = _attended(q, k, selected, long, request, sinks, latent, implementation)
-    for (index_q, index_k, weights, chosen), target in zip(of_documents, attended, strict=True):
+    for (index_q, index_k, weights, chosen), target in zip(of_documents, _attended(q, k, keys), strict=True):
         target = (target / target.sum(-1, keepdim=True)).to(exact)
         numbers = chosen.shape[1] * (index_q.shape[1] + index_q.shape[2])
         parts = [
@@ -91,42 +70,18 @@ def _divergence(q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor, target: T
 
 
 @torch.no_grad()
-def _attended(
-    q: Tensor,
-    k: Tensor,
-    selected: Tensor,
-    long: LongDocuments,
-    request: AttentionRequest,
-    sinks: Tensor | None,
-    latent: Latent | None,
-    implementation: str | Sequence[str],
-) -> list[Tensor]:
+def _attended(q: Tensor, k: Tensor, keys: SelectedKeys) -> list[Tensor]:
     """The attention of each long document over selected keys, added up over heads; [L, top_k]."""
-    queries, chosen = q.index_select(0, long.places).split(long.lengths), selected.split(long.lengths)
-    keys, weight = k.index_select(0, long.places), None
-    if why_not_triton(request, latent, implementation) is not None:
-        pairs = zip(queries, keys.split(long.lengths), chosen, strict=True)
-        return [_in_torch(*each, request, sinks) for each in pairs]
-    width = k.shape[2]
-    if latent is not None:
-        keys, weight, width = *latent_operands(latent, long, request, q.dtype), latent.compressed.shape[1]
-    options: dict[str, Any] = {
-        "value_dim": width,
-        "values_at": 0,
-        "scale": request.scale,
-        "sinks": sinks,
-        "weight": weight,
-    }
-    return [
-        document_probabilities(*each, **options) for each in zip(queries, keys.split(long.lengths), chosen, strict=True)
-    ]
+    if keys.refused is None:
+        return keys.in_triton(q, k, k[..., :0], document_probabilities)
+    return [_in_torch(*each, keys) for each in keys.by_document(q, k)]
 
 
-def _in_torch(q: Tensor, k: Tensor, chosen: Tensor, request: AttentionRequest, sinks: Tensor | None) -> Tensor:
-    parts = []
+def _in_torch(q: Tensor, k: Tensor, chosen: Tensor, keys: SelectedKeys) -> Tensor:
+    request, parts = keys.request, []
     for start, stop in blocks_of_queries(len(q), request.heads * len(q), q.device):
         own = chosen[start:stop]
-        options: dict[str, Any] = {"sinks": sinks, "first_query": start, "visible": visible_keys(own, start, 1)}
+        options: dict[str, Any] = {"sinks": keys.sinks, "first_query": start, "visible": visible_keys(own, start, 1)}
         weights = attention_weights(q[start:stop], k[:stop], request=request, **options).sum((0, 1))
         parts.append(weights.gather(1, own.clamp(min=0).long()).masked_fill(own < 0, 0))
     return torch.cat(parts)

@@ -13,7 +13,7 @@ a document and not with its square. Blocks depend on the length of their documen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -27,7 +27,7 @@ from torch_backend.ops.attention.dispatch import choose, run
 from torch_backend.ops.attention.reference import scores_attention
 from torch_backend.ops.attention.request import AttentionRequest, request_of
 from torch_backend.ops.attention.sdpa import fused, has_no_kernel
-from torch_backend.ops.attention.selected_triton import document_attention, refuses
+from torch_backend.ops.attention.selected_triton import Channels, document_attention, refuses
 from torch_backend.ops.attention.selection_scores import best_scores, index_scores, scores_refused
 from torch_backend.segments import PackedMetadata, host_lengths, to_device
 
@@ -137,16 +137,15 @@ def select(q: Tensor, k: Tensor, weights: Tensor, long: LongDocuments, *, top_k:
     places = q.new_full((len(q), top_k), -1, dtype=torch.int32)
     in_triton = scores_refused(q) is None
     q, k = (q, k) if in_triton else (x.to(weights.dtype) for x in (q, k))
-    for block, keys, at in _tiles(q, k, long, 1 if in_triton else q.shape[1]):
-        query = torch.arange(at.start, at.stop, device=q.device)[:, None]
+    for tile, keys, start, query in _tiles(k.split(long.lengths), long, 1 if in_triton else q.shape[1]):
         if in_triton:
-            scores = index_scores(q[block], keys.transpose(0, 1), weights[block], at.start)
+            scores = index_scores(q[tile], keys, weights[tile], start)
         else:
-            scores = torch.matmul(weights[block, None], torch.matmul(q[block], keys).relu()).squeeze(1)
-            scores = scores.masked_fill(torch.arange(keys.shape[1], device=q.device) > query, float("-inf"))
+            scores = torch.matmul(weights[tile, None], torch.matmul(q[tile], keys.transpose(0, 1)).relu()).squeeze(1)
+            scores = scores.masked_fill(torch.arange(len(keys), device=q.device) > query[:, None], float("-inf"))
         in_order = q.device.type in _BY_NUMBER  # elsewhere it changes no choice
-        best = scores.topk(min(top_k, keys.shape[1]), sorted=in_order).indices
-        places[block, : best.shape[1]] = best.masked_fill(best > query, -1).int()
+        best = scores.topk(min(top_k, len(keys)), sorted=in_order).indices
+        places[tile, : best.shape[1]] = best.masked_fill(best > query[:, None], -1).int()
     return places
 
 
@@ -169,14 +168,14 @@ def select_blocks(q: Tensor, k: Tensor, long: LongDocuments, *, top_k: int, loca
     places = q.new_full((*q.shape[:2], top_k), -1, dtype=torch.int32)
     in_triton = scores_refused(q, long.block, best=True) is None
     q, k = (q, k) if in_triton else (_exact(x) for x in (q, k))
-    for tile, keys, at in _tiles(q, k, long, max(1, q.shape[1] // long.block) if in_triton else q.shape[1]):
-        query = torch.arange(at.start, at.stop, device=q.device)
+    at_once = max(1, q.shape[1] // long.block) if in_triton else q.shape[1]
+    for tile, keys, start, query in _tiles(k.split(long.lengths), long, at_once):
         if in_triton:
-            best = best_scores(q[tile], keys.transpose(0, 1), at.start, long.block)
+            best = best_scores(q[tile], keys, start, long.block)
         else:
-            later = torch.arange(keys.shape[1], device=q.device) > query[:, None, None]
-            scores = torch.matmul(q[tile], keys).masked_fill(later, float("-inf"))
-            scores = F.pad(scores, (0, -keys.shape[1] % long.block), value=float("-inf"))
+            later = torch.arange(len(keys), device=q.device) > query[:, None, None]
+            scores = torch.matmul(q[tile], keys.transpose(0, 1)).masked_fill(later, float("-inf"))
+            scores = F.pad(scores, (0, -len(keys) % long.block), value=float("-inf"))
             best = scores.unflatten(-1, (-1, long.block)).amax(-1)
         own = (query[:, None] // long.block - torch.arange(local, device=q.device)).clamp(min=0)
         best.scatter_(2, own[:, None].expand(-1, q.shape[1], -1), float("inf"))
@@ -205,17 +204,15 @@ def select_pooled(q: Tensor, pooled: Sequence[Tensor], long: LongDocuments, *, t
     places = q.new_full((len(q), 1, top_k + 1), -1, dtype=torch.int32)
     in_triton = scores_refused(q, long.block) is None
     q = q if in_triton else _exact(q)
-    for end, length, keys in zip(accumulate(long.lengths), long.lengths, pooled, strict=True):
-        for start, stop in blocks_of_queries(length, length if in_triton else q.shape[1] * length, q.device):
-            tile, query = slice(end - length + start, end - length + stop), torch.arange(start, stop, device=q.device)
-            if in_triton:
-                scores = index_scores(q[tile], keys, q.new_ones(stop - start, q.shape[1]), start, long.block)
-            else:
-                scores = torch.matmul(q[tile], keys.to(q.dtype).transpose(0, 1)).relu().sum(1)
-            complete = (query + 1) // long.block
-            best = _best_before(scores, complete, top_k)
-            places[tile, 0, : best.shape[1]] = best.int()
-            places[tile, 0, top_k] = complete.int()
+    for tile, keys, start, query in _tiles(pooled, long, 1 if in_triton else q.shape[1]):
+        if in_triton:
+            scores = index_scores(q[tile], keys, q.new_ones(len(query), q.shape[1]), start, long.block)
+        else:
+            scores = torch.matmul(q[tile], keys.to(q.dtype).transpose(0, 1)).relu().sum(1)
+        complete = (query + 1) // long.block
+        best = _best_before(scores, complete, top_k)
+        places[tile, 0, : best.shape[1]] = best.int()
+        places[tile, 0, top_k] = complete.int()
     return places
 
 
@@ -236,16 +233,65 @@ def _exact(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _tiles(q: Tensor, k: Tensor, long: LongDocuments, scores: int) -> Iterator[tuple[slice, Tensor, range]]:
-    """Some queries of a long document, its keys [D, S] as far as the choice needs them, and where the queries stand.
+def _tiles(
+    documents: Iterable[Tensor], long: LongDocuments, scores: int
+) -> Iterator[tuple[slice, Tensor, int, Tensor]]:
+    """Some queries of a long document, its keys [S, D] as far as the choice needs them, the first query, and all.
 
-    ``scores`` of each query and key are held at a time.
+    Queries are counted from the beginning of the document; ``scores`` of each query and key are held at a time.
     """
-    for end, length in zip(accumulate(long.lengths), long.lengths, strict=True):
-        first, keys = end - length, k[end - length : end].transpose(0, 1)
-        for start, stop in blocks_of_queries(length, scores * length, q.device):
-            needed = keys if q.device.type in _BY_NUMBER else keys[:, :stop]
-            yield slice(first + start, first + stop), needed, range(start, stop)
+    device = long.places.device
+    for end, length, keys in zip(accumulate(long.lengths), long.lengths, documents, strict=True):
+        for start, stop in blocks_of_queries(length, scores * length, device):
+            needed = keys if device.type in _BY_NUMBER else keys[:stop]
+            tile = slice(end - length + start, end - length + stop)
+            yield tile, needed, start, torch.arange(start, stop, device=device)
+
+
+@dataclass(frozen=True)
+class SelectedKeys:
+    """What the queries of long documents see, and how attention runs over it.
+
+    Attributes:
+        places: int32 [N, top_k] or [N, G, top_k], as :func:`select` or :func:`select_blocks` returns it.
+        long: of the row.
+        request: of attention to all keys; softcap, dropout and scale are read.
+        sinks: [H].
+        latent: what keys and values were made of, if it is known.
+        implementation: of the other documents; "auto" and "triton" run selected keys in Triton where they can.
+    """
+
+    places: Tensor
+    long: LongDocuments
+    request: AttentionRequest
+    sinks: Tensor | None = None
+    latent: Latent | None = None
+    implementation: str | Sequence[str] = "auto"
+
+    @property
+    def refused(self) -> str | None:
+        """Explains why they run in plain torch, None if they run in Triton."""
+        return why_not_triton(self.request, self.latent, self.implementation)
+
+    def by_document(self, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yields the parts [L, ...] of rows [T, ...] and of ``places`` that belong to each long document."""
+        lengths = self.long.lengths
+        parts = (x.index_select(0, self.long.places).split(lengths) for x in rows)
+        yield from zip(*parts, self.places.split(lengths), strict=True)
+
+    def in_triton(self, q: Tensor, k: Tensor, v: Tensor, run: Callable[..., Tensor]) -> list[Tensor]:
+        """What ``run``, a function of :mod:`.selected_triton`, makes of each long document of a row.
+
+        Keys and values of latent attention [T, 1, R + r] are its vectors, the first R channels of which are the values.
+        """
+        scale, block, weight = self.request.scale, self.long.block, None
+        if (latent := self.latent) is None:
+            kv, channels = torch.cat([k, v], -1), Channels(v.shape[2], k.shape[2], scale, block)
+        else:
+            kv = torch.cat([latent.compressed.to(q.dtype), latent.rotated.to(q.dtype)], -1).unsqueeze(1)
+            channels = Channels(latent.compressed.shape[1], 0, scale, block)
+            weight = latent.weight.to(q.dtype).unflatten(0, (self.request.heads, -1))  # [H, n + Dv, R]
+        return [run(*each, channels, sinks=self.sinks, weight=weight) for each in self.by_document(q, kv)]
 
 
 def why_not_triton(
@@ -265,118 +311,45 @@ def why_not_triton(
 
 
 @torch.compiler.disable  # as selected_attention
-def words_of(
-    long: LongDocuments, request: AttentionRequest, latent: Latent | None, implementation: str | Sequence[str]
-) -> str:
+def words_of(keys: SelectedKeys) -> str:
     """Says which documents see selected keys, and by what, for ``explain``."""
+    long, refused = keys.long, keys.refused
     number = f"{len(long.lengths)} documents" if len(long.lengths) > 1 else "1 document"
-    refused = why_not_triton(request, latent, implementation)
     by = "Triton" if refused is None else f"plain torch ({refused})"
     return f"{number} above {long.budget:,} tokens by selected keys in {by}, outside of compiled layers"
 
 
 @torch.compiler.disable  # each batch has other documents
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selected: Tensor,
-    long: LongDocuments,
-    request: AttentionRequest,
-    *,
-    sinks: Tensor | None = None,
-    latent: Latent | None = None,
-    implementation: str | Sequence[str] = "auto",
-) -> Tensor:
+def selected_attention(q: Tensor, k: Tensor, v: Tensor, keys: SelectedKeys) -> Tensor:
     """Packed causal attention in which the queries of long documents see selected keys alone.
 
     Args:
         q, k, v: [T, H, D], [T, K, D], [T, K, Dv] of the whole row.
-        selected: int32 [N, top_k] or [N, G, top_k], as :func:`select` or :func:`select_blocks` returns it.
-        long: of the row.
-        request: softcap, dropout and scale are read.
-        sinks: [H].
-        latent: what k and v were made of, if it is known.
-        implementation: of the other documents; "auto" and "triton" run selected keys in Triton where they can.
 
     Returns:
         [T, H, Dv], dtype of q.
     """
-    queries, chosen = q.index_select(0, long.places).split(long.lengths), selected.split(long.lengths)
-    if why_not_triton(request, latent, implementation) is not None:
-        parts = _in_torch(queries, k, v, chosen, long, request, sinks)
-    elif latent is None:
-        both = torch.cat([k, v], -1).index_select(0, long.places).split(long.lengths)
-        parts = [
-            document_attention(
-                *each, value_dim=v.shape[2], values_at=k.shape[2], scale=request.scale, block=long.block, sinks=sinks
-            )
-            for each in zip(queries, both, chosen, strict=True)
-        ]
-    else:
-        parts = _over_latent(queries, latent, chosen, long, request, sinks)
+    long, request, sinks = keys.long, keys.request, keys.sinks
+    parts = _in_torch(q, k, v, keys) if keys.refused is not None else keys.in_triton(q, k, v, document_attention)
     if long.rest is not None:
         rest, (q, k, v) = long.rest, (x.index_select(0, long.others) for x in (q, k, v))
         softcap, dropout = request.softcap, request.dropout
         dense = request_of(q, k, v, rest, softcap=softcap, sinks=sinks, dropout=dropout, scale=request.scale)
-        name, dense = choose(dense, rest, implementation)
+        name, dense = choose(dense, rest, keys.implementation)
         parts.insert(0, run(name, dense, q, k, v, rest, sinks=sinks))
     return torch.cat(parts).index_select(0, long.order)
 
 
-def _over_latent(
-    queries: Sequence[Tensor],
-    latent: Latent,
-    chosen: Sequence[Tensor],
-    long: LongDocuments,
-    request: AttentionRequest,
-    sinks: Tensor | None,
-) -> list[Tensor]:
-    """Attention of queries and outputs projected in place of keys and values, which are those of one head."""
-    rank, (keys, weight) = latent.compressed.shape[1], latent_operands(latent, long, request, queries[0].dtype)
-    return [
-        document_attention(
-            q,
-            kv,
-            places,
-            value_dim=rank,
-            values_at=0,
-            scale=request.scale,
-            block=long.block,
-            sinks=sinks,
-            weight=weight,
-        )
-        for q, kv, places in zip(queries, keys.split(long.lengths), chosen, strict=True)
-    ]
-
-
-def latent_operands(
-    latent: Latent, long: LongDocuments, request: AttentionRequest, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The keys [N, 1, R + r] of the long documents, whose first R channels are the values, and [H, n + Dv, R]."""
-    keys = torch.cat([latent.compressed.to(dtype), latent.rotated.to(dtype)], -1).index_select(0, long.places)
-    return keys.unsqueeze(1), latent.weight.to(dtype).unflatten(0, (request.heads, -1))
-
-
-def _in_torch(
-    queries: Sequence[Tensor],
-    k: Tensor,
-    v: Tensor,
-    chosen: Sequence[Tensor],
-    long: LongDocuments,
-    request: AttentionRequest,
-    sinks: Tensor | None,
-) -> list[Tensor]:
-    dtype = k.dtype
+def _in_torch(q: Tensor, k: Tensor, v: Tensor, keys: SelectedKeys) -> list[Tensor]:
+    dtype, request, size = k.dtype, keys.request, keys.long.block
     exact = torch.promote_types(dtype, torch.float32)
     # the gradients of a key and of a sink are sums over blocks, and are summed in float32
-    keys, values = (x.index_select(0, long.places).to(exact).split(long.lengths) for x in (k, v))
-    of_sinks = None if sinks is None else sinks.to(exact)
-    scored, grouped = has_no_kernel(request), chosen[0].ndim == 3 and chosen[0].shape[1] > 1
+    of_sinks = None if keys.sinks is None else keys.sinks.to(exact)
+    scored, grouped = has_no_kernel(request), keys.places.ndim == 3 and keys.places.shape[1] > 1
 
     def block(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sinks: Tensor | None, start: int) -> Tensor:
         k, v = k.to(dtype), v.to(dtype)
-        visible = visible_keys(selected, start, long.block)
+        visible = visible_keys(selected, start, size)
         if grouped:
             visible = visible.repeat_interleave(q.shape[1] // len(visible), 0)
         if scored:
@@ -386,7 +359,7 @@ def _in_torch(
         return fused(q[None], k[None], v[None], request, visible)[0]
 
     parts = []
-    for own, key, value, selected in zip(queries, keys, values, chosen, strict=True):
+    for own, key, value, selected in keys.by_document(q, k.to(exact), v.to(exact)):
         length = len(own)
         for start, stop in blocks_of_queries(length, length * (request.heads if scored or grouped else 1), own.device):
             parts.append(

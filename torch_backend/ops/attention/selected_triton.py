@@ -10,7 +10,7 @@ the document.
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,15 +49,27 @@ def refuses(request: AttentionRequest, rank: int | None, rotated: int) -> str | 
     return _outcome(request.dtype, request.device, *sizes, request.sinks)
 
 
+class Channels(NamedTuple):
+    """Where keys and values of a document lie in one tensor [L, K, W], and how their products are scaled.
+
+    Attributes:
+        value_dim, values_at: of the values; the keys are the first channels, as many as queries have.
+        scale: of the scores.
+        block: keys of a block, which are selected together.
+    """
+
+    value_dim: int
+    values_at: int
+    scale: float
+    block: int = 1
+
+
 def document_attention(
     q: Tensor,
     kv: Tensor,
     selected: Tensor,
+    channels: Channels,
     *,
-    value_dim: int,
-    values_at: int,
-    scale: float,
-    block: int = 1,
     sinks: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
@@ -65,11 +77,10 @@ def document_attention(
 
     Args:
         q: [L, H, D], or [L, H, n + D - R] with a weight.
-        kv: [L, K, W], the keys as its first D channels and the values as ``value_dim`` from ``values_at`` on.
+        kv: [L, K, W].
         selected: int32 [L, S] or [L, G, S] with G of 1 or K, blocks of keys counted from the document's beginning, each
             once; -1 for none.
-        scale: of the scores.
-        block: keys of a block.
+        channels: of ``kv``.
         sinks: [H].
         weight: [H, n + Dv, R], of latent attention. The first n channels of a query are projected to the first R of a
             key, which are the values, and the output to Dv.
@@ -77,8 +88,7 @@ def document_attention(
     Returns:
         [L, H, Dv], dtype of q.
     """
-    options = value_dim, values_at, scale, block
-    out: Tensor = _Selected.apply(q, kv.contiguous(), sinks, weight, *_with_ends(selected), options)
+    out: Tensor = _Selected.apply(q, kv.contiguous(), sinks, weight, *_with_ends(selected), channels)
     return out
 
 
@@ -87,11 +97,8 @@ def document_probabilities(
     q: Tensor,
     kv: Tensor,
     selected: Tensor,
+    channels: Channels,
     *,
-    value_dim: int,
-    values_at: int,
-    scale: float,
-    block: int = 1,
     sinks: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
@@ -100,17 +107,13 @@ def document_probabilities(
     Returns:
         [L, S * block] in float32, 0 where nothing was selected.
     """
-    chosen, ends = _with_ends(selected)
-    own = _projected_channels(q, kv, weight, value_dim)
-    return torch.cat(
-        [
-            _probabilities(
-                _projected(q[rows], weight, own).contiguous(), kv.contiguous(), sinks, chosen[rows], ends[rows],
-                rows.start, value_dim, values_at, scale, block,
-            )
-            for rows in _slices(0, len(q), _QUERIES)
-        ]
-    )  # fmt: skip
+    (chosen, ends), kv = _with_ends(selected), kv.contiguous()
+    own = _projected_channels(q, kv, weight, channels.value_dim)
+    parts = []
+    for rows in _slices(0, len(q), _QUERIES):
+        queries = _projected(q[rows], weight, own).contiguous()
+        parts.append(_probabilities(queries, kv, sinks, chosen[rows], ends[rows], rows.start, *channels))
+    return torch.cat(parts)
 
 
 def _with_ends(selected: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,29 +133,26 @@ class _Selected(torch.autograd.Function):
         weight: Tensor | None,
         selected: Tensor,
         ends: Tensor,
-        options: tuple[int, int, float, int],
+        channels: Channels,
     ) -> Tensor:
-        own = _projected_channels(q, kv, weight, options[0])
+        own = _projected_channels(q, kv, weight, channels.value_dim)
         parts: list[Tensor] = []
         outs = []
         for rows in _slices(0, len(q), _QUERIES):
             queries = _projected(q[rows], weight, own).contiguous()
-            out, lse = _forward(queries, kv, sinks, selected[rows], ends[rows], rows.start, *options)
+            out, lse = _forward(queries, kv, sinks, selected[rows], ends[rows], rows.start, *channels)
             parts += out, lse
             outs.append(out if weight is None else torch.einsum("lhr,hvr->lhv", out, weight[:, own:]))
         ctx.save_for_backward(q, kv, sinks, weight, selected, ends, *parts)
-        ctx.options, ctx.own = options, own
+        ctx.channels, ctx.own = channels, own
         return torch.cat(outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, sinks, weight, selected, ends, *parts = ctx.saved_tensors
-        (value_dim, values_at, _, block), own, (heads, (_, kv_heads, both)) = (
-            ctx.options,
-            ctx.own,
-            (q.shape[1], kv.shape),
-        )
+        (value_dim, values_at, _, block), own = ctx.channels, ctx.own
+        heads, (_, kv_heads, both) = q.shape[1], kv.shape
         group, width = heads // kv_heads, both if weight is not None else q.shape[2]
         dq, dkv = torch.empty_like(q), torch.zeros_like(kv, dtype=torch.float32)
         dsinks, dweight = (None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (sinks, weight))
@@ -168,7 +168,7 @@ class _Selected(torch.autograd.Function):
                 used[:, :, :group, :width] = _projected(q[rows], weight, own).unflatten(1, (kv_heads, group))
                 used[:, :, group:, values_at : values_at + value_dim] = gradient.unflatten(1, (kv_heads, group))
                 dqueries, delta = _backward(
-                    used, kv, selected[rows], ends[rows], out, lse, dkv, rows.start, width, *ctx.options
+                    used, kv, selected[rows], ends[rows], out, lse, dkv, rows.start, width, *ctx.channels
                 )
                 if dsinks is not None:
                     dsinks -= ((sinks.float() * LOG2E - lse).exp2() * delta).sum(0)
@@ -203,46 +203,30 @@ def _slices(start: int, stop: int, size: int) -> list[slice]:
 
 @computed_once
 def _launch_forward(
-    q: Tensor,
-    kv: Tensor,
-    sinks: Tensor | None,
-    selected: Tensor,
-    ends: Tensor,
-    start: int,
-    value_dim: int,
-    values_at: int,
-    scale: float,
-    block: int,
+    q: Tensor, kv: Tensor, sinks: Tensor | None, selected: Tensor, ends: Tensor, start: int, *options: Any
 ) -> tuple[Tensor, Tensor]:
     from torch_backend.ops.attention import selected_kernels as kernels
 
-    out, lse = _forward_outputs(q, kv, sinks, selected, ends, start, value_dim)
-    constants = _constants(q.shape[1], q.shape[2], kv, selected, value_dim, values_at, block, backward=False)
+    channels = Channels(*options)
+    out, lse = _forward_outputs(q, kv, sinks, selected, ends, start, channels.value_dim)
+    constants = _constants(q.shape[1], q.shape[2], kv, selected, channels, backward=False)
     kernels.forward[_programs(kv, len(q), constants),](
-        q, kv, selected, ends, sinks, out, lse, start, scale, SINKS=sinks is not None, **constants
+        q, kv, selected, ends, sinks, out, lse, start, channels.scale, SINKS=sinks is not None, **constants
     )
     return out, lse
 
 
 def _launch_probabilities(
-    q: Tensor,
-    kv: Tensor,
-    sinks: Tensor | None,
-    selected: Tensor,
-    ends: Tensor,
-    start: int,
-    value_dim: int,
-    values_at: int,
-    scale: float,
-    block: int,
+    q: Tensor, kv: Tensor, sinks: Tensor | None, selected: Tensor, ends: Tensor, start: int, *options: Any
 ) -> Tensor:
     from torch_backend.ops.attention import selected_kernels as kernels
 
-    constants = _constants(q.shape[1], q.shape[2], kv, selected, value_dim, values_at, block, backward=False)
+    channels = Channels(*options)
+    constants = _constants(q.shape[1], q.shape[2], kv, selected, channels, backward=False)
     programs = _programs(kv, len(q), constants)
-    sums = q.new_zeros(programs, selected.shape[2] * block, dtype=torch.float32)
+    sums = q.new_zeros(programs, selected.shape[2] * channels.block, dtype=torch.float32)
     kernels.probabilities[programs,](
-        q, kv, selected, ends, sinks, sums, start, scale, SINKS=sinks is not None, **constants
+        q, kv, selected, ends, sinks, sums, start, channels.scale, SINKS=sinks is not None, **constants
     )
     return sums.view(len(q), -1, sums.shape[1]).sum(1)
 
@@ -257,23 +241,20 @@ def _launch_backward(
     dkv: Tensor,
     start: int,
     width: int,
-    value_dim: int,
-    values_at: int,
-    scale: float,
-    block: int,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
     from torch_backend.ops.attention import selected_kernels as kernels
 
-    (count, heads), (_, kv_heads, both) = lse.shape, kv.shape
-    groups, places, stop = selected.shape[1], selected.shape[2] * block, start + count
+    (count, heads), (_, kv_heads, both), channels = lse.shape, kv.shape, Channels(*options)
+    groups, places, stop = selected.shape[1], selected.shape[2] * channels.block, start + count
     dq, delta = _backward_outputs(factors, kv, selected, ends, out, lse, dkv, start, width)
     weights = factors.new_empty(count * kv_heads, factors.shape[2], places)
-    constants = _constants(heads, width, kv, selected, value_dim, values_at, block, backward=True)
+    constants = _constants(heads, width, kv, selected, channels, backward=True)
     kernels.backward[_programs(kv, count, constants),](
-        factors, kv, selected, ends, out, lse, dq, delta, weights, start, scale, **constants
+        factors, kv, selected, ends, out, lse, dq, delta, weights, start, channels.scale, **constants
     )
     shares = torch.bmm(weights.transpose(1, 2), factors.flatten(0, 1))
-    order, starts = _by_keys(selected, start, block)
+    order, starts = _by_keys(selected, start, channels.block)
     kernels.add_shares[stop * kv_heads,](
         shares, order, starts, dkv, stop,
         KV_HEADS=kv_heads, GROUPS=groups, WIDTH=both, PLACES=places, BLOCK_W=_power_of_two(both), ROWS=8,
@@ -304,10 +285,9 @@ def _forward_outputs(
 
 
 def _probability_outputs(
-    q: Tensor, kv: Tensor, sinks: Tensor | None, selected: Tensor, ends: Tensor, start: int, value_dim: int,
-    values_at: int, scale: float, block: int,
-) -> Tensor:  # fmt: skip
-    return q.new_empty(len(q), selected.shape[2] * block, dtype=torch.float32)
+    q: Tensor, kv: Tensor, sinks: Tensor | None, selected: Tensor, ends: Tensor, start: int, *options: Any
+) -> Tensor:
+    return q.new_empty(len(q), selected.shape[2] * Channels(*options).block, dtype=torch.float32)
 
 
 def _backward_outputs(
@@ -343,9 +323,9 @@ def _programs(kv: Tensor, queries: int, constants: dict[str, Any]) -> int:
 
 
 def _constants(
-    heads: int, width: int, kv: Tensor, selected: Tensor, value_dim: int, values_at: int, block: int, *, backward: bool
+    heads: int, width: int, kv: Tensor, selected: Tensor, channels: Channels, *, backward: bool
 ) -> dict[str, Any]:
-    group = heads // kv.shape[1]
+    group, (value_dim, values_at, _, block) = heads // kv.shape[1], channels
     main = max(16, 1 << (width.bit_length() - 1))
     rest = max(16, _power_of_two(width - main)) if width > main else 0
     large = kv.dtype != torch.float32 and shared_memory(kv.device) >= 200 * 1024
@@ -400,7 +380,7 @@ def _errors(
     leaves, dout = [x.requires_grad_() for x in leaves], normal(_LENGTH, heads, value_dim)
 
     def tried(q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return document_attention(q, kv, places, value_dim=value_dim, values_at=values_at, scale=scale, sinks=sinks)
+        return document_attention(q, kv, places, Channels(value_dim, values_at, scale), sinks=sinks)
 
     def plain(q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         q, k, v = (x.float() for x in (q, kv[..., :width], kv[..., values_at : values_at + value_dim]))
