@@ -72,12 +72,14 @@ def index_loss(case: AttentionCase, dout: Array, dtype: WorkingDtype) -> Expecte
     given, ids = case.index_arguments(dtype), segment_ids(case.rows)
     assert case.top_k is not None
     real, bounds = _compact(ids)
-    operands = [_take(x, real) for x in given.values()]
-    selected = reference.select(*operands[:3], bounds, top_k=case.top_k)
+    operands: dict[str, Any] = {name: _take(x, real) for name, x in given.items()}
+    index_q, index_k, weights, _, _ = operands.values()
+    selected = reference.select(index_q, index_k, weights, bounds, top_k=case.top_k)
+    options: dict[str, Any] = {**operands, "cu_seqlens": bounds, "selected": selected}
 
     def compute(arithmetic: WorkingDtype) -> Result:
-        losses = reference.index_loss(*operands, bounds, selected=selected, dtype=arithmetic)
-        found = reference.index_loss_vjp(*operands, bounds, dout, selected=selected, dtype=arithmetic)
+        losses = reference.index_loss(**options, dtype=arithmetic)
+        found = reference.index_loss_vjp(**options, dout=dout, dtype=arithmetic)
         return losses, {name: _put(x, real, ids) for name, x in found.items()}
 
     return _both(compute, dtype)

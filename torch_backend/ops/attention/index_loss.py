@@ -74,7 +74,7 @@ def _attended(q: Tensor, k: Tensor, keys: SelectedKeys) -> list[Tensor]:
     """The attention of each long document over selected keys, added up over heads; [L, top_k]."""
     if keys.refused is None:
         return keys.in_triton(q, k, k[..., :0], document_probabilities)
-    return [_in_torch(*each, keys) for each in keys.by_document(q, k)]
+    return [_in_torch(own, key, chosen, keys) for own, key, chosen in keys.by_document(q, k)]
 
 
 def _in_torch(q: Tensor, k: Tensor, chosen: Tensor, keys: SelectedKeys) -> Tensor:
