@@ -11,6 +11,7 @@ on the object by ``derived``.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -171,12 +172,11 @@ class PackedMetadata:
         """The same segments on another device; itself where they are on it already."""
         if torch.device(device) == self.device:
             return self
-        boundaries = to_device(self.cu_seqlens, device)
-        keys = None if self.keys is None else self.keys.to(device)
-        index = None if self.parent_index is None else to_device(self.parent_index, device)
-        known = boundaries, self.max_seqlen, self.tokens, self.lengths, self.parents
-        found = PackedMetadata(*known, keys=keys, parent_index=index, depth=self.depth)
-        return found if self.spans is None else found._with(Spans(*(to_device(x, device) for x in self.spans)))
+        plain = copy(self.without_spans)
+        plain.cu_seqlens, plain._derived = to_device(self.cu_seqlens, device), {}
+        plain.keys = None if self.keys is None else self.keys.to(device)
+        plain.parent_index = None if self.parent_index is None else to_device(self.parent_index, device)
+        return plain if self.spans is None else plain._with(Spans(*(to_device(x, device) for x in self.spans)))
 
     def with_spans(self, numbers: Tensor) -> PackedMetadata:
         """The same segments, in which neighbours of one number see each other both ways; nothing is read back.
@@ -204,11 +204,9 @@ class PackedMetadata:
         return self if self._plain is None else self._plain
 
     def _with(self, spans: Spans) -> PackedMetadata:
-        known = self.cu_seqlens, self.max_seqlen, self.tokens, self.lengths, self.parents
-        found = PackedMetadata(*known, keys=self.keys, parent_index=self.parent_index, depth=self.depth)
-        found.spans, found._plain = spans, self
-        found._derived = self._derived  # whatever depends on spans has them in its key
-        return found
+        spanned = copy(self)  # which shares what is derived: whatever depends on spans has them in its key
+        spanned.spans, spanned._plain = spans, self
+        return spanned
 
     @property
     def readable(self) -> bool:

@@ -17,12 +17,12 @@ from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.hf.anatomy.adapters import why_not_adapters
 from torch_backend.hf.anatomy.additions import Structure
 from torch_backend.hf.anatomy.encoders import check_lengths
 from torch_backend.hf.anatomy.heads import targets_among
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
+from torch_backend.hf.anatomy.structure import why_not_adapters
 from torch_backend.hf.edits.experts import experts_edits
 from torch_backend.hf.edits.head_rows import HeadRows
 from torch_backend.hf.edits.indexers import block_of

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,17 +35,6 @@ _ENTRY = "_crosspack_entry"
 # a collator that reads them gets them so, and with any other one the model raises.
 _MARKS = (*LENGTHS, *BatchKey.CUMULATIVE, *NUMBERS)
 Call = Callable[..., Any]
-
-
-class Entered(Protocol):
-    """A patched model, as its entry sees it."""
-
-    root: Any
-    decoder: Any
-
-    def run_model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def run_decoder(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -108,7 +97,7 @@ def current_forward() -> PackedForward | None:
     return None if THREAD.call is None else THREAD.call.forward
 
 
-def run_inside(patched: Entered, forward: PackedForward | None, call: Call, /, *args: Any, **kwargs: Any) -> Any:
+def run_inside(patched: Any, forward: PackedForward | None, call: Call, /, *args: Any, **kwargs: Any) -> Any:
     """``call(*args, **kwargs)``, in which :func:`current_forward` is ``forward``."""
     return run_with("call", Running(patched, forward, THREAD.call), call, *args, **kwargs)
 
@@ -126,7 +115,7 @@ def lead_to_entry(wrapper: nn.Module, root: nn.Module) -> None:
             module.__dict__["forward"] = root.forward
 
 
-def entry_edits(patched: Entered) -> Iterator[LayerOverride | Attribute]:
+def entry_edits(patched: Any) -> Iterator[LayerOverride | Attribute]:
     """The edits of the root of a patched model and of its decoder, which may be the same module."""
     both = [(patched.root, _enter_model), (patched.decoder, _enter_decoder)]
     for module, forward in [(patched.root, _enter_both)] if patched.root is patched.decoder else both:
@@ -155,13 +144,11 @@ def refuse_transforms() -> None:
 def _enter_model(root: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
     if getattr(root, "_is_replica", False):
         raise UnsupportedModelError(DATA_PARALLEL)
-    patched: Entered = root.__dict__[_ENTRY]
-    return patched.run_model(call, args, kwargs)
+    return root.__dict__[_ENTRY].run_model(call, args, kwargs)
 
 
 def _enter_decoder(decoder: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
-    patched: Entered = decoder.__dict__[_ENTRY]
-    return patched.run_decoder(call, args, kwargs)
+    return decoder.__dict__[_ENTRY].run_decoder(call, args, kwargs)
 
 
 def _enter_both(root: Any, call: Call, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.anatomy.experts import (
@@ -22,11 +23,11 @@ from torch_backend.hf.anatomy.experts import (
     is_spread,
     layout_of,
     makes_weights,
-    stored_in_4_bits,
     weights_of,
 )
 from torch_backend.hf.entry import THREAD
 from torch_backend.ops.experts import Adapter, ExpertsRequest, experts, request_of, select
+from torch_backend.ops.mxfp4 import Mxfp4Weight
 
 NAME = "crosspack"
 LAYOUT = "_crosspack_experts"
@@ -39,13 +40,6 @@ class ExpertsChoice:
 
     implementation: str
     request: ExpertsRequest
-
-
-def register() -> None:
-    """Register :func:`experts_forward` with transformers as ``experts_implementation="crosspack"``."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
 def experts_forward(module: nn.Module, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -84,14 +78,13 @@ def run_experts(
     dtype = None
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    packed = stored_in_4_bits(module, layout)
     scales: dict[str, Tensor] = {}
-    if packed is None:
+    if isinstance(stored := module._parameters.get(layout.up), Mxfp4Weight):
+        dtype, up, down = dtype or stored.dtype, stored.blocks, module.down_proj.blocks
+        scales = {"up_scales": stored.scales, "down_scales": module.down_proj.scales}
+    else:
         up, down = weights_of(module, layout, dtype)
         dtype = up.dtype
-    else:
-        dtype, (up, down) = dtype or packed[0].dtype, (weight.blocks for weight in packed)
-        scales = {"up_scales": packed[0].scales, "down_scales": packed[1].scales}
     # where ranks exchange tokens, those that arrive are not those of the row, even if they are as many
     real = None if forward is None or is_spread(module) else forward.real
     if real is not None and real.shape[0] == indices.shape[0]:
@@ -119,4 +112,4 @@ def _in_dtype(adapter: Adapter | None, dtype: torch.dtype) -> Adapter | None:
     return None if adapter is None else Adapter(adapter.a.to(dtype), adapter.b.to(dtype), adapter.scale)
 
 
-register()
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -100,12 +100,6 @@ def weights_of(module: Any, layout: ExpertsLayout, dtype: torch.dtype | None = N
     return up.to(dtype or up.dtype), down.to(dtype or down.dtype)
 
 
-def stored_in_4_bits(module: Any, layout: ExpertsLayout) -> tuple[Mxfp4Weight, Mxfp4Weight] | None:
-    """Returns the weights of both products if they are in MXFP4, else None."""
-    up, down = getattr(module, layout.up), module.down_proj
-    return (up, down) if isinstance(up, Mxfp4Weight) else None
-
-
 def holds_4_bits(module: Any) -> bool:
     """Returns whether weights of a module are parameters in MXFP4."""
     return any(isinstance(x, Mxfp4Weight) for x in module._parameters.values())

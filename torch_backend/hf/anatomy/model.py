@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf.anatomy.adapters import why_not_adapters
 from torch_backend.hf.anatomy.encoders import (
     Numbering,
     is_encoder,
@@ -24,7 +23,7 @@ from torch_backend.hf.anatomy.encoders import (
 )
 from torch_backend.hf.anatomy.families import MASK_PADDING, SEE_PADDING, Route, both_ways_of, route_of
 from torch_backend.hf.anatomy.heads import Head, head_of
-from torch_backend.hf.anatomy.structure import decoder_of, own_modules
+from torch_backend.hf.anatomy.structure import decoder_of, own_modules, why_not_adapters
 from torch_backend.hf.attention import uses_interface
 from torch_backend.hf.edits.indexers import budget_of, find_indexers
 from torch_backend.hf.edits.mixers import find_mixers, why_not_on_the_row

@@ -162,3 +162,24 @@ def refuse_sharding_inside(root: nn.Module, per_document: Mapping[str, nn.Module
 def has_compiled_layers(decoder: nn.Module) -> bool:
     """Returns whether modules inside were compiled on their own, ``layer.compile()``."""
     return any(module._compiled_call_impl is not None for module in decoder.modules())
+
+
+def why_not_adapters(*models: Any) -> str | None:
+    """Explains why a model's adapters of PEFT read more of a row than the token they are applied to; None if none does.
+
+    PEFT notes adapters in ``peft_config``, whoever added them and when. Most change weights, alike for every token.
+    """
+    for model in models:
+        configs = getattr(model, "peft_config", None)
+        for name, config in configs.items() if isinstance(configs, Mapping) else ():
+            if getattr(config, "alora_invocation_tokens", None):
+                return (
+                    f"adapter {name!r} (activated LoRA) starts at the last invocation tokens of a row and acts on all "
+                    "documents after them: train it unpacked, or plain LoRA packed"
+                )
+            if getattr(config, "peft_type", None) == "LILY":
+                return (
+                    f"adapter {name!r} (LILY) mixes its experts by the mean over all tokens of a batch: train it "
+                    "unpacked, or LoRA packed"
+                )
+    return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -172,19 +173,13 @@ def frequencies_per_document(rotary: nn.Module, call: Callable[..., Any], *args:
 
     Its decoder calls it by itself and passes it no mask, so it takes the packed forward of its thread.
     """
-    if torch.compiler.is_compiling():
-        return _frequencies(rotary, call, *args, **kwargs)
-    with _ONE_THREAD:
-        return _frequencies(rotary, call, *args, **kwargs)
-
-
-def _frequencies(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     forward = current_forward()
-    if forward is None:
-        return call(*args, **kwargs)
-    if forward.context is not None:
-        return _of_pieces(rotary, call, forward.context, args, kwargs)
-    return per_document(forward.segments, partial(_from_scratch, rotary, call), args, kwargs, sizes=OWN)
+    with nullcontext() if torch.compiler.is_compiling() else _ONE_THREAD:
+        if forward is None:
+            return call(*args, **kwargs)
+        if forward.context is not None:
+            return _of_pieces(rotary, call, forward.context, args, kwargs)
+        return per_document(forward.segments, partial(_from_scratch, rotary, call), args, kwargs, sizes=OWN)
 
 
 def _of_pieces(

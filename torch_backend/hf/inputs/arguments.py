@@ -168,23 +168,13 @@ def check_packed(
     check_mask(kwargs.get("attention_mask"), packed, guard, shape=shape)
     positions = kwargs.get("position_ids")
     check_positions(positions, packed, guard, shape=shape, renumbered=renumbered, axes=axes)
-    for name, ahead in (("labels", 0), ("shift_labels", 1)) if labels != "document" else ():
-        check_labels(
-            kwargs.get(name),
-            packed,
-            guard,
-            name=name,
-            shape=shape,
-            ahead=ahead if labels == "next" else None,
-        )
+    for name, ahead in {"labels": 0, "shift_labels": 1}.items() if labels != "document" else ():
+        moved = ahead if labels == "next" else None
+        check_labels(kwargs.get(name), packed, guard, name=name, shape=shape, ahead=moved)
 
 
 def check_mask(mask: Any, packed: PackedMetadata, guard: Guard, *, shape: tuple[int, int]) -> None:
-    """Accept no mask, or one [B, S] of ones and zeros that is 0 on whole segments alone (padding).
-
-    Raises:
-        LayoutError: any other mask, which packed attention would not follow.
-    """
+    """Accept no mask, or one [B, S] of ones and zeros that is 0 on whole segments alone (padding)."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.shape != shape:
@@ -217,12 +207,7 @@ def check_positions(
     renumbered: bool,
     axes: bool,
 ) -> None:
-    """Accept no positions, [B, S], or [3, B, S] and [4, B, S] where the model takes them; see :func:`check_packed`.
-
-    Raises:
-        LayoutError: another shape, or positions that would be ignored.
-        UnsupportedModelError: several axes where the model cannot take them.
-    """
+    """Accept no positions, [B, S], or [3, B, S] and [4, B, S] where the model takes them; see :func:`check_packed`."""
     if positions is None:
         return
     form = tuple(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
@@ -259,17 +244,10 @@ def check_labels(
     shape: tuple[int, int],
     ahead: int | None,
 ) -> None:
-    """Accept no labels, or one per token of which none is predicted from the document before.
+    """Accept no labels, or one per token [B, S] of which none is predicted from the document before.
 
-    Args:
-        labels: [B, S]; packed, guard: as in :func:`check_packed`.
-        name: of the argument.
-        shape: of the batch.
-        ahead: by how many tokens the labels are already moved towards the token that predicts them; None if they are
-            not those of the next token, so that nothing can cross a boundary.
-
-    Raises:
-        LayoutError: the labels have another shape, or train the first token of a document.
+    ``ahead`` says by how many tokens they are already moved towards the token that predicts them; None if they are not
+    those of the next token, so that nothing can cross a boundary.
     """
     if labels is None:
         return

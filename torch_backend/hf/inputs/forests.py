@@ -61,13 +61,13 @@ def check_forest(anatomy: Anatomy, kwargs: Mapping[str, Any], *, compiled: str |
         UnsupportedModelError: names the reason and the way out.
     """
     root = anatomy.root
-    _refuse(root, why_not_now(anatomy) or _why_not_these(root, kwargs))
+    refuse(root, why_not_now(anatomy) or _why_not_these(root, kwargs))
     if compiled is not None:
-        _refuse(root, f"its layers are compiled (pass compile=False), and {compiled}")
+        refuse(root, f"its layers are compiled (pass compile=False), and {compiled}")
     if kwargs.get("shift_labels") is not None:
-        _refuse(root, "the batch came with shift_labels, which have one place for all that follows a prefix")
+        refuse(root, "the batch came with shift_labels, which have one place for all that follows a prefix")
     if kwargs.get("labels") is not None and not getattr(getattr(root, "loss_function", None), TAKES_PARENTS, False):
-        _refuse(
+        refuse(
             root,
             "its own loss predicts every token from the one before it in the row: compute the loss by "
             "crosspack.make_train_step, causal_lm_loss or token_logprobs, or call the model without labels",
@@ -81,7 +81,7 @@ def check_shared_row(anatomy: Anatomy, kwargs: Mapping[str, Any]) -> None:
 
     Args, Raises: as :func:`check_forest`.
     """
-    _refuse(anatomy.root, _why_not_these(anatomy.root, kwargs))
+    refuse(anatomy.root, _why_not_these(anatomy.root, kwargs))
 
 
 def why_not_this_call(anatomy: Anatomy, kwargs: Mapping[str, Any]) -> str | None:
@@ -104,10 +104,11 @@ def refuse_over_ranks(root: Any) -> None:
     Raises:
         UnsupportedModelError
     """
-    _refuse(root, "the documents of its batches are cut over ranks (mesh)")
+    refuse(root, "the documents of its batches are cut over ranks (mesh)")
 
 
-def _refuse(root: Any, reason: str | None) -> None:
+def refuse(root: Any, reason: str | None) -> None:
+    """Raise UnsupportedModelError if there is a reason why a model cannot run shared prefixes."""
     if reason is not None:
         raise UnsupportedModelError(f"{type(root).__name__} cannot run shared prefixes: {reason}; {WAY_OUT}")
 

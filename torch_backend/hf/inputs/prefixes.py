@@ -14,9 +14,9 @@ from torch import Tensor
 
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.trees import LEAST_SAVED, LONG, SHORTEST, part_saved
-from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from packing_core.errors import LayoutError, PackingError
 from packing_core.planning.cost import cost_of
-from torch_backend.hf.inputs.forests import WAY_OUT, why_no_attention, why_not_this_call
+from torch_backend.hf.inputs.forests import refuse, why_no_attention, why_not_this_call
 from torch_backend.hf.shared_rows import RowIds, SharedRow, copied
 
 Sharing = bool | Literal["auto"]
@@ -66,8 +66,7 @@ class Prefixes:
         self.computed += sum(lengths)
         if (reason := self._why_not(kwargs)) is not None:
             if self.sharing is True:
-                name = type(self.state.root).__name__
-                raise UnsupportedModelError(f"{name} cannot run shared prefixes: {reason}; {WAY_OUT}")
+                refuse(self.state.root, reason)
             self.refused = reason
             return None
         shortest = LONG if self.sharing == "auto" else SHORTEST

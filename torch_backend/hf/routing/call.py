@@ -8,10 +8,10 @@ function that is checkpointed therefore carries its forward along (:class:`Carri
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,28 +27,10 @@ from torch_backend.hf.edits.override import override, restore
 from torch_backend.hf.entry import running
 from torch_backend.hf.patch import state_of
 from torch_backend.hf.routing.choice import TopK, choose, observe
-from torch_backend.hf.routing.record import RoutingRecord
 from torch_backend.ops.reduction import document_tokens
 from torch_backend.segments import host_lengths, to_device
 
 _USERS = "_crosspack_routing_users"
-
-
-class Session(Protocol):
-    """The context of a forward, as the forward sees it; see :mod:`.contexts`."""
-
-    root: Any
-    decoder: Any
-    name: str
-    names: dict[int, str]
-    routers: dict[str, nn.Module]
-    replays: bool
-    record: RoutingRecord
-    choices: dict[str, TopK]
-
-    def check_experts(self, name: str, choice: TopK) -> None: ...
-
-    def take(self, lengths: Sequence[int]) -> list[Tensor]: ...
 
 
 class _Current(threading.local):
@@ -79,6 +61,7 @@ class RoutedCall:
     """One forward of the decoder.
 
     Attributes:
+        session: the context that records or replays it (:mod:`.contexts`).
         shape: rows and their length.
         mask: the attention mask of an unpacked batch, or None.
         indices: of each router that ran, int64 [N, K], the experts of the tokens at ``places``.
@@ -91,7 +74,7 @@ class RoutedCall:
         gradients: whether the forward is one that a backward may follow.
     """
 
-    def __init__(self, session: Session, shape: tuple[int, int], mask: Any) -> None:
+    def __init__(self, session: Any, shape: tuple[int, int], mask: Any) -> None:
         self.session, self.shape, self.mask = session, shape, mask
         self.indices: dict[str, Tensor] = {}
         self.places = torch.empty(0, dtype=torch.long)
