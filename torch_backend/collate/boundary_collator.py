@@ -26,7 +26,7 @@ from packing_core.batches.marks import (
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
 from torch_backend.collate.model_traits import has_router, labels_every_token
-from torch_backend.collate.packed_collator import Batch, PackedCollator
+from torch_backend.collate.packed_collator import Batch, PackedCollator, segment_keys
 from torch_backend.collate.tokens import check_first_labels
 from torch_backend.packed_tokens import NOWHERE, packed_tokens, plain
 
@@ -219,12 +219,6 @@ def _counts_through(positions: Tensor, segments: FlatSegments, rows: NDArray[np.
 def _metadata(lengths: NDArray[np.int64], shape: torch.Size) -> Batch:
     cu_seqlens = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
     positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return {
-        "position_ids": torch.from_numpy(positions).view(shape),
-        BatchKey.NUMBERS: torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)).view(shape),
-        BatchKey.BOUNDARIES: cu_seqlens,
-        BatchKey.KEY_BOUNDARIES: cu_seqlens.clone(),
-        BatchKey.LONGEST: int(lengths.max()),
-        BatchKey.KEY_LONGEST: int(lengths.max()),
-        BatchKey.LENGTHS: tuple(lengths.tolist()),
-    }
+    numbers = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)).view(shape)
+    keys = segment_keys(cu_seqlens, numbers, int(lengths.max()), tuple(lengths.tolist()))
+    return {"position_ids": torch.from_numpy(positions).view(shape), **keys}

@@ -231,14 +231,20 @@ def _to_torch(view: KernelView, rows: int) -> Batch:
         "input_ids": tensor(view.input_ids, np.int64),
         "labels": tensor(view.targets, np.int64),
         "position_ids": tensor(view.position_ids, np.int64),
-        BatchKey.NUMBERS: tensor(view.seq_idx),
-        BatchKey.BOUNDARIES: cu_seqlens,
-        BatchKey.KEY_BOUNDARIES: cu_seqlens.clone(),
-        BatchKey.LONGEST: view.max_seqlen,
-        BatchKey.KEY_LONGEST: view.max_seqlen,
-        BatchKey.LENGTHS: view.lengths,
+        **segment_keys(cu_seqlens, tensor(view.seq_idx), view.max_seqlen, view.lengths),
         **({} if view.parents is None else {BatchKey.PARENTS: view.parents}),
         **{name: tensor(array, _DTYPES.get(array.dtype.kind)) for name, array in view.columns.items()},
+    }
+
+
+def segment_keys(cu_seqlens: Tensor, numbers: Tensor, longest: int, lengths: tuple[int, ...]) -> Batch:
+    """Writes where the segments of a batch lie: their boundaries [N+1], the number of each token's [B, S], lengths."""
+    return {
+        BatchKey.NUMBERS: numbers,
+        BatchKey.BOUNDARIES: cu_seqlens,
+        BatchKey.KEY_BOUNDARIES: cu_seqlens.clone(),
+        **dict.fromkeys(BatchKey.LONGEST_OF_BOTH, longest),
+        BatchKey.LENGTHS: lengths,
     }
 
 

@@ -117,13 +117,7 @@ class SharedTokens:
     def row(self, device: torch.device | str) -> SharedRow:
         """The shared row, with segments of its own: what a call derives from them may not outlive it."""
         segments = PackedMetadata.from_lengths(self.lengths, device=device, parents=self.parents)
-        return SharedRow(segments, *(copied(x, device) for x in (self.take, self.give)))
-
-
-def copied(x: NDArray[Any], device: torch.device | str) -> Tensor:
-    """Copies to the device, from pinned memory: CUDA makes the host wait for copies of more than 64 KiB from other."""
-    host = torch.from_numpy(x)
-    return to_device(host.pin_memory() if torch.device(device).type == "cuda" else host, device)
+        return SharedRow(segments, *(to_device(torch.from_numpy(x), device) for x in (self.take, self.give)))
 
 
 def shared_tokens(ids: NDArray[Any], lengths: Sequence[int], *, shortest: int) -> SharedTokens:

@@ -8,7 +8,6 @@ added or exchanged later is noticed by :class:`Structure`.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
@@ -16,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_backend.hf.anatomy.unchanged import is_in_its_module, module_of, written
 from torch_backend.hf.edits.override import added_forward, original_class
 from torch_backend.ops.mxfp4 import Mxfp4Weight
 
@@ -122,7 +122,7 @@ class Structure:
 
 
 def _counts(hook: Callable[..., Any]) -> bool:
-    return not _module_of(hook).startswith("transformers.")
+    return not module_of(hook).startswith("transformers.")
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
@@ -137,8 +137,7 @@ def _is_made_by_torch(kind: type[nn.Module]) -> bool:
     It stands in no module of torch by its name; that of an abstract class says to be of the module ``abc``.
     """
     place = kind.__module__
-    written = getattr(sys.modules.get(place), kind.__qualname__, None) is kind
-    return place == "abc" or (place.startswith("torch.") and not written)
+    return place == "abc" or (place.startswith("torch.") and not is_in_its_module(kind))
 
 
 def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
@@ -148,23 +147,9 @@ def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 def _places(value: Any) -> bool:
     """Returns whether a class, a hook or a forward is of a package that moves weights and computes nothing."""
-    return f"{_module_of(value)}.".startswith(tuple(f"{package}." for package in _PLACING))
+    return f"{module_of(value)}.".startswith(tuple(f"{package}." for package in _PLACING))
 
 
 def _name_of(function: Any) -> str:
-    function = _written(function)
-    return f"{_module_of(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-
-
-def _module_of(function: Any) -> str:
-    """The module in which a class, a function, a method or a callable object was written."""
-    function = _written(function)
-    name = getattr(function, "__module__", None) or type(function).__module__
-    return str(name)
-
-
-def _written(function: Any) -> Any:
-    """Returns a function without what binds it."""
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__func__", function)
+    function = written(function)
+    return f"{module_of(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"

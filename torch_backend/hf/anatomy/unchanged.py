@@ -56,8 +56,7 @@ def why_other_code(module: nn.Module) -> str | None:
     Classes that are made for one module (parametrisations, weights that ranks share) are none of a library's either.
     """
     kind = original_class(module)
-    written = getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
-    if not written or kind.__module__.partition(".")[0] not in _LIBRARIES:
+    if not is_in_its_module(kind) or kind.__module__.partition(".")[0] not in _LIBRARIES:
         return f"its class {kind.__name__} is none of {', '.join(_LIBRARIES)}"
     function: Any = kind.forward
     while function is not None:  # and all that decorates it
@@ -67,7 +66,24 @@ def why_other_code(module: nn.Module) -> str | None:
     return None
 
 
-def _package(function: Any) -> str:
+def written(function: Any) -> Any:
+    """Returns a function without what binds it."""
     while isinstance(function, partial):
         function = function.func
-    return str(getattr(function, "__module__", None)).partition(".")[0]
+    return getattr(function, "__func__", function)
+
+
+def module_of(function: Any) -> str:
+    """The module in which a class, a function, a method or a callable object was written."""
+    function = written(function)
+    name = getattr(function, "__module__", None) or type(function).__module__
+    return str(name)
+
+
+def is_in_its_module(kind: type) -> bool:
+    """Returns whether a class stands in its module by its name, as one that was made for a single module does not."""
+    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+
+
+def _package(function: Any) -> str:
+    return module_of(function).partition(".")[0]

@@ -1,12 +1,7 @@
 """The segments of a batch: from the metadata keys that a collator emits to one :class:`PackedMetadata`, checked.
 
-``packed_lengths`` (a tuple of ints on the host), ``packed_documents`` (each document's segments, likewise),
-``packed_parents`` (the segment that each one continues, likewise),
-``packed_images`` (grids and sizes of images by the name of their tensor, likewise) and ``packed_targets`` (no fewer
-than there are), which say nothing of segments,
-``cu_seq_lens_q`` and ``_k`` (int tensors [N+1], on the host or the device), ``max_length_q`` and ``_k``, ``seq_idx`` ->
-:func:`take_metadata` -> PackedMetadata. Whatever the host knows is checked at once, and the messages say which segment
-is wrong. What only the device knows goes through a Guard.
+The keys of :class:`BatchKey` -> :func:`take_metadata` -> PackedMetadata. Whatever the host knows is checked at once,
+and the messages say which segment is wrong. What only the device knows goes through a Guard.
 """
 
 from __future__ import annotations
@@ -80,7 +75,7 @@ def take_metadata(
     """
     values = {key: batch.pop(key, None) for key in BatchKey.ALL}
     found = {key: value for key, value in values.items() if value is not None}
-    check_forms(found)
+    _check_forms(found)
     (rows, row_length), device, embedded = tokens.shape[:2], tokens.device, tokens.ndim == 3
     boundaries: Tensor | None = found.get(BatchKey.BOUNDARIES)
     lengths: Sequence[int] | None = found.get(BatchKey.LENGTHS)
@@ -93,7 +88,7 @@ def take_metadata(
     elif (
         boundaries is not None and lengths is None and (host_lengths or longest is None or guard.immediate(boundaries))
     ):
-        lengths = lengths_between(boundaries.tolist(), rows, row_length, tail=not embedded)
+        lengths = _lengths_between(boundaries.tolist(), rows, row_length, tail=not embedded)
         boundaries = None
     if lengths is None:
         assert boundaries is not None
@@ -112,7 +107,7 @@ def take_metadata(
             depth=found.get(BatchKey.DEPTH, 0),
         )
     lengths = check_lengths(lengths, rows=rows, row_length=row_length, embedded=embedded)
-    longest = check_agreement(found, lengths, guard, row_length=row_length)
+    longest = _check_agreement(found, lengths, guard, row_length=row_length)
     if boundaries is None:
         return _continued(
             PackedMetadata.from_lengths(lengths, device=device, max_seqlen=longest, parents=parents), found
@@ -176,12 +171,8 @@ def refuse_split_rows(parallelism: Any, *, kinds: Sequence[str] = ("context", "s
             raise UnsupportedError(f"{kind} parallelism ({short}_size={size}) {SPLIT_ROWS}{way_out}")
 
 
-def check_forms(found: Mapping[str, Any]) -> None:
-    """Types, shapes and dtypes of the metadata keys; reads no values.
-
-    Raises:
-        LayoutError: the key and what it must be.
-    """
+def _check_forms(found: Mapping[str, Any]) -> None:
+    """Types, shapes and dtypes of the metadata keys; reads no values."""
     for key in BatchKey.CUMULATIVE:
         value = found.get(key)
         if value is None:
@@ -203,16 +194,10 @@ def check_forms(found: Mapping[str, Any]) -> None:
         )
 
 
-def lengths_between(marks: Sequence[int], rows: int, row_length: int, *, tail: bool) -> list[int]:
-    """Lengths of the segments between boundaries.
+def _lengths_between(marks: Sequence[int], rows: int, row_length: int, *, tail: bool) -> list[int]:
+    """Lengths of the segments between boundaries [N+1]; equal neighbours are empty segments and are left out.
 
-    Args:
-        marks: [N+1]; equal neighbours are empty segments and are left out.
-        rows, row_length: the shape of the batch.
-        tail: whether tokens after the last boundary are padding, which becomes segments of its own.
-
-    Raises:
-        LayoutError: they do not start at 0, or decrease.
+    With ``tail``, tokens after the last boundary are padding, which becomes segments of its own.
     """
     if marks[0] != 0:
         raise LayoutError(f"cu_seq_lens_q must start at 0, got {marks[0]:,}")
@@ -270,14 +255,10 @@ def _why(held: int, tokens: int, embedded: bool) -> str:
     return "padding belongs to segments of its own, as PackedCollator gives it"
 
 
-def check_agreement(found: Mapping[str, Any], lengths: tuple[int, ...], guard: Guard, *, row_length: int) -> int:
+def _check_agreement(found: Mapping[str, Any], lengths: tuple[int, ...], guard: Guard, *, row_length: int) -> int:
     """Check the other keys, as far as their values are on the host, against ``lengths``.
 
-    Returns:
-        How long a segment may be: ``max_length_q``, or the longest one.
-
-    Raises:
-        LayoutError: both keys, and where they disagree.
+    Returns how long a segment may be: ``max_length_q``, or the longest one.
     """
     ends = [0, *accumulate(lengths)]
     known = {key: x for key, x in found.items() if not isinstance(x, Tensor) or guard.immediate(x)}

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,20 +27,8 @@ BROKEN = (
 )
 
 
-class Readback(Protocol):
-    """A bool on its way from the device to the host."""
-
-    def ready(self) -> bool:
-        """Returns whether the value has arrived; never waits."""
-        ...
-
-    def value(self) -> bool:
-        """The value; waits until it has arrived."""
-        ...
-
-
 class PinnedReadback:
-    """Copies a bool tensor into pinned memory behind the work that computes it."""
+    """A bool on its way from the device to the host: into pinned memory, behind the work that computes it."""
 
     def __init__(self, flag: Tensor) -> None:
         self.host = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -48,16 +36,18 @@ class PinnedReadback:
         self.event = torch.accelerator.current_stream(flag.device).record_event()
 
     def ready(self) -> bool:
+        """Returns whether the value has arrived; never waits."""
         return bool(self.event.query())
 
     def value(self) -> bool:
+        """The value; waits until it has arrived."""
         self.event.synchronize()
         return bool(self.host)
 
 
 @dataclass
 class PendingCheck:
-    flag: Readback
+    flag: Any
     wrong: Tensor
     error: Callable[[int], PackingError]
     warns: str | None = None  # the kind of a check that warns
@@ -87,7 +77,7 @@ class Guard:
 
     Args:
         immediate: whether the values of a tensor are read at once.
-        read_back: starts copying a bool tensor of one element to the host.
+        read_back: starts copying a bool tensor of one element to the host, as :class:`PinnedReadback` does.
 
     Attributes:
         waits: whether first checks wait for the device, as they do in training.
@@ -96,7 +86,7 @@ class Guard:
     def __init__(
         self,
         immediate: Callable[[Tensor], bool] = on_host,
-        read_back: Callable[[Tensor], Readback] = PinnedReadback,
+        read_back: Callable[[Tensor], Any] = PinnedReadback,
     ) -> None:
         self.immediate = immediate
         self.read_back = read_back

@@ -17,7 +17,8 @@ from packing_core.batches.trees import LEAST_SAVED, LONG, SHORTEST, part_saved
 from packing_core.errors import LayoutError, PackingError
 from packing_core.planning.cost import cost_of
 from torch_backend.hf.inputs.forests import refuse, why_no_attention, why_not_this_call
-from torch_backend.hf.shared_rows import RowIds, SharedRow, copied
+from torch_backend.hf.shared_rows import RowIds, SharedRow
+from torch_backend.segments import to_device
 
 Sharing = bool | Literal["auto"]
 
@@ -90,7 +91,8 @@ class Prefixes:
         """Raise, perhaps in a later call, if the ids of a call are not those that its collator saw."""
         if len(ids) != len(given.ids):
             raise changed(0)
-        self.state.guard.check("input_ids of shared prefixes", lambda: ids != copied(given.ids, ids.device), changed)
+        its = torch.from_numpy(given.ids)
+        self.state.guard.check("input_ids of shared prefixes", lambda: ids != to_device(its, ids.device), changed)
 
     def _why_not(self, kwargs: Mapping[str, Any]) -> str | None:
         state = self.state
