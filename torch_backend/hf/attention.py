@@ -7,7 +7,6 @@ mask is a :class:`PackedForward` and calls the function of the old name otherwis
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +21,7 @@ from packing_core.extras import require
 from torch_backend.context_parallel.attention import NOT_CROSSED, MethodChoice, choose_method, context_attention
 from torch_backend.hf.anatomy.families import INTERFACE, WITHOUT_EFFECT
 from torch_backend.hf.edits.latents import latent_of
+from torch_backend.hf.edits.rebinding import names
 from torch_backend.hf.forward import AttentionChoice, PackedForward
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
 from torch_backend.ops.attention import AttentionRequest, choose, request_of, run
@@ -119,8 +119,7 @@ def packed_attention(
 
 def uses_interface(layer_class: type[nn.Module]) -> bool:
     """Returns whether layers of the class call transformers' attention interface."""
-    code = getattr(inspect.unwrap(layer_class.forward), "__code__", None)
-    return code is not None and INTERFACE in code.co_names
+    return INTERFACE in names(layer_class.forward)
 
 
 def causal_mask(module: Any, rows: Tensor) -> Tensor | None:

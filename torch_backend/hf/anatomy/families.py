@@ -159,6 +159,11 @@ EXACT_KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
+def media_keys(config: Any) -> frozenset[str]:
+    """Arguments of a family that hold images or clips, and no value per token."""
+    return EXACT_KEYS.get(config.model_type, frozenset()) - {"mm_token_type_ids", "token_type_ids"}
+
+
 def exact_in_encoders(config: Any) -> frozenset[str]:
     """Tensor arguments with which an encoder is exact when packed: the kinds of its tokens, one by one."""
     return frozenset(("token_type_ids",)) if getattr(config, "type_vocab_size", None) else frozenset()

@@ -5,7 +5,6 @@ The outermost transformers model -> :func:`head_of` -> what it predicts, or a re
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, Literal
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
+from torch_backend.hf.edits.rebinding import names
 
 require("transformers", extra="hf")
 
@@ -101,8 +101,7 @@ def targets_among(labels: Tensor, config: Any, *, of_documents: bool) -> Tensor:
 
 def reads_last_token(root: Any) -> bool:
     """Returns whether a sequence head reads the last token that is not padding, found by ``pad_token_id``."""
-    code = getattr(inspect.unwrap(type(root).forward), "__code__", None)
-    return code is not None and {"pad_token_id", "argmax"} <= set(code.co_names)
+    return {"pad_token_id", "argmax"} <= names(type(root).forward)
 
 
 def takes_next_token_loss(root: Any) -> bool:

@@ -21,6 +21,7 @@ from torch_backend.hf.anatomy.families import (
     ROWS_OF_IMAGES,
     BothWays,
     both_ways_of,
+    media_keys,
     refusal,
 )
 from torch_backend.hf.anatomy.structure import causal_lm
@@ -186,7 +187,7 @@ def vision_of(model: nn.Module) -> Vision:
     """
     root = causal_lm(model)
     config: Any = root.config
-    keys = EXACT_KEYS.get(config.model_type, frozenset())
+    keys = media_keys(config)
     if (reason := refusal(config.model_type, config)) is not None:
         raise UnsupportedModelError(reason)
     if (audio := audio_of(config)) is not None:
@@ -202,7 +203,7 @@ def vision_of(model: nn.Module) -> Vision:
     merge = getattr(config.vision_config, "spatial_merge_size", None) if indexer is not None else None
     return Vision(
         model=type(root).__name__,
-        keys=keys - {"mm_token_type_ids", "token_type_ids"},
+        keys=keys,
         placeholders=frozenset(
             number
             for name in (*_PLACEHOLDERS, *(("audio_token_id",) if audio is not None else ()))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_backend.hf.anatomy.families import EXACT_KEYS, NUMBERED_BY_KINDS, PIXELS
+from torch_backend.hf.anatomy.families import NUMBERED_BY_KINDS, PIXELS, media_keys
 from torch_backend.hf.anatomy.vision import (
     GRIDS,
     indexer_of,
@@ -24,7 +24,6 @@ from torch_backend.hf.anatomy.vision import (
 )
 from torch_backend.segments import to_device
 
-_TYPES = frozenset(("mm_token_type_ids", "token_type_ids"))
 DOCUMENTS = 1_024  # whose positions are kept
 _known: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
 _lock = threading.Lock()
@@ -32,7 +31,7 @@ _lock = threading.Lock()
 
 def image_keys(root: Any) -> frozenset[str]:
     """Returns the arguments of a model that hold images, and no value per token, whatever their shapes are."""
-    return EXACT_KEYS.get(root.config.model_type, frozenset()) - _TYPES
+    return media_keys(root.config)
 
 
 class DocumentPositions:
