@@ -224,7 +224,7 @@ class StreamedRows(IterableDataset[ReadyBatch]):
         """
         present = self._epochs.present
         if get_worker_info() is None:
-            if present.began and present.in_workers:
+            if present.began and present.seed:
                 raise PackingError(
                     "the rows are made in workers, which alone know their positions: take state_dict() of a "
                     "StatefulDataLoader, or make them with num_workers=0"
@@ -284,10 +284,6 @@ class _Epoch(NamedTuple):
     seed: int = 0  # of the workers that began it; 0 for the process itself
     iteration: int = 0  # of these workers
     resumes: int = 0
-
-    @property
-    def in_workers(self) -> bool:
-        return self.seed != 0
 
 
 class _Epochs:

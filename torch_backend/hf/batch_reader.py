@@ -31,7 +31,7 @@ from torch_backend.hf.index_loss import trains_indexers
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import PAGED_CACHE, is_packed, take_metadata
 from torch_backend.hf.inputs.context import cut_batch
-from torch_backend.hf.inputs.forests import check_forest, check_shared_row, refuse_over_ranks
+from torch_backend.hf.inputs.forests import OVER_RANKS, check_forest, refuse, why_not_these
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.inputs.spans import add_spans
 from torch_backend.hf.inputs.unmarked import check_unmarked, refuse_other_marks, refuse_unread
@@ -126,7 +126,7 @@ class BatchReader:
         self.guard.waits, shared = module.training, kwargs.pop(SHARED_ROW, None)
         refuse_other_marks(kwargs, names)
         if self.context is not None and shared is not None:
-            refuse_over_ranks(self.root)
+            refuse(self.root, OVER_RANKS)
         kwargs = self.cut(kwargs)
         if kwargs.get(BatchKey.SHARE) is not None:
             return self._forward_of_share(names, kwargs)
@@ -161,7 +161,7 @@ class BatchReader:
         if "use_cache" in names:  # a model above the decoder may make a cache for it
             kwargs["use_cache"] = False
         if shared is not None:
-            check_shared_row(self.anatomy, kwargs)
+            refuse(self.root, why_not_these(self.root, kwargs))  # the model was asked when the row was made
             segments, row_length = shared.segments, shared.segments.tokens
         forward = PackedForward(
             segments, (rows, row_length), self.implementation, sizes=self.anatomy.sizes, numbers=numbers
@@ -187,7 +187,7 @@ class BatchReader:
         if self.context is None or kwargs.get(BatchKey.SHARE) is not None or not is_packed(kwargs):
             return dict(batch)
         if kwargs.get(BatchKey.PARENTS) is not None:
-            refuse_over_ranks(self.root)
+            refuse(self.root, OVER_RANKS)
         routed = asks_for_router_loss(self.root, kwargs)
         if routed and (reason := why_not_over_ranks(self.root)) is not None:
             raise UnsupportedModelError(

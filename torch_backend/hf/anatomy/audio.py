@@ -125,7 +125,7 @@ class Audio:
                 raise LayoutError(
                     f"{where}: clip {number} has {count} frames, too few for a single token: leave it out"
                 )
-            if self.mask is not None and not _from_the_start(clips[self.mask][number], count):
+            if self.mask is not None and not bool(clips[self.mask][number][:count].all()):
                 raise LayoutError(f"{where}: {self.mask} of clip {number} has a hole: it marks padding at the end")
         tokens = sum(map(self.tokens, frames))
         if tokens != marked:
@@ -164,10 +164,6 @@ def require_encoder(root: Any) -> None:
             f"{type(root).__name__} of this version of transformers has no base model with an audio_tower, in which "
             "clips are packed: pip install --upgrade transformers, or pack text alone"
         )
-
-
-def _from_the_start(mask: Tensor, count: int) -> bool:
-    return bool(mask[:count].all())
 
 
 def audio_of(config: Any) -> Audio | None:

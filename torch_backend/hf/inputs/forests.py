@@ -20,6 +20,7 @@ from torch_backend.hf.router import asks_for_router_loss
 from torch_backend.ops.attention import runs_parents
 
 WAY_OUT = "pack without shared prefixes (share_prefix=False)"
+OVER_RANKS = "the documents of its batches are cut over ranks (mesh)"
 ROUTER_LOSS = "its router's auxiliary loss would count a shared token once"
 TAKES_PARENTS = "takes_parents"  # marks a loss function that knows which token predicts the first one of a segment
 
@@ -61,7 +62,7 @@ def check_forest(anatomy: Anatomy, kwargs: Mapping[str, Any], *, compiled: str |
         UnsupportedModelError: names the reason and the way out.
     """
     root = anatomy.root
-    refuse(root, why_not_now(anatomy) or _why_not_these(root, kwargs))
+    refuse(root, why_not_this_call(anatomy, kwargs))
     if compiled is not None:
         refuse(root, f"its layers are compiled (pass compile=False), and {compiled}")
     if kwargs.get("shift_labels") is not None:
@@ -74,37 +75,13 @@ def check_forest(anatomy: Anatomy, kwargs: Mapping[str, Any], *, compiled: str |
         )
 
 
-def check_shared_row(anatomy: Anatomy, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a row of whole documents, of which the decoder computes each beginning once, if that would not be exact.
-
-    The model itself was asked when the row was made, by :func:`why_not_this_call`.
-
-    Args, Raises: as :func:`check_forest`.
-    """
-    refuse(anatomy.root, _why_not_these(anatomy.root, kwargs))
-
-
 def why_not_this_call(anatomy: Anatomy, kwargs: Mapping[str, Any]) -> str | None:
-    """Explains why a call of a model, with all its arguments, cannot share prefixes; None if it can."""
-    return why_not_now(anatomy) or _why_not_these(anatomy.root, kwargs)
-
-
-def why_not_now(anatomy: Anatomy) -> str | None:
-    """Explains why a model cannot run shared prefixes as it is set up now; None if it can."""
+    """Explains why a call of a model, as it is set up now, cannot share prefixes; None if it can."""
     if (reason := why_no_forest(anatomy)) is not None:
         return reason
     if (draw := find_draw(anatomy.root)) is not None:
         return f"{draw} is on, and documents that share a prefix would share what it draws"
-    return None
-
-
-def refuse_over_ranks(root: Any) -> None:
-    """Refuse shared prefixes in a batch whose documents are cut over ranks.
-
-    Raises:
-        UnsupportedModelError
-    """
-    refuse(root, "the documents of its batches are cut over ranks (mesh)")
+    return why_not_these(anatomy.root, kwargs)
 
 
 def refuse(root: Any, reason: str | None) -> None:
@@ -113,7 +90,8 @@ def refuse(root: Any, reason: str | None) -> None:
         raise UnsupportedModelError(f"{type(root).__name__} cannot run shared prefixes: {reason}; {WAY_OUT}")
 
 
-def _why_not_these(root: Any, kwargs: Mapping[str, Any]) -> str | None:
+def why_not_these(root: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """Explains why the arguments of a call, whatever the model, cannot share prefixes; None if they can."""
     if asks_for_router_loss(root, kwargs):
         return ROUTER_LOSS
     tensors = sorted(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in HARMLESS)
