@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from torch_backend.hf.anatomy.audio import FEATURES, Audio, audio_of
-from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, PIXELS, ROWS_OF_IMAGES
-from torch_backend.hf.edits.clips import encode_clips
+from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, PIXELS, ROWS_OF_IMAGES, media_keys
+from torch_backend.hf.edits.clips import clip_edits, encode_clips
+from torch_backend.hf.edits.kinds import Edit, Hook
+from torch_backend.hf.edits.towers import tower_edits
 from torch_backend.hf.forward import PackedForward
 
 _SILENCE = 8  # frames of a blank clip
@@ -31,7 +34,14 @@ _FEATURES = ("pooler_output", "deepstack_features")  # of what a tower returns, 
 
 def takes_media(config: Any) -> bool:
     """Returns whether a model takes images or audio packed."""
-    return bool(absent_media(config, {}))
+    return bool(media_keys(config))
+
+
+def media_edits(root: Any) -> Iterator[Edit]:
+    """The edits of a model that takes images or audio: of its towers, and of its embedding for blank ones."""
+    yield Hook(root.get_input_embeddings().register_forward_hook, partial(tie_blank_image, root))
+    yield from tower_edits(root)
+    yield from clip_edits(root)
 
 
 def absent_media(config: Any, kwargs: Mapping[str, Any]) -> tuple[str, ...]:

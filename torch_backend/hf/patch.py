@@ -21,14 +21,14 @@ from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import AUTO, ContextGroup, context_group, draws_of_rank
 from torch_backend.hf import router
-from torch_backend.hf.anatomy.families import both_ways_of
+from torch_backend.hf.anatomy.families import both_ways_of, media_keys
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.structure import STATE, causal_lm, has_compiled_layers, refuse_sharding_inside
 from torch_backend.hf.attention import KIND, kind_of, register, softcap_of
 from torch_backend.hf.batch_reader import BatchReader
-from torch_backend.hf.blank_images import blank_media, takes_media, tie_blank_image
+from torch_backend.hf.blank_images import blank_media, media_edits
 from torch_backend.hf.edits import own_attention
-from torch_backend.hf.edits.clips import by_loss_function, clip_edits
+from torch_backend.hf.edits.clips import by_loss_function
 from torch_backend.hf.edits.indexers import select_inside
 from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook
 from torch_backend.hf.edits.latents import SELECTING, latent_edits
@@ -40,7 +40,6 @@ from torch_backend.hf.edits.rotary import (
     rotation_attributes,
     why_own_rotation,
 )
-from torch_backend.hf.edits.towers import tower_edits
 from torch_backend.hf.entry import (
     Call,
     current_forward,
@@ -223,10 +222,8 @@ class Patched(BatchReader):
                     self.own_rotation[name] = reason
         yield from entry_edits(self)
         yield from self.rows.edits()
-        if takes_media(self.root.config):
-            yield Hook(self.root.get_input_embeddings().register_forward_hook, partial(tie_blank_image, self.root))
-        yield from tower_edits(self.root)
-        yield from clip_edits(self.root)
+        if media_keys(self.root.config):
+            yield from media_edits(self.root)
         if both_ways_of(self.root.config) is not None:
             between = self.root.base_model  # it would make masks [S, S] of every batch, for layers that read none
             yield Hook(between.register_forward_pre_hook, _hand_over, with_kwargs=True)
