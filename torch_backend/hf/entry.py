@@ -53,7 +53,7 @@ class Running:
 
 
 class _Thread(threading.local):
-    """What runs on this thread.
+    """Holds what runs on this thread.
 
     Set in ``__init__``: where a class has a default, torch.compile (2.11) reads the default and not the thread's value.
 

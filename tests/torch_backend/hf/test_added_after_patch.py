@@ -125,13 +125,13 @@ ADDITIONS: list[tuple[Callable[[Any], None], str]] = [
     (hook_before_layer, r"a hook on model\.layers\.1 \(tests\.\S*\.mixing_inputs\)"),
     (hook_on_decoder, r"a hook on model \("),
     (hook_before_head, r"a hook on lm_head \("),
-    (hook_on_model, r"a hook on the model \("),
     (forward_of_attention, r"forward of model\.layers\.0\.self_attn \("),
     (forward_of_decoder, r"forward of model \("),
     (head, r"lm_head \(Mixing\)"),
     (head_of_torch, r"lm_head \(Sequential\), lm_head\.0 \(GRU\)"),
     (mlp, r"model\.layers\.0\.mlp \(Mixing\)"),
     (class_of_mlp, r"model\.layers\.0\.mlp \(MixingMLP\)"),
+    (hook_on_model, r"a hook on the model \("),
 ]
 
 
