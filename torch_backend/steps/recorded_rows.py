@@ -146,7 +146,8 @@ class RecordedRows:
     def _form(self, segments: PackedMetadata) -> RowForm:
         """The form of a row. Sizes other than its tokens only grow, and then all graphs are recorded again.
 
-        So rows without shared prefixes run as rows with them once there was one: layers are compiled once for both.
+        So rows without shared prefixes run as rows with them once there was one, or one that had some but shared too
+        little: layers are compiled once for both.
         """
         assert segments.lengths is not None
         tokens, before = segments.tokens, (self.entries, self.longest, self.depth)
@@ -157,12 +158,18 @@ class RecordedRows:
         most = int(MOST_PADDED * tokens) - tokens + step  # padding, in pieces of the longest
         entries = len(segments.lengths) + -(-most // longest)
         self.entries = max(self.entries, -(-entries // 16) * 16)
-        if segments.parents is not None:
-            self.depth = max(self.depth, power_of_two(max(1, depth_of(segments.parents))))
+        if segments.parents is not None or self._may_share:
+            self.depth = max(self.depth, power_of_two(max(1, depth_of(segments.parents or ()))))
         if before != (self.entries, self.longest, self.depth):
             self.graphs.clear()
             self.memory.pools.clear()  # which end with their last graph
         return RowForm(rounded, self.entries, longest, self.depth)
+
+    @property
+    def _may_share(self) -> bool:
+        """Returns whether documents of some row had a common beginning that was too short to share."""
+        unpadding = self.state.unpadding
+        return unpadding is not None and unpadding.prefixes is not None and unpadding.prefixes.declined is not None
 
     def _surroundings(self, arguments: Mapping[str, Any]) -> Any:
         """Returns what a graph depends on beside the values of its row."""

@@ -86,7 +86,7 @@ class TowerBlock:
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1:
-            args, kwargs = (), {BOUNDARIES: args[0], **kwargs}
+            kwargs, args = {BOUNDARIES: args[0], **kwargs}, ()
         boundaries = kwargs.get(BOUNDARIES)
         call = kwargs.get(PACKED) or getattr(boundaries, CALL, None)
         if not isinstance(call, TowerCall) or not isinstance(boundaries, Tensor) or args or not self.tower.ready:
@@ -126,7 +126,9 @@ def tower_blocks(root: Any) -> dict[str, list[nn.Module]]:
     """Returns the blocks of a model's towers that can be compiled; none under FSDP, which gathers weights in them."""
     if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in root.modules()):
         return {}
-    tower, vision = tower_of(root), []
-    if tower is not None and all(map(compiles, tower_layers(tower))):
-        vision = [module for module in tower.modules() if isinstance(module, DecoderLayer)]
+    vision: list[nn.Module] = []
+    if (tower := tower_of(root)) is not None:
+        attention = [*tower_layers(tower)]
+        if attention and all(map(compiles, attention)):
+            vision = [module for module in tower.modules() if isinstance(module, DecoderLayer)]
     return {"vision": vision, "audio": encoder_blocks(root)}

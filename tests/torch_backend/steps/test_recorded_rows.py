@@ -23,6 +23,7 @@ from tests.torch_backend.models import documents, error, tiny
 from tests.torch_backend.steps.test_packed_calls import possible as possible
 from torch_backend import patch
 from torch_backend.hf.inputs.unpadding import unpad_calls
+from torch_backend.hf.patch import state_of
 from torch_backend.steps import recorded_rows
 from torch_backend.steps.cuda_graph import record
 from torch_backend.steps.dynamic_compile import RECORDED, UNNEEDED, CompiledCalls
@@ -167,7 +168,11 @@ def test_few_forms_are_recorded(compiled: SimpleNamespace) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_rows_without_shared_prefixes_run_the_graphs_of_rows_with_them(compiled: SimpleNamespace) -> None:
+@pytest.mark.parametrize("declined", [None, 0.05])
+def test_rows_without_shared_prefixes_run_the_graphs_of_rows_with_them(
+    compiled: SimpleNamespace, declined: float | None
+) -> None:
+    """Those after the first row with them, and where some would have saved too little from the first row on."""
     recorded = patch(tiny("llama", num_hidden_layers=1), implementation="triton", verify=False)
     plain = patch(tiny("llama", num_hidden_layers=1), verify=False)
     calls = CompiledCalls(recorded)
@@ -176,8 +181,9 @@ def test_rows_without_shared_prefixes_run_the_graphs_of_rows_with_them(compiled:
     apart = padded((24, 24))
     together = {name: x.clone() for name, x in apart.items()}
     together["input_ids"][1, :17] = together["input_ids"][0, :17]
-    apart = {name: x[:, :16] for name, x in apart.items()}  # in rows of as many tokens
-    for number, batch in enumerate((together, together, apart)):
+    apart = {name: x[:, :18] for name, x in apart.items()}  # in rows of the same form
+    state_of(recorded).unpadding.prefixes.declined = declined
+    for number, batch in enumerate((together, together, apart) if declined is None else (apart, apart, together)):
         with torch.no_grad():
             assert error(recorded(**batch).logits, plain(**batch).logits) <= 1e-5, number
     assert (calls.graph, compiled.recorded) == (RECORDED, 1)
