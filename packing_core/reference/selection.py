@@ -143,7 +143,7 @@ def _attended(
 def _queries(
     tokens: npt.NDArray[np.int64], index: tuple[Array, ...], attended: Array, selected: npt.NDArray[np.bool_]
 ) -> Iterator[tuple[int, npt.NDArray[np.int64], Array, Array, Array]]:
-    """Of each query its keys [n], their products [n, H], the logarithm of the indexer's softmax, and the target [n]."""
+    """Yields each query, its keys [n], their products [n, H], the log of the indexer's softmax, and the target [n]."""
     q, k, weights = index
     for query in tokens:
         (keys,) = selected[query].nonzero()
