@@ -195,7 +195,7 @@ class AttentionCase(OperationCase):
         return arrays if self.top_k is None else arrays | index_operands(ids, draw, self.index_block)
 
     def index_arguments(self, dtype: str) -> dict[str, Array]:
-        """What `Backend.index_loss` takes: scores no two of which are equal, so small that all have a probability."""
+        """The operands of `Backend.index_loss`: no two scores are equal, and all have a probability."""
         arrays = self.arguments(dtype)
         weights = arrays["index_weights"] / 16
         return {"index_q": arrays["index_q"], "index_k": arrays["index_k"], "index_weights": weights} | {

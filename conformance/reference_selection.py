@@ -13,7 +13,7 @@ from packing_core.protocol import Array, Backend, Gradients, OperationCall, segm
 
 
 class SelectionMethods(Backend):
-    """What a query sees of the keys that an indexer scores, and `index_loss`."""
+    """The choice of keys that an indexer scores, and `index_loss`."""
 
     def chosen(self, segment_ids: Array, seen: Array, scores: Array, top_k: int) -> Array:
         """bool ``[B, S, S]``: the keys of the largest scores among those that a query sees."""

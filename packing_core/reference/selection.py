@@ -143,7 +143,7 @@ def _attended(
 def _queries(
     tokens: npt.NDArray[np.int64], index: tuple[Array, ...], attended: Array, selected: npt.NDArray[np.bool_]
 ) -> Iterator[tuple[int, npt.NDArray[np.int64], Array, Array, Array]]:
-    """Yields each query, its keys [n], their products [n, H], the log of the indexer's softmax, and the target [n]."""
+    """Yields each query, its keys [n], their products [n, H], log softmax of the scores, and the target [n]."""
     q, k, weights = index
     for query in tokens:
         (keys,) = selected[query].nonzero()

@@ -140,6 +140,7 @@ ONE_CONCEPT = {  # classes of one name for one concept, with the package of each
     "KernelTiles": ["jax_backend", "torch_backend"],
     "ExpertMethods": ["conformance", "torch_backend"],
     "ScanMethods": ["conformance", "jax_backend", "torch_backend"],
+    "SelectionMethods": ["conformance", "torch_backend"],
     "Stack": ["jax_backend", "torch_backend"],
     "Tile": ["jax_backend", "torch_backend"],
     "TokenLogprobs": ["jax_backend", "torch_backend"],

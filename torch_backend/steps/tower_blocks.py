@@ -85,11 +85,11 @@ class TowerBlock:
         self.tower, self.plain, self.compiled = tower, block._call_impl, compiled
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1:
-            kwargs, args = {BOUNDARIES: args[0], **kwargs}, ()
-        boundaries = kwargs.get(BOUNDARIES)
+        carried = len(args) == 1 and hasattr(args[0], CALL)
+        boundaries = args[0] if carried else kwargs.get(BOUNDARIES)
         call = kwargs.get(PACKED) or getattr(boundaries, CALL, None)
-        if not isinstance(call, TowerCall) or not isinstance(boundaries, Tensor) or args or not self.tower.ready:
+        others = len(args) > carried
+        if not isinstance(call, TowerCall) or not isinstance(boundaries, Tensor) or others or not self.tower.ready:
             return self.plain(hidden, *args, **kwargs)
         segments = self.tower.segments_of(call, boundaries, hidden)
         given = {name: x for name, x in kwargs.items() if name != PACKED}

@@ -251,6 +251,8 @@ def test_blocks_of_an_encoder_share_a_graph_for_any_number_of_clips(case: str, m
     for batch, truth in zip(batches, want, strict=True):
         assert_same(update(model, [batch]), truth)
         assert counter.frame_count == 1
+    document = rows[0][1]
+    assert torch.equal(model(**alone(document)).logits, audio_model(case)(**alone(document)).logits)  # as they are
 
 
 def test_adapters_in_an_encoder_that_is_recomputed_are_trained() -> None:

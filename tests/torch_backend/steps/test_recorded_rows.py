@@ -172,7 +172,7 @@ def test_few_forms_are_recorded(compiled: SimpleNamespace) -> None:
 def test_rows_without_shared_prefixes_run_the_graphs_of_rows_with_them(
     compiled: SimpleNamespace, declined: float | None
 ) -> None:
-    """Those after the first row with them, and where some would have saved too little from the first row on."""
+    """Runs those after the first row with them, and from the first row on where some would have saved too little."""
     recorded = patch(tiny("llama", num_hidden_layers=1), implementation="triton", verify=False)
     plain = patch(tiny("llama", num_hidden_layers=1), verify=False)
     calls = CompiledCalls(recorded)

@@ -250,7 +250,7 @@ def _tiles(
 
 @dataclass(frozen=True)
 class SelectedKeys:
-    """What the queries of long documents see, and how attention runs over it.
+    """Holds what the queries of long documents see, and how attention runs over it.
 
     Attributes:
         places: int32 [N, top_k] or [N, G, top_k], as :func:`select` or :func:`select_blocks` returns it.
@@ -280,7 +280,7 @@ class SelectedKeys:
         yield from zip(*parts, self.places.split(lengths), strict=True)
 
     def in_triton(self, q: Tensor, k: Tensor, v: Tensor, run: Callable[..., Tensor]) -> list[Tensor]:
-        """What ``run``, a function of :mod:`.selected_triton`, makes of each long document of a row.
+        """Returns what ``run``, a function of :mod:`.selected_triton`, makes of each long document.
 
         Keys and values of latent attention [T, 1, R + r] are its vectors, the first R channels of which are the values.
         """

@@ -50,7 +50,7 @@ def refuses(request: AttentionRequest, rank: int | None, rotated: int) -> str | 
 
 
 class Channels(NamedTuple):
-    """Where keys and values of a document lie in one tensor [L, K, W], and how their products are scaled.
+    """Tells where keys and values of a document lie in one tensor [L, K, W], and how their products are scaled.
 
     Attributes:
         value_dim, values_at: of the values; the keys are the first channels, as many as queries have.
