@@ -174,7 +174,7 @@ class PackedForward(BlockMask):
         self.handed_over = self.prepared = self.pools_after = False
         self.blank: tuple[str, ...] = ()
         self._shape = (shape[0], 1, shape[1], shape[1])
-        self._copies: dict[torch.device, PackedForward] = {segments.device: self}
+        self._copies: dict[torch.device, PackedForward] = {}  # and itself, if there are any: else no cycle
 
     @cached_property
     def documents(self) -> DocumentRows:
@@ -208,14 +208,18 @@ class PackedForward(BlockMask):
         if device is None or isinstance(device, torch.dtype):
             return self
         device = torch.empty(0, device=device).device  # with its index
+        if device == self.segments.device:
+            return self
         if device not in self._copies:
             if self.over_ranks:
                 raise UnsupportedModelError(
                     "context parallelism takes a model on one device, and this one is on several: "
                     "load it without device_map"
                 )
+            self._copies.setdefault(self.segments.device, self)
             moved = self._copies[device] = copy(self)  # which shares what layers record
             moved.segments, moved.prepared, moved.selected = self.segments.to(device), False, None
+            moved.__dict__.pop("documents", None)
             moved.long = None if self.long is None else self.long.to(device)
             moved.real = None if self.real is None else self.real.to(device)
         return self._copies[device]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -206,3 +208,19 @@ def test_a_document_over_the_learned_positions_is_an_error_and_padding_is_not(fa
         CapacityError, match=rf"a document has {limit + 1} tokens and .* learned positions for {limit}:"
     ):
         model(**batch)
+
+
+def test_what_a_call_keeps_is_freed_with_its_output() -> None:
+    """A pooler's hook keeps hidden states; a cycle of references would hold all activations until it is looked for."""
+    model, encoded = encoder("bert", transformers.AutoModel), []
+    model.encoder.register_forward_hook(lambda *call: encoded.append(weakref.ref(call[2][0])))
+    torch_backend.patch(model, verify=False)
+    batch = PackedCollator(model, capacity=64)(examples(documents()))
+    gc.disable()
+    try:
+        output = model(**batch)
+        assert [x() is None for x in encoded] == [False]
+        del output
+        assert [x() is None for x in encoded] == [True]
+    finally:
+        gc.enable()
