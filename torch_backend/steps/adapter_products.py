@@ -24,14 +24,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo.backends.registry import lookup_backend
 
 _LINEAR = torch.nn.functional.linear
 _A, _B = "_lora_A_", "_lora_B_"  # in the names that Dynamo makes of PEFT's parameters
 
 
 @cache
-def with_joined_adapters(backend: Callable[..., Any]) -> Callable[..., Any]:
+def with_joined_adapters(backend: str | Callable[..., Any]) -> Callable[..., Any]:
     """Returns a backend of ``torch.compile`` that rewrites its graphs; the same one for the same backend."""
+    backend = lookup_backend(backend)
 
     def compile(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
         join_adapters(module)

@@ -35,7 +35,7 @@ from torch_backend.hf.anatomy.experts import is_spread
 from torch_backend.hf.anatomy.structure import causal_lm, decoder_of, with_values
 from torch_backend.hf.anatomy.unchanged import why_changed, why_other_code
 from torch_backend.hf.attention import DecoderLayer, uses_interface
-from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.edits.override import STANDS_FOR, original_class
 from torch_backend.hf.edits.rebinding import names
 from torch_backend.hf.experts import LAYOUT, TILE_OF_EXPERTS
 from torch_backend.ops.tiled_mlp import tiled_mlp
@@ -49,7 +49,7 @@ _OF_ATTENTION = ("q_proj", "k_proj", "v_proj")
 # classes of activations -> names in ops.tiled_mlp
 _ACTIVATIONS = {nn.SiLU: "silu", type(ACT2FN["silu"]): "silu", type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh"}
 
-_KIND, _FORM = "_crosspack_kind", "_crosspack_form"  # of a module by tiles: its class otherwise, and its form as a norm
+_FORM = "_crosspack_form"  # of a module by tiles: its form as a norm
 PROBED = 6  # tokens on which a part is compared with its tiles
 _ROUNDINGS = 8.0  # by which a part and its tiles may differ, as a share of each result's norm
 
@@ -193,13 +193,13 @@ def tiled(parts: Parts) -> AbstractContextManager[None]:
 @cache
 def _subclass(kind: type[nn.Module], forward: Any, form: tuple[float, float] | None = None) -> type[nn.Module]:
     """One class for all modules of a kind, so that equal layers share their compiled graphs."""
-    attributes = {"forward": forward, "__module__": kind.__module__, _KIND: kind, _FORM: form}
+    attributes = {"forward": forward, "__module__": kind.__module__, STANDS_FOR: kind, _FORM: form}
     return type(kind.__name__, (kind,), attributes)
 
 
 def _plain(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of the class that a module has outside of :func:`tiled`."""
-    return getattr(module, _KIND).forward(module, *args, **kwargs)
+    return getattr(module, STANDS_FOR).forward(module, *args, **kwargs)
 
 
 # -- forwards by tiles -------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def _dtype_of(x: Tensor) -> torch.dtype | None:
 
 def _projection(layer: Any) -> Projection | None:
     """A linear layer as tiles take it, None if it does something else."""
-    if getattr(layer, _KIND, type(layer)) is nn.Linear:
+    if getattr(layer, STANDS_FOR, type(layer)) is nn.Linear:
         return None if isinstance(layer.weight, DTensor) else Projection(layer.weight, layer.bias)
     base = getattr(layer, "base_layer", None)
     if type(base) is not nn.Linear or not hasattr(layer, "lora_A") or len(layer.active_adapters) != 1:

@@ -250,8 +250,11 @@ def test_saving_and_loading(family: str, tmp_path: Any) -> None:
     assert PREFIX not in "".join(p.read_text() for p in tmp_path.glob("*.json"))
     loaded = type(model).from_pretrained(tmp_path).train()
     assert state_of(loaded) is None and not loaded.config._attn_implementation.startswith(PREFIX)
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-    assert_same(packed(torch_backend.patch(loaded, verify=False), docs), want, 0.0)
+    weights = loaded.state_dict()
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weights[name], x) for name, x in model.state_dict().items())
+    # as near as rounding allows: where weights lie in memory decides in which order a CPU adds
+    assert_same(packed(torch_backend.patch(loaded, verify=False), docs), want)
 
 
 def without_values(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

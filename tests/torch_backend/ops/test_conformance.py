@@ -51,6 +51,7 @@ def test_sdpa_takes_part_at_every_level_and_the_others_where_attention_matters()
         "attention",
         "forward",
         "gradients",
+        "index_loss",
         "shared_gradients",
     }
 

@@ -5,6 +5,7 @@ No library is installed where these run: stand-ins with their functions' names a
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 from itertools import pairwise
@@ -19,7 +20,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 import torch_backend
 from tests.torch_backend.kernels import interpret
-from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
+from tests.torch_backend.models import alone, assert_same, collate, documents, in_float64, packed, tiny
 from torch_backend.hf.anatomy.families import SCANS
 from torch_backend.hf.edits.stand_ins import LayerSegments, scan
 from torch_backend.hf.forward import RowChoice
@@ -164,7 +165,7 @@ def test_a_library_that_is_faster_and_passes_its_trial_scans_the_row(
     family: str, library: str, layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, docs = tiny(family), documents(SHORT)
-    truth = alone(model, docs)
+    truth = alone(in_float64(copy.deepcopy(model)), docs)
     calls = install_flash_qla(monkeypatch) if library == "flash_qla" else install_mamba_ssm(monkeypatch)
     torch_backend.patch(model, implementation="sdpa", verify=False)
     assert_same(packed(model, docs, collate(docs, capacity=64, strategy="sequential")), truth, 2e-5)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from torch_backend.hf.anatomy.unchanged import is_in_its_module, module_of, written
-from torch_backend.hf.edits.override import added_forward, original_class
+from torch_backend.hf.edits.override import STANDS_FOR, added_forward, original_class
 from torch_backend.ops.mxfp4 import Mxfp4Weight
 
 # Packages whose modules, hooks and functions say where weights lie, what is compiled and what runs again, and compute
@@ -114,7 +114,7 @@ class Structure:
     def _look(self) -> tuple[Any, ...]:
         own = [m.__dict__ for m in self.modules[1:]]
         return (
-            list(map(type, self.modules)),
+            [vars(kind).get(STANDS_FOR, kind) for kind in map(type, self.modules)],
             [[number for number, x in hooks.items() if _counts(x)] if hooks else [] for hooks in self.hooks],
             [id(d.get("_old_forward") or d.get("forward")) for d in own],
             [len(m._modules) for m in self.modules],

@@ -22,6 +22,7 @@ from torch import nn
 _ACTIVE, _ATTRIBUTES = "_crosspack_active", "_crosspack_attributes"
 OUTER = "_crosspack_outer_forward"  # the forward that the instance had of its own
 _ORIGINAL, _PARTS = "_crosspack_original", "_crosspack_parts"
+STANDS_FOR = "_crosspack_kind"  # in a class that a module has for a while: the class that it has otherwise
 
 # forward(layer, call, *args, **kwargs), where call(*args, **kwargs) is the layer's own forward
 Forward = Callable[..., Any]
