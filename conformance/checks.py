@@ -64,16 +64,16 @@ def check_isolated(
 ) -> None:
     """No segment (of those in ``where``) moves another's output or, with ``backward``, its gradients per token."""
     working, case = dtype or judge.dtype, _as_tried(judge, case.fitted(judge.backend.capabilities.head_dims))
-    ids, given = segment_ids(case.rows), case.arguments(working)
+    ids, arrays = segment_ids(case.rows), case.arguments(working)
 
     def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
         changed: dict[str, Array | None] = {**case.sound(arguments, working)}
-        out, found = judge.ask_case(case, working, changed if backward else changed | {"dout": None})
-        per_token = {f"gradient of {name}": x for name, x in found.items() if x.shape[:2] == ids.shape}
+        out, gradients = judge.ask_case(case, working, changed if backward else changed | {"dout": None})
+        per_token = {f"gradient of {name}": x for name, x in gradients.items() if x.shape[:2] == ids.shape}
         return {"output": out} | per_token
 
-    change = [name for name in case.isolated if name in given and (backward or name != "dout")]
-    judge.isolated(call, given, ids, change=change, dtype=working, where=where, backward=backward)
+    change = [name for name in case.isolated if name in arrays and (backward or name != "dout")]
+    judge.isolated(call, arrays, ids, change=change, dtype=working, where=where, backward=backward)
 
 
 def _as_tried(judge: Judge, case: OperationCase) -> OperationCase:
@@ -95,10 +95,10 @@ def check_padding(
     real = segment_ids(case.rows) > 0
     changed = at_padding(case, dtype) if changed is None else changed
     finite = all(np.isfinite(x).all() for x in changed.values())
-    (out, found), (moved_out, moved) = judge.ask_case(case, dtype), judge.ask_case(case, dtype, changed)
+    (out, gradients), (moved_out, moved) = judge.ask_case(case, dtype), judge.ask_case(case, dtype, changed)
     judge.unmoved("the output", out[real], moved_out[real], because="padding changed")
-    noise = judge.noise(lambda: judge.ask_case(case, dtype)[1], found)
-    for name, gradient in found.items():
+    noise = judge.noise(lambda: judge.ask_case(case, dtype)[1], gradients)
+    for name, gradient in gradients.items():
         per_token = gradient.shape[:2] == real.shape
         at = real if per_token else (...,)
         judge.unmoved(
@@ -111,10 +111,10 @@ def check_padding(
 
 def at_padding(case: OperationCase, dtype: str) -> dict[str, Array]:
     """The arrays that hold any numbers at padding, with large finite ones there."""
-    given, padding, large = case.arguments(dtype), segment_ids(case.rows) == 0, LARGE[dtype]
-    other = {name: generator("padding", name).choice([-large, large], given[name].shape) for name in case.padded}
-    other = case.sound({**given, **other}, dtype)
-    changed = {name: given[name].copy() for name in case.padded}
+    arrays, padding, large = case.arguments(dtype), segment_ids(case.rows) == 0, LARGE[dtype]
+    other = {name: generator("padding", name).choice([-large, large], arrays[name].shape) for name in case.padded}
+    other = case.sound({**arrays, **other}, dtype)
+    changed = {name: arrays[name].copy() for name in case.padded}
     for name, x in changed.items():
         x[padding] = other[name][padding]
     return changed

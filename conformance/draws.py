@@ -129,13 +129,13 @@ class OperationCase:
         """The keyword arguments that are not drawn."""
         return {}
 
-    def taken(self, given: Mapping[str, Any]) -> set[str]:
+    def taken(self, arrays: Mapping[str, Any]) -> set[str]:
         """The declarable options that a call with these arguments takes."""
         return set()
 
-    def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
+    def sound(self, arrays: Mapping[str, Array], dtype: str) -> dict[str, Array]:
         """Arguments in which any numbers may stand, as a model would pass them."""
-        return dict(given)
+        return dict(arrays)
 
     def fitted(self, head_dims: Collection[int]) -> Self:
         """The case, at a width that a backend declares."""
@@ -208,8 +208,8 @@ class AttentionCase(OperationCase):
         chosen |= {} if self.index_block == 1 else {"index_block": self.index_block}
         return chosen | ({"context_ranks": self.context_ranks} if self.context_ranks > 1 else {})
 
-    def taken(self, given: Mapping[str, Any]) -> set[str]:
-        return attention_options(**given)
+    def taken(self, arrays: Mapping[str, Any]) -> set[str]:
+        return attention_options(**arrays)
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class RopeCase(OperationCase):
     def options(self) -> dict[str, Any]:
         return {"interleaved": self.interleaved}
 
-    def taken(self, given: Mapping[str, Any]) -> set[str]:
+    def taken(self, arrays: Mapping[str, Any]) -> set[str]:
         taken = {"interleaved": self.interleaved, "partial": self.turned < self.width}
         return {name for name, is_taken in taken.items() if is_taken}
 

@@ -73,33 +73,36 @@ class ExpertsCase(OperationCase):
     def options(self) -> dict[str, Any]:
         return {"activation": self.activation}
 
-    def taken(self, given: Mapping[str, Any]) -> set[str]:
+    def taken(self, arrays: Mapping[str, Any]) -> set[str]:
         clamped, ungated = self.activation.limit is not None, not self.activation.gated
         taken = {"biased_experts": self.biased, "clamped_experts": clamped, "ungated_experts": ungated}
         return {name for name, is_taken in taken.items() if is_taken}
 
-    def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
+    def sound(self, arrays: Mapping[str, Array], dtype: str) -> dict[str, Array]:
         """Arguments whose indices are of experts, the first ones where they were of none."""
-        indices = given["indices"]
+        indices = arrays["indices"]
         there = (indices >= 0) & (indices < self.experts)
-        return {**given, "indices": np.where(there, indices, np.arange(self.top_k)).astype(np.int64)}
+        return {**arrays, "indices": np.where(there, indices, np.arange(self.top_k)).astype(np.int64)}
 
 
 @cache
 def expected(case: ExpertsCase, dtype: WorkingDtype) -> Expected:
     """Output and gradients of every argument, each document run alone."""
-    given, ids = case.arguments(dtype), segment_ids(case.rows)
-    biases = {name: given[name] for name in ("up_bias", "down_bias") if name in given}
+    arrays, ids = case.arguments(dtype), segment_ids(case.rows)
+    biases = {name: arrays[name] for name in ("up_bias", "down_bias") if name in arrays}
 
     def compute(arithmetic: WorkingDtype) -> Result:
-        out = np.zeros(given["dout"].shape)
-        gradients = {name: np.zeros(x.shape) for name, x in given.items() if name not in ("dout", "indices")}
+        out = np.zeros(arrays["dout"].shape)
+        gradients = {name: np.zeros(x.shape) for name, x in arrays.items() if name not in ("dout", "indices")}
         for row, start, stop in segments(ids):
             here = (row, slice(start, stop))
-            arguments: Any = [given[name][here] for name in ("x", "indices", "weights")] + [given["up"], given["down"]]
+            arguments: Any = [arrays[name][here] for name in ("x", "indices", "weights")] + [
+                arrays["up"],
+                arrays["down"],
+            ]
             options: Any = {"activation": case.activation, "dtype": arithmetic, **biases}
             out[here] = reference.experts(*arguments, **options)
-            gradient_of: Any = [*arguments, given["dout"][here]]
+            gradient_of: Any = [*arguments, arrays["dout"][here]]
             for name, x in reference.experts_vjp(*gradient_of, **options).items():
                 gradients[name][here if name in PER_TOKEN else ...] += x
         return out, gradients

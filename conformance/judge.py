@@ -126,18 +126,18 @@ class Judge:
         ids: Array | None = None,
     ) -> Result:
         """Output and gradients of a case, some of whose arrays, and whose segment ids, may be exchanged."""
-        given: dict[str, Any] = {**case.arguments(dtype), **case.options(), **(changed or {})}
-        taken = case.taken(given)
+        arrays: dict[str, Any] = {**case.arguments(dtype), **case.options(), **(changed or {})}
+        taken = case.taken(arrays)
         if case.method != "rope":  # which is told positions
-            given["segment_ids"] = segment_ids(case.rows) if ids is None else ids
-        return as_result(self.ask(case.method, **given, dtype=dtype, options=taken, head_dim=case.head_dim))
+            arrays["segment_ids"] = segment_ids(case.rows) if ids is None else ids
+        return as_result(self.ask(case.method, **arrays, dtype=dtype, options=taken, head_dim=case.head_dim))
 
     def ask_loss(self, case: LossCase, dtype: str, changed: Mapping[str, Array] | None = None) -> tuple[Result, float]:
         """The loss sum with the gradient of the logits, and the weight sum."""
-        given: dict[str, Any] = {**case.arguments(dtype), **(changed or {})}
+        arrays: dict[str, Any] = {**case.arguments(dtype), **(changed or {})}
         taken = {"token_weights"} if case.weighted else set()
         total, weight, dlogits = self.ask(
-            "loss", **given, segment_ids=segment_ids(case.rows), dtype=dtype, options=taken
+            "loss", **arrays, segment_ids=segment_ids(case.rows), dtype=dtype, options=taken
         )
         return (np.array([total], np.float64), {"logits": np.asarray(dlogits, np.float64)}), float(weight)
 

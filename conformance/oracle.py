@@ -69,10 +69,10 @@ def attention(case: AttentionCase, dtype: WorkingDtype) -> Expected:
 
 def index_loss(case: AttentionCase, dout: Array, dtype: WorkingDtype) -> Expected:
     """``[N]`` and the gradients of an indexer's operands."""
-    given, ids = case.index_arguments(dtype), segment_ids(case.rows)
+    arrays, ids = case.index_arguments(dtype), segment_ids(case.rows)
     assert case.top_k is not None
     real, bounds = _compact(ids)
-    operands: dict[str, Any] = {name: _take(x, real) for name, x in given.items()}
+    operands: dict[str, Any] = {name: _take(x, real) for name, x in arrays.items()}
     index_q, index_k, weights, _, _ = operands.values()
     selected = reference.select(index_q, index_k, weights, bounds, top_k=case.top_k)
     options: dict[str, Any] = {**operands, "cu_seqlens": bounds, "selected": selected}
@@ -88,15 +88,15 @@ def index_loss(case: AttentionCase, dout: Array, dtype: WorkingDtype) -> Expecte
 @cache
 def rope(case: RopeCase, dtype: WorkingDtype) -> Expected:
     """``[B, S, H, D]`` and the gradient of ``x``."""
-    given = case.arguments(dtype)
-    rows, width = given["x"].shape[:2]
+    arrays = case.arguments(dtype)
+    rows, width = arrays["x"].shape[:2]
 
     def compute(arithmetic: WorkingDtype) -> Result:
-        x, dout = (given[name].reshape(rows * width, *given[name].shape[2:]) for name in ("x", "dout"))
-        where = given["position_ids"].ravel(), given["inv_freq"]
+        x, dout = (arrays[name].reshape(rows * width, *arrays[name].shape[2:]) for name in ("x", "dout"))
+        where = arrays["position_ids"].ravel(), arrays["inv_freq"]
         out = reference.rope(x, *where, interleaved=case.interleaved, dtype=arithmetic)
         dx = reference.rope_vjp(x, *where, dout, interleaved=case.interleaved, dtype=arithmetic)["x"]
-        return out.reshape(given["x"].shape), {"x": dx.reshape(given["x"].shape)}
+        return out.reshape(arrays["x"].shape), {"x": dx.reshape(arrays["x"].shape)}
 
     return _both(compute, dtype)
 
@@ -104,12 +104,12 @@ def rope(case: RopeCase, dtype: WorkingDtype) -> Expected:
 @cache
 def scan(case: ScanCase, dtype: WorkingDtype) -> Expected:
     """``[B, S, M]`` and the gradients of ``x``, ``dt``, ``A``, ``B``, ``C``."""
-    given = case.arguments(dtype)
+    arrays = case.arguments(dtype)
     ids = segment_ids(case.rows)
 
     def compute(arithmetic: WorkingDtype) -> Result:
         real, bounds = _compact(ids)
-        flat = {name: x if name == "A" else _take(x, real) for name, x in given.items()}
+        flat = {name: x if name == "A" else _take(x, real) for name, x in arrays.items()}
         dout = flat.pop("dout")
         out = reference.selective_scan(**flat, cu_seqlens=bounds, dtype=arithmetic)
         found = reference.selective_scan_vjp(**flat, cu_seqlens=bounds, dy=dout, dtype=arithmetic)
@@ -121,20 +121,20 @@ def scan(case: ScanCase, dtype: WorkingDtype) -> Expected:
 @cache
 def loss(case: LossCase, dtype: WorkingDtype) -> tuple[Expected, float]:
     """The loss sum ``[1]`` with the gradient of ``logits``, and the weight sum."""
-    given = case.arguments(dtype)
+    arrays = case.arguments(dtype)
     ids = segment_ids(case.rows)
     # A label trains the logits one token earlier, if that token is of the same segment.
     targets = np.full(ids.shape, -100)
     weights = np.zeros(ids.shape)
     trained = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
-    targets[:, :-1][trained] = given["labels"][:, 1:][trained]
-    weights[:, :-1] = given.get("token_weights", np.ones(ids.shape))[:, 1:]
-    flat = given["logits"].reshape(ids.size, -1), targets.ravel()
+    targets[:, :-1][trained] = arrays["labels"][:, 1:][trained]
+    weights[:, :-1] = arrays.get("token_weights", np.ones(ids.shape))[:, 1:]
+    flat = arrays["logits"].reshape(ids.size, -1), targets.ravel()
 
     def compute(arithmetic: WorkingDtype) -> Result:
         total, _ = reference.cross_entropy(*flat, weights=weights.ravel(), dtype=arithmetic)
         found = reference.cross_entropy_vjp(*flat, weights=weights.ravel(), dtype=arithmetic)["logits"]
-        return np.array([total]), {"logits": found.reshape(given["logits"].shape)}
+        return np.array([total]), {"logits": found.reshape(arrays["logits"].shape)}
 
     return _both(compute, dtype), float(weights[targets != -100].sum())
 

@@ -86,15 +86,15 @@ def owners(documents: Sequence[Sequence[Place]], shape: tuple[int, ...]) -> Arra
 @cache
 def expected(case: ReduceCase, dtype: WorkingDtype) -> Expected:
     """``[N]`` and the gradient of the values, one document at a time."""
-    given = case.arguments(dtype)
+    arrays = case.arguments(dtype)
 
     def compute(arithmetic: WorkingDtype) -> Result:
-        values, dout = operands(arithmetic, given["values"], given["dout"])
+        values, dout = operands(arithmetic, arrays["values"], arrays["dout"])
         out, gradient = np.zeros(len(dout)), np.zeros(values.shape)
         for number, pieces in enumerate(case.documents()):
             places = [(row, t) for row, start, stop in pieces for t in range(start, stop)]
-            if "where" in given:
-                places = [place for place in places if given["where"][place]]
+            if "where" in arrays:
+                places = [place for place in places if arrays["where"][place]]
             if case.how in ("first", "last"):
                 places = places[:1] if case.how == "first" else places[-1:]
             if not places:
@@ -110,9 +110,9 @@ def expected(case: ReduceCase, dtype: WorkingDtype) -> Expected:
 
 def ask(judge: Judge, case: ReduceCase, dtype: str, changed: Mapping[str, Array] | None = None) -> Result:
     """``[N]`` and the gradient of the values, some of the arrays exchanged."""
-    given = {**case.arguments(dtype), **(changed or {})}
-    values = given.pop("values")
-    return as_result(judge.ask("reduce", values, case.documents(), dtype=dtype, how=case.how, **given))
+    arrays = {**case.arguments(dtype), **(changed or {})}
+    values = arrays.pop("values")
+    return as_result(judge.ask("reduce", values, case.documents(), dtype=dtype, how=case.how, **arrays))
 
 
 def check_reduce(judge: Judge, case: ReduceCase, *, only: str | None = "out") -> None:

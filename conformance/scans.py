@@ -51,7 +51,7 @@ class _ContinuedCase(OperationCase):
     def options(self) -> dict[str, Any]:
         return {} if self.parents is None else {"parents": np.array(self.parents)}
 
-    def taken(self, given: Mapping[str, Any]) -> set[str]:
+    def taken(self, arrays: Mapping[str, Any]) -> set[str]:
         return set() if self.parents is None else {"continued_segments"}
 
 
@@ -90,8 +90,10 @@ class DeltaCase(_ContinuedCase):
     def options(self) -> dict[str, Any]:
         return super().options() | {"normalise": self.normalise}
 
-    def taken(self, given: Mapping[str, Any]) -> set[str]:
-        return super().taken(given) | delta_rule_options(given["q"], given["v"], given["g"], normalise=self.normalise)
+    def taken(self, arrays: Mapping[str, Any]) -> set[str]:
+        return super().taken(arrays) | delta_rule_options(
+            arrays["q"], arrays["v"], arrays["g"], normalise=self.normalise
+        )
 
     def fitted(self, head_dims: Collection[int]) -> Self:
         if self.width in head_dims:
@@ -114,16 +116,16 @@ class DeltaCase(_ContinuedCase):
             arrays |= {name: _normalised(arrays[name]) for name in ("q", "k")}
         return arrays
 
-    def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
+    def sound(self, arrays: Mapping[str, Array], dtype: str) -> dict[str, Array]:
         """Arguments with k of norm 1, g below 0 and beta in 0..1.
 
         With longer keys the recurrence itself grows beyond all bounds.
         """
-        changed = dict(given)
+        changed = dict(arrays)
         if not self.normalise:
-            changed["k"] = round_to(dtype, _normalised(given["k"]))
-        changed["g"] = -np.abs(given["g"])
-        changed["beta"] = np.minimum(np.abs(given["beta"]), 1)
+            changed["k"] = round_to(dtype, _normalised(arrays["k"]))
+        changed["g"] = -np.abs(arrays["g"])
+        changed["beta"] = np.minimum(np.abs(arrays["beta"]), 1)
         return changed
 
 
@@ -153,8 +155,8 @@ class SsdCase(_ContinuedCase):
             "dout": draw.standard_normal((*ids.shape, self.heads, self.width)) * (ids > 0)[..., None, None],
         }
 
-    def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
-        return {**given, "dt": np.abs(given["dt"])}
+    def sound(self, arrays: Mapping[str, Array], dtype: str) -> dict[str, Array]:
+        return {**arrays, "dt": np.abs(arrays["dt"])}
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def _normalised(x: Array) -> Array:
 @cache
 def expected(case: Case, dtype: WorkingDtype) -> Expected:
     """Output and gradients of every argument, each document run alone: what a segment continues, and the segment."""
-    given, places = case.arguments(dtype), segments(segment_ids(case.rows))
+    arrays, places = case.arguments(dtype), segments(segment_ids(case.rows))
     parents = case.parents or (-1,) * len(places)
 
     def alone(mine: dict[str, Array], arithmetic: WorkingDtype) -> Result:
@@ -205,13 +207,13 @@ def expected(case: Case, dtype: WorkingDtype) -> Expected:
         return _delta_rule_alone(case, mine, arithmetic)
 
     def compute(arithmetic: WorkingDtype) -> Result:
-        out = np.zeros(given["dout"].shape)
-        gradients = {name: np.zeros(x.shape) for name, x in given.items() if name != "dout"}
+        out = np.zeros(arrays["dout"].shape)
+        gradients = {name: np.zeros(x.shape) for name, x in arrays.items() if name != "dout"}
         for number, (row, start, stop) in enumerate(places):
             path = [places[segment] for segment in lineage(parents, number)]
             here = row, np.concatenate([np.arange(first, end) for _, first, end in path])
             before = len(here[1]) - (stop - start)
-            mine = {name: x if name in _OF_HEADS else x[here].copy() for name, x in given.items()}
+            mine = {name: x if name in _OF_HEADS else x[here].copy() for name, x in arrays.items()}
             mine["dout"][:before] = 0.0  # those outputs are of other segments
             whole, found = alone(mine, arithmetic)
             out[row, start:stop] = whole[before:]
@@ -222,13 +224,13 @@ def expected(case: Case, dtype: WorkingDtype) -> Expected:
     return Expected(compute("float64"), compute(dtype))
 
 
-def _delta_rule_alone(case: DeltaCase, given: dict[str, Array], arithmetic: WorkingDtype) -> Result:
-    length, group = len(given["v"]), case.heads // case.key_heads
-    before = {name: given[name].astype(np.float64) for name in ("q", "k")}
+def _delta_rule_alone(case: DeltaCase, arrays: dict[str, Array], arithmetic: WorkingDtype) -> Result:
+    length, group = len(arrays["v"]), case.heads // case.key_heads
+    before = {name: arrays[name].astype(np.float64) for name in ("q", "k")}
     q, k = (np.repeat(_normalised(x) if case.normalise else x, group, axis=1) for x in before.values())
-    v, g, beta, bounds = given["v"], given["g"], given["beta"], [0, length]
+    v, g, beta, bounds = arrays["v"], arrays["g"], arrays["beta"], [0, length]
     out = reference.gated_delta_rule(q, k, v, g, beta, bounds, dtype=arithmetic)
-    found = reference.gated_delta_rule_vjp(q, k, v, g, beta, bounds, given["dout"], dtype=arithmetic)
+    found = reference.gated_delta_rule_vjp(q, k, v, g, beta, bounds, arrays["dout"], dtype=arithmetic)
     for name, x in before.items():
         found[name] = found[name].reshape(length, case.key_heads, group, case.width).sum(axis=2)
         if case.normalise:
@@ -242,30 +244,30 @@ def normalised_vjp(x: Array, dout: Array) -> Array:
     return dout / norm - x * (x * dout).sum(axis=-1, keepdims=True) / norm**3
 
 
-def _convolution_alone(given: dict[str, Array], arithmetic: WorkingDtype) -> Result:
-    operands: Any = {name: given[name] for name in ("x", "weight", "bias")}
-    operands |= {"cu_seqlens": [0, len(given["x"])], "dtype": arithmetic}
-    return reference.short_convolution(**operands), reference.short_convolution_vjp(**operands, dy=given["dout"])
+def _convolution_alone(arrays: dict[str, Array], arithmetic: WorkingDtype) -> Result:
+    operands: Any = {name: arrays[name] for name in ("x", "weight", "bias")}
+    operands |= {"cu_seqlens": [0, len(arrays["x"])], "dtype": arithmetic}
+    return reference.short_convolution(**operands), reference.short_convolution_vjp(**operands, dy=arrays["dout"])
 
 
-def _ssd_alone(case: SsdCase, given: dict[str, Array], arithmetic: WorkingDtype) -> Result:
+def _ssd_alone(case: SsdCase, arrays: dict[str, Array], arithmetic: WorkingDtype) -> Result:
     """The selective scan over channels ``(head, channel)``, whose rates are equal inside a head."""
-    length, heads, width = given["x"].shape
-    dy = given["dout"].reshape(length, -1)
+    length, heads, width = arrays["x"].shape
+    dy = arrays["dout"].reshape(length, -1)
     by_channel: Any = {
-        "x": given["x"].reshape(length, -1),
-        "dt": np.repeat(given["dt"], width, axis=1),
-        "A": np.repeat(given["A"], width)[:, None] * np.ones(case.states),
-        "B": given["B"],
-        "C": given["C"],
-        "D": np.repeat(given["D"], width),
+        "x": arrays["x"].reshape(length, -1),
+        "dt": np.repeat(arrays["dt"], width, axis=1),
+        "A": np.repeat(arrays["A"], width)[:, None] * np.ones(case.states),
+        "B": arrays["B"],
+        "C": arrays["C"],
+        "D": np.repeat(arrays["D"], width),
         "cu_seqlens": [0, length],
         "dtype": arithmetic,
     }
     out = reference.selective_scan(**by_channel)
     found = reference.selective_scan_vjp(**by_channel, dy=dy)
-    return out.reshape(given["x"].shape), {
-        "x": found["x"].reshape(given["x"].shape),
+    return out.reshape(arrays["x"].shape), {
+        "x": found["x"].reshape(arrays["x"].shape),
         "dt": found["dt"].reshape(length, heads, width).sum(axis=2),
         "A": found["A"].reshape(heads, -1).sum(axis=1),
         "B": found["B"],

@@ -16,10 +16,10 @@ requirement = pytest.mark.requirement
 @requirement("DET-01")
 def test_attention_twice(judge: Judge) -> None:
     case = AttentionCase(FULL)
-    (out, found), (again_out, again) = (judge.ask_case(case, judge.dtype) for _ in range(2))
+    (out, gradients), (again_out, again) = (judge.ask_case(case, judge.dtype) for _ in range(2))
     judge.unmoved("the output", out, again_out, because="the call was repeated")
     if not judge.atomic:
-        for name, gradient in found.items():
+        for name, gradient in gradients.items():
             judge.unmoved(f"the gradient of {name}", gradient, again[name], because="the call was repeated")
 
 
@@ -36,10 +36,10 @@ def test_collate_twice(judge: Judge) -> None:
 def test_gradients_twice(judge: Judge) -> None:
     case, drawn = DecoderCase(), documents(7, 16, 1, 33, 24, 15)
     batch = models.collated(judge, drawn, 96)
-    (loss, found), (again_loss, again) = (models.gradients(judge, case, batch, judge.dtype) for _ in range(2))
+    (loss, gradients), (again_loss, again) = (models.gradients(judge, case, batch, judge.dtype) for _ in range(2))
     judge.equal("the loss of the second run", again_loss, loss)
     if not judge.atomic:
-        for name, gradient in found.items():
+        for name, gradient in gradients.items():
             judge.unmoved(f"the gradient of {name}", gradient, again[name], because="the call was repeated")
 
 

@@ -51,9 +51,9 @@ def test_pieces_count_as_one_document(judge: Judge, how: str) -> None:
 def test_tokens_that_are_left_out_do_not_count(judge: Judge, how: str) -> None:
     case = ReduceCase(FOUR_ROWS, how, pieces=SPLIT, left_out=0.5, silent=(1, 5))
     documents.check_reduce(judge, case, only=None)
-    out, found = documents.ask(judge, case, judge.dtype)
+    out, gradients = documents.ask(judge, case, judge.dtype)
     judge.equal("documents without a token that counts", out[[1, 5]], np.zeros(2))
-    outside = found["values"][~case.arguments(judge.dtype)["where"]]
+    outside = gradients["values"][~case.arguments(judge.dtype)["where"]]
     judge.equal("the gradient of tokens that are left out", outside, 0 * outside)
 
 
@@ -69,8 +69,8 @@ def test_results_are_isolated(judge: Judge, how: str) -> None:
 def test_the_gradient_of_the_values(judge: Judge, how: str) -> None:
     case = ReduceCase(PADDED, how)
     documents.check_reduce(judge, case, only="values")
-    _, found = documents.ask(judge, case, judge.dtype)
-    padding = found["values"][segment_ids(PADDED) == 0]
+    _, gradients = documents.ask(judge, case, judge.dtype)
+    padding = gradients["values"][segment_ids(PADDED) == 0]
     judge.equal("the gradient at padding", padding, 0 * padding)
 
 

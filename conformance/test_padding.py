@@ -37,9 +37,9 @@ def test_outputs_at_padding_are_finite(judge: Judge) -> None:
 
 @requirement("PAD-03")
 def test_gradients_at_padding_are_zero(judge: Judge) -> None:
-    _, found = judge.ask_case(AttentionCase(PADDED), judge.dtype)
+    _, gradients = judge.ask_case(AttentionCase(PADDED), judge.dtype)
     for name in ("q", "k", "v"):
-        judge.holds(not found[name][PADDING].any(), f"the gradient of {name} at padding is not exactly 0")
+        judge.holds(not gradients[name][PADDING].any(), f"the gradient of {name} at padding is not exactly 0")
 
 
 @requirement("PAD-04")
@@ -79,8 +79,8 @@ def test_the_padding_token_moves_no_gradient(judge: Judge) -> None:
     case, drawn = DecoderCase(), documents(*(n for n in PADDED[0] if n > 0))
 
     def ask(token: int) -> Gradients:
-        mean, found = models.gradients(judge, case, lay_out(PADDED, drawn, pad_token=token), judge.dtype)
-        return {"loss": np.array([mean]), **found}
+        mean, gradients = models.gradients(judge, case, lay_out(PADDED, drawn, pad_token=token), judge.dtype)
+        return {"loss": np.array([mean]), **gradients}
 
     before, after = ask(0), ask(9)
     noise = judge.noise(lambda: ask(0), before)
@@ -93,6 +93,6 @@ def test_the_padding_token_moves_no_gradient(judge: Judge) -> None:
 def test_what_is_not_finite_at_padding(judge: Judge, value: float) -> None:
     judge.promised("attention", "nonfinite_padding")
     case = AttentionCase(PADDED)
-    given = case.arguments(judge.dtype)
-    changed = {name: np.where(PADDING[..., None, None], np.float32(value), given[name]) for name in ("q", "k", "v")}
+    arrays = case.arguments(judge.dtype)
+    changed = {name: np.where(PADDING[..., None, None], np.float32(value), arrays[name]) for name in ("q", "k", "v")}
     check_padding(judge, case, changed=changed)

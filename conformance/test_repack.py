@@ -50,7 +50,7 @@ def moved(x: Array, from_ids: Array, to_ids: Array) -> Array:
     return there
 
 
-def repacked(given: Mapping[str, Array], expected: Expected) -> tuple[dict[str, Array], Expected]:
+def repacked(arrays: Mapping[str, Array], expected: Expected) -> tuple[dict[str, Array], Expected]:
     """Arguments and expectations of FULL as they stand in REPACKED."""
     here, there = segment_ids(FULL), segment_ids(REPACKED)
 
@@ -58,21 +58,21 @@ def repacked(given: Mapping[str, Array], expected: Expected) -> tuple[dict[str, 
         return {name: moved(x, here, there) if x.shape[:2] == here.shape else x for name, x in arrays.items()}
 
     exact, rounded = ((moved(out, here, there), move(found)) for out, found in (expected.exact, expected.rounded))
-    return move(given), Expected(exact, rounded)
+    return move(arrays), Expected(exact, rounded)
 
 
 @requirement("REP-01")
 def test_attention_of_repacked_documents(judge: Judge) -> None:
     one, other = AttentionCase(FULL), AttentionCase(REPACKED)
-    given, expected = repacked(one.arguments(judge.dtype), oracle.attention(one, judge.dtype))
-    judge.within(judge.ask_case(other, judge.dtype, given), expected, segment_ids(REPACKED), judge.dtype)
+    arrays, expected = repacked(one.arguments(judge.dtype), oracle.attention(one, judge.dtype))
+    judge.within(judge.ask_case(other, judge.dtype, arrays), expected, segment_ids(REPACKED), judge.dtype)
 
 
 @requirement("REP-02")
 def test_scan_of_repacked_documents(judge: Judge) -> None:
     one, other = ScanCase(FULL), ScanCase(REPACKED)
-    given, expected = repacked(one.arguments(judge.dtype), oracle.scan(one, judge.dtype))
-    judge.within(judge.ask_case(other, judge.dtype, given), expected, segment_ids(REPACKED), judge.dtype)
+    arrays, expected = repacked(one.arguments(judge.dtype), oracle.scan(one, judge.dtype))
+    judge.within(judge.ask_case(other, judge.dtype, arrays), expected, segment_ids(REPACKED), judge.dtype)
 
 
 @requirement("REP-03")

@@ -56,11 +56,11 @@ def test_one_document_fills_the_row(judge: Judge, length: int) -> None:
 def test_a_tail_longer_than_every_segment(judge: Judge) -> None:
     case = AttentionCase(LONG_TAIL)
     judge.check(case)
-    out, found = judge.ask_case(case, judge.dtype)
+    out, gradients = judge.ask_case(case, judge.dtype)
     tail = segment_ids(LONG_TAIL) == 0
     judge.holds(bool(np.isfinite(out[tail]).all()), "the tail's output is not finite")
     for name in ("q", "k", "v"):
-        judge.holds(not found[name][tail].any(), f"the tail's gradient of {name} is not exactly 0")
+        judge.holds(not gradients[name][tail].any(), f"the tail's gradient of {name} is not exactly 0")
 
 
 @requirement("SHAPE-05")
