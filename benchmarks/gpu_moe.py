@@ -55,7 +55,8 @@ from benchmarks.gpu_moe_step import run_adapted_step, run_step, run_trainer, run
 from benchmarks.gpu_workload import DTYPE
 from torch_backend.hf.edits.experts import kernel_edits
 from torch_backend.hf.edits.override import original_class, restore
-from torch_backend.hf.experts import LAYOUT, run_within
+from torch_backend.hf.entry import run_with
+from torch_backend.hf.experts import LAYOUT
 from torch_backend.hf.forward import PackedForward
 from torch_backend.segments import PackedMetadata
 
@@ -91,7 +92,7 @@ class Case:
     packed: PackedForward | None = None
 
     def forward(self) -> Tensor:
-        return run_within(self.packed, self.module, self.x, self.indices, self.weights)
+        return run_with("layer", self.packed, self.module, self.x, self.indices, self.weights)
 
     def both(self) -> tuple[Tensor, list[Tensor]]:
         """The result; gradients of tokens, routing weights and what trains."""

@@ -79,8 +79,7 @@ def patch(
     patched = install(model, implementation, mesh=mesh, context_method=context_method)
     fresh = state_of(root)
     assert fresh is not None
-    if verify:
-        fresh.prove = prove_now
+    fresh.prove = prove_now if verify else None
     try:
         if proves:
             verify_additions(root)

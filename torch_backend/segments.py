@@ -173,7 +173,7 @@ class PackedMetadata:
         if torch.device(device) == self.device:
             return self
         plain = copy(self.without_spans)
-        plain.cu_seqlens, plain._derived = to_device(self.cu_seqlens, device), {}
+        plain.cu_seqlens, plain._derived, plain.any_length = to_device(self.cu_seqlens, device), {}, False
         plain.keys = None if self.keys is None else self.keys.to(device)
         plain.parent_index = None if self.parent_index is None else to_device(self.parent_index, device)
         return plain if self.spans is None else plain._with(Spans(*(to_device(x, device) for x in self.spans)))

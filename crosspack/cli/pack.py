@@ -108,12 +108,19 @@ def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
         if content["run"] != first["run"] or content["part"][1] != count:
             raise PackingError(f"--merge: {path} was made of other data or with other options: make that part again")
     saved = first["run"]["rules"]
+    try:
+        rules = Rules(**saved | {"rows": RowRule(**saved["rows"]), "keep": tuple(saved["keep"])})
+    except (KeyError, TypeError) as error:  # those of another version
+        raise PackingError(
+            f"--merge: the parts are of crosspack {first['run'].get('crosspack')}, whose settings have other names: "
+            "merge them by that version, or make them again"
+        ) from error
     job = Job(
         about={name: first[name] for name in ("data", "tokenizer", "policy")},
         stretches=[],
         size=0,
         encoder=None,
-        rules=Rules(**saved | {"rows": RowRule(**saved["rows"]), "keep": tuple(saved["keep"])}),
+        rules=rules,
         run={**first["run"], "merged": count},
         save_tokenizer=lambda target: shutil.copytree(next(iter(parts)) / "tokenizer", target, dirs_exist_ok=True),
     )

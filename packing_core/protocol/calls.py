@@ -51,7 +51,8 @@ def takes_call(*operands: str) -> Callable[[Callable[[Any, OperationCall], Outco
     """
 
     def decorate(run: Callable[[Any, OperationCall], Outcome]) -> Callable[..., Outcome]:
-        _, *names = signature(getattr(Operations, run.__name__)).parameters
+        operation = getattr(Operations, run.__name__, None)  # None of a function that several operations share
+        names = [*operands, "segment_ids"] if operation is None else [*signature(operation).parameters][1:]
 
         @wraps(run)
         def method(self: Any, *arrays: Array, dtype: str, dout: Array | None = None, **given: Any) -> Outcome:

@@ -81,7 +81,7 @@ def index_loss(
     Args:
         index_q, index_k, index_weights: ``q``, ``k`` and ``weights`` of `select`.
         q, k: ``[T, H, D]``, ``[T, K, D]`` of attention.
-        cu_seqlens: ``[S+1]`` boundaries of the documents, starting at 0.
+        cu_seqlens: ``[S+1]`` boundaries of the documents, starting at 0; none of them is empty.
         selected: ``[T, T]``, as `select` returns it.
         dtype: working dtype that every operation is rounded to.
 
@@ -119,8 +119,10 @@ def index_loss_vjp(
     index = _checked(dtype, index_q, index_k, index_weights)
     attended = _attended(q, k, cu_seqlens, selected, dtype)
     (douts,) = operands(dtype, dout)
+    paths = list(documents(cu_seqlens, len(index[0]), None))
+    check_shape("dout", douts, (len(paths),), "[S]")
     dq, dk, dweights = (np.zeros_like(x) for x in index)
-    for number, document in enumerate(documents(cu_seqlens, len(dq), None)):
+    for number, document in enumerate(paths):
         for query, keys, products, log_choice, wanted in _queries(document.tokens, index, attended, selected):
             of_scores = (np.exp(log_choice) - wanted) * (douts[number] / len(document.tokens))
             of_products = of_scores[:, None] * (index[2][query] * (products > 0))

@@ -2,8 +2,8 @@
 
 The fingerprint covers the counters and the content of the pending documents and of the last one that was read; of a
 sequence the state also holds a digest of documents from all over it. A state that was changed, and a source that gives
-other documents, are found out before a row is made. Whose rows
-the next ones are, a `Deal` says: rows go to shards one by one, and a shard's rows to its workers by batches.
+other documents, are found out before a row is made. Whose rows the next ones are, a `Deal` says: rows go to shards one
+by one, and a shard's rows to its workers by batches.
 """
 
 from __future__ import annotations

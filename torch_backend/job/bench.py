@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packing_core.budget import FACTOR, FLOAT32
+from packing_core.budget import FACTOR, FLOAT32, Difference
 from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.training.job import Measured, TrainJob
 from packing_core.training.timing import Clock, in_turn
-from torch_backend.auditing.compare import relative_error
+from torch_backend.auditing.compare import difference
 from torch_backend.collate import Batch, PackedCollator
 from torch_backend.job.models import build_model
 from torch_backend.job.train import Memory, device_of, release
@@ -181,8 +181,8 @@ class _Contender:
 
 def _difference(logits: list[Tensor], right: list[Tensor]) -> float:
     """The largest, as a share of the largest logit; infinite where something is not a number."""
-    found, want = (torch.cat([x.flatten() for x in each[: len(right)]]) for each in (logits, right))  # padding is last
-    return relative_error(found, want)
+    pairs = [difference(x, y) for x, y in zip(logits, right, strict=False)]  # padding is last
+    return Difference(max(pair.error for pair in pairs), max(pair.largest for pair in pairs)).relative()
 
 
 def _wait(device: torch.device) -> None:

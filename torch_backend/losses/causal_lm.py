@@ -192,7 +192,7 @@ def _called_with_shortcut(
     with eager, own_forward(root), _installed(root, shortcut):
         try:
             output = model(**{**batch, "use_cache": False})
-        except PackingError:
+        except (PackingError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             if shortcut.hidden is None or shortcut.done:

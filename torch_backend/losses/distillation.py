@@ -70,10 +70,10 @@ def divergence_and_entropy(
         raise LayoutError("causal_lm_divergence takes labels as they stand with the tokens: leave shift_labels out")
     entries = [entries_of(root, root.get_output_embeddings()) for root in map(causal_lm, (student, teacher))]
     check_divergence(entries[0], entries[1], beta)
-    inputs = {name: x for name, x in batch.items() if name != LOSS_WEIGHTS}
     device = next(teacher.parameters()).device
-    moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    batch_of_teacher, batch_of_student = cut_over_ranks(teacher, moved), cut_over_ranks(student, inputs)
+    moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items() if name != LOSS_WEIGHTS}
+    batch_of_teacher, batch_of_student = cut_over_ranks(teacher, moved), cut_over_ranks(student, batch)
+    weights_of_targets = batch_of_student.pop(LOSS_WEIGHTS, None)
 
     def of_teacher(shortcut: Shortcut, hidden: Tensor, tail: Tail, labels: Tensor, _: Tensor | None) -> Any:
         """A loss of 0, and the logits of trained tokens, not made yet."""
@@ -83,7 +83,7 @@ def divergence_and_entropy(
     def of_student(shortcut: Shortcut, hidden: Tensor, tail: Tail, labels: Tensor, _: Tensor | None) -> Any:
         """The mean divergence from these; the number of targets, their weight and the entropy."""
         pairs = next_tokens_of(batch_of_student)
-        hidden, targets, weights = pairs.trained(hidden, labels, batch.get(LOSS_WEIGHTS))
+        hidden, targets, weights = pairs.trained(hidden, labels, weights_of_targets)
         tail = tail.at_temperature(temperature)
         per_token, entropies = output_layer_divergence(shortcut.head, hidden, tail, logits, beta=beta)
         counted = targets.flatten() != IGNORE_INDEX

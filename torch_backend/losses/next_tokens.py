@@ -143,6 +143,10 @@ class NextTokensOverRanks(NextTokens):
         """The rank's labels [1, T], which stand at the tokens that predict them."""
         return labels
 
+    def trained(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The rank's hidden states, labels and weights, which were shifted before the cut too."""
+        return hidden, labels.to(hidden.device), None if weights is None else weights.to(hidden.device)
+
     def candidates(self, ids: Tensor) -> Tensor:
         """Ids [B, S, K] of the whole batch, at their labels -> those of the rank's targets, [1, T, K]."""
         return own_tokens(super().candidates(ids).flatten(0, 1), self.share)[None]

@@ -159,10 +159,12 @@ def output_layer_divergence(
     head: nn.Module, hidden: Tensor, tail: Tail, teacher: LinearLogits, *, beta: float
 ) -> tuple[Tensor, Tensor]:
     """:func:`torch_backend.ops.linear_divergence.linear_divergence` of ``tail(head(hidden))``: [B * S] and [B * S]."""
-    logits = _unmade if isinstance(head, FSDPModule) and _is_linear(head) else linear_logits
-    return _between_hooks(
-        head, lambda hidden: linear_divergence(logits(head, hidden, tail), teacher, beta=beta), hidden
+    if not (isinstance(head, FSDPModule) and _is_linear(head)):
+        return linear_divergence(linear_logits(head, hidden, tail), teacher, beta=beta)
+    found: tuple[Tensor, Tensor] = _between_hooks(
+        head, lambda hidden: linear_divergence(_unmade(head, hidden, tail), teacher, beta=beta), hidden
     )
+    return found
 
 
 @torch.no_grad()

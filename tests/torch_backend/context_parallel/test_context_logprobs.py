@@ -102,8 +102,9 @@ def distillation(model: Model, batch: Batch, reference: Model) -> Tensor:
 
 
 def divergence(model: Model, batch: Batch, reference: Model) -> Tensor:
-    """The reference as a teacher, over the whole vocabulary; a rank has the sum of its own tokens."""
-    return normalise(*causal_lm_divergence(model, reference, batch, beta=0.5))
+    """The reference as a teacher, over the whole vocabulary; a rank has the sum of its own tokens, weighted by id."""
+    weighted = {**batch, "loss_weights": 1 + torch.sin(batch["labels"].double()) / 2}
+    return normalise(*causal_lm_divergence(model, reference, weighted, beta=0.5))
 
 
 def replayed(model: Model, batch: Batch, reference: Model) -> Tensor:

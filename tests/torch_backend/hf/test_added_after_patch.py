@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -208,6 +209,28 @@ def test_a_hook_on_each_token_alone_is_accepted_and_another_one_in_its_place_is_
     hook_on_mlp(model)
     with pytest.raises(ContaminationError, match="It holds"):
         model(**collate(docs))
+
+
+@pytest.mark.parametrize("way", ["hook", "forward"])
+def test_another_function_of_the_same_name_in_its_place_is_proved(way: str) -> None:
+    """Two lambdas of one function have one name."""
+    model, docs = proved(), documents()
+    mlp = model.model.layers[0].mlp
+
+    def add(change: Callable[[Tensor], Tensor]) -> None:
+        if way == "hook":
+            mlp.register_forward_hook(lambda module, args, output: change(output))
+        else:
+            mlp.__dict__.pop("forward", None)
+            mlp.forward = MethodType(lambda module, x, own=mlp.forward: change(own(x)), mlp)
+
+    add(lambda x: x)
+    model(**collate(docs))
+    add(with_earlier)
+    with pytest.raises(ContaminationError, match="It holds"):
+        model(**collate(docs))
+    torch_backend.patch(model, verify=False)
+    model(**collate(docs))  # as its caller wants
 
 
 def test_modules_of_transformers_and_adapters_change_nothing() -> None:

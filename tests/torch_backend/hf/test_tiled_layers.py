@@ -197,7 +197,7 @@ def test_layers_give_the_same_gradients_in_float64(short: None, make: Any, monke
     assert len(modules) == 4 and all(part.norm is not None for part in modules.values())
     with tiled(modules):
         torch.testing.assert_close(gradients(model), exact, rtol=1e-10, atol=1e-12)
-    assert not any(hasattr(m, tiled_layers._KIND) for m in model.modules())
+    assert not any(hasattr(m, tiled_layers.STANDS_FOR) for m in model.modules())
 
 
 def test_a_step_on_a_long_row_runs_by_tiles_and_a_short_one_does_not(

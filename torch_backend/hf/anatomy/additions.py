@@ -116,7 +116,7 @@ class Structure:
         return (
             [vars(kind).get(STANDS_FOR, kind) for kind in map(type, self.modules)],
             [[number for number, x in hooks.items() if _counts(x)] if hooks else [] for hooks in self.hooks],
-            [id(d.get("_old_forward") or d.get("forward")) for d in own],
+            [d.get("_old_forward") or d.get("forward") for d in own],
             [len(m._modules) for m in self.modules],
         )
 
