@@ -112,7 +112,7 @@ def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
         rules = Rules(**saved | {"rows": RowRule(**saved["rows"]), "keep": tuple(saved["keep"])})
     except (KeyError, TypeError) as error:  # those of another version
         raise PackingError(
-            f"--merge: the parts are of crosspack {first['run'].get('crosspack')}, whose settings have other names: "
+            "--merge: the parts are of another version of crosspack, whose settings have other names: "
             "merge them by that version, or make them again"
         ) from error
     job = Job(

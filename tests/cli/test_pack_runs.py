@@ -165,6 +165,10 @@ def test_a_part_that_is_missing_or_of_other_options_is_named(corpus, tmp_path):
     path.write_text(json.dumps(content | {"run": content["run"] | {"format": "mds"}}))
     said = pack("--merge", "--output", tmp_path / "alone", code=2)
     assert "are for mds files, which are written no more" in said
+    rules = {name: value for name, value in content["run"]["rules"].items() if name != "rows"} | {"capacity": 64}
+    path.write_text(json.dumps(content | {"run": content["run"] | {"rules": rules}}))
+    said = pack("--merge", "--output", tmp_path / "alone", code=2)
+    assert "the parts are of another version of crosspack, whose settings have other names" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(("workers", "rounds"), [*enumerate(KILLS, 1)])
