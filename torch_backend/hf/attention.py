@@ -180,7 +180,7 @@ def _packed(
     if packed.spans is not None and not _sees_both_ways(module, mask):
         packed = packed.without_spans
     rows, heads, length, _ = query.shape
-    carrier = key  # of latent vectors, if they were kept
+    latent = latent_of(module, key)
     query, key, value = _same_dtype(query, key, value)
     q, k, v = (x.transpose(1, 2).reshape(rows * length, x.shape[1], x.shape[3]) for x in (query, key, value))
     # PaliGemma's layers say that they are not causal, and leave it to its mask
@@ -208,10 +208,14 @@ def _packed(
             scale=scaling,
         )
         name, request = choose(request, packed, mask.implementation)
-        if indices is not None and mask.long is not None:
-            return _attend_selected(
-                module, mask, carrier, q, k, v, indices, AttentionChoice(name, request, crossing), sinks
-            )
+        long = None if indices is None or not indices.shape[-1] else mask.long
+        if indices is not None and long is not None:
+            keys = SelectedKeys(indices, long, request, sinks, latent, mask.implementation)
+            mask.record(module, AttentionChoice(name, request, crossing, words_of(keys)))
+            scored, mask.scored = mask.scored, None
+            if scored is not None and mask.index_losses is not None:
+                mask.index_losses[id(module)] = index_loss(scored, q, k, keys)
+            return selected_attention(q, k, v, keys)
         mask.record(module, AttentionChoice(name, request, crossing))
         return run(name, request, q, k, v, packed, sinks=sinks, alibi_slopes=alibi_slopes)
 
@@ -222,28 +226,6 @@ def _packed(
     else:
         out = _across_ranks(q, k, v, mask, attend, sliding_window, s_aux)
     return out.view(rows, length, heads, -1), None
-
-
-@torch.compiler.disable  # each batch has other documents
-def _attend_selected(
-    module: nn.Module,
-    mask: PackedForward,
-    carrier: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    choice: AttentionChoice,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention over what an indexer selected, and the indexer's loss if it trains."""
-    assert mask.long is not None
-    keys = SelectedKeys(indices, mask.long, choice.request, sinks, latent_of(module, carrier), mask.implementation)
-    mask.record(module, replace(choice, long=words_of(keys)))
-    scored, mask.scored = mask.scored, None
-    if scored is not None and mask.index_losses is not None:
-        mask.index_losses[id(module)] = index_loss(scored, q, k, keys)
-    return selected_attention(q, k, v, keys)
 
 
 def _of_tower(

@@ -31,7 +31,7 @@ from torch_backend.hf.edits import own_attention
 from torch_backend.hf.edits.clips import by_loss_function
 from torch_backend.hf.edits.indexers import select_inside
 from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook
-from torch_backend.hf.edits.latents import SELECTING, latent_edits
+from torch_backend.hf.edits.latents import latent_edits
 from torch_backend.hf.edits.mixers import mixer_edits, run_per_document
 from torch_backend.hf.edits.override import Attribute, LayerOverride, is_reached
 from torch_backend.hf.edits.rotary import (
@@ -321,7 +321,6 @@ class Patched(BatchReader):
     ) -> Any:
         if forward is None:
             return call(*args, **kwargs)
-        SELECTING.active = forward.long is not None
         if forward.shared_row is not None:
             kwargs = forward.shared_row.shrink(kwargs)
         run = partial(self._run_packed, call, args)

@@ -24,7 +24,6 @@ from packing_core.errors import UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import DocumentsChoice
-from torch_backend.hf.index_loss import index_coefficient
 from torch_backend.hf.patch import Patched, context_of, state_of
 from torch_backend.hf.quantised import quantised_layers, traceable_weights
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS
@@ -250,11 +249,9 @@ class Gradients:
             self.form = form
         self.last = form if together else None
         asked, self.images = self.images or not images, self.images or images
-        # of longer documents; where indexers learn, every document is one, and layers are compiled around attention
-        plain = selects and not (index_coefficient(state.root) and level_inside(self.model) == "none")
-        if plain or self.form is None or form["input_ids"] != self.form["input_ids"] or not asked:
+        if selects or self.form is None or form["input_ids"] != self.form["input_ids"] or not asked:
             return self.backward(inputs)
-        graph = together and self.capture and form == self.form and not (images or selects)
+        graph = together and self.capture and form == self.form and not images
         return self._through_layers(inputs, self._captured if graph else self.backward)
 
     def _through_layers(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:

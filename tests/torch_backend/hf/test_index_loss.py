@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.overrides import TorchFunctionMode
 
 from packing_core.errors import UnsupportedModelError
@@ -15,7 +14,6 @@ from tests.torch_backend.graphs import compiled as compiled
 from tests.torch_backend.graphs import graphs as graphs
 from tests.torch_backend.models import collate, documents, error, in_float64, tiny
 from torch_backend import audit, make_train_step, patch
-from torch_backend.steps.cuda_graph import compile_layers
 
 LENGTHS = (5, 19, 33, 1, 12)
 BUDGET = 8
@@ -105,35 +103,15 @@ def test_checkpointed_layers_train_indexers_the_same() -> None:
         gradients(model)
 
 
-def test_compiled_layers_train_indexers_the_same() -> None:
-    """Indexers and attention run between graphs, which are not made again for other documents' scores."""
-    model, batches = (
-        patch(with_loss(), verify=False),
-        [collate(documents(each), capacity=64) for each in ((5, 7), (19, 5))],
-    )
-
-    def gradients(batch: Any) -> list[Tensor]:
-        model.zero_grad()
-        model(**batch).loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    want = [gradients(batch) for batch in batches]
-    counter = CompileCounterWithBackend("eager")
-    compile_layers(model, backend=counter)
-    for batch, exact in zip(batches, want, strict=True):
-        torch.testing.assert_close(gradients(batch), exact)
-    assert counter.frame_count > 4
-
-
-def test_steps_train_indexers_in_compiled_layers(compiled: Any) -> None:
-    """Without a graph, also for documents within the budget, which run as one where indexers do not train."""
+def test_steps_train_indexers_beside_compiled_layers(compiled: Any) -> None:
+    """Documents within the budget too, which run as a graph where indexers do not train."""
     model = patch(with_loss(), verify=False)
     before = {name: p.detach().clone() for name, p in of_indexers(model).items()}
     compiled.model = model
     step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(4):
         step(collate(documents((5, 7)), capacity=64))
-    assert compiled.calls and not compiled.replayed
+    assert not compiled.replayed
     assert all(not torch.equal(p, before[name]) for name, p in of_indexers(model).items())
 
 

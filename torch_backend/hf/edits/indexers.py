@@ -71,7 +71,8 @@ def select_inside(indexer: nn.Module, call: Callable[..., Any], *args: Any, **kw
     if forward.long is None:
         hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         return hidden.new_empty((*hidden.shape[:2], 0), dtype=torch.int32)
-    selected = _selected(indexer, call, forward, args, kwargs)
+    selected, scored = _selected(indexer, call, forward, args, kwargs)
+    forward.scored = scored
     return forward.selecting(selected) if joined else selected
 
 
@@ -79,17 +80,17 @@ def select_inside(indexer: nn.Module, call: Callable[..., Any], *args: Any, **kw
 @torch.no_grad()
 def _selected(
     indexer: Any, call: Callable[..., Any], forward: PackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """Returns what an indexer selects; leaves what it scored by, with the graph of its weights, for its loss."""
+) -> tuple[Tensor, IndexFactors | None]:
+    """Returns what an indexer selects, and what it scored by, with the graph of its weights, if its loss is wanted."""
     long = forward.long
     assert long is not None
     if (kind := _selects(indexer)) == "blocks":
         with _Projections(last=1) as seen, suppress(_AllSeen):
             call(*(None if isinstance(x, PackedForward) else x for x in args), **kwargs)
         q, k = seen.q.transpose(1, 2).flatten(0, 1), seen.k.flatten(0, 1)
-        return select_blocks(q, k, long, top_k=indexer.topk_blocks, local=indexer.local_blocks)
+        return select_blocks(q, k, long, top_k=indexer.topk_blocks, local=indexer.local_blocks), None
     if kind == "pooled blocks":
-        return _by_pooled_keys(indexer, long, *args[:2])
+        return _by_pooled_keys(indexer, long, *args[:2]), None
     nothing = torch.zeros(1, 1, 1, device=long.places.device)  # a mask that hides none of the one key that is left
 
     def alone(x: Any) -> Any:
@@ -104,10 +105,8 @@ def _selected(
         )
     with torch.set_grad_enabled(seen.trained):
         q, k, weights = (x.flatten(0, 1) for x in (seen.q, seen.k, seen.weights))
-        forward.scored = IndexFactors(q, k, weights * seen.scale.flatten(0, 1)) if seen.trained else None
-    selected = select(q, k, weights, long, top_k=indexer.index_topk)
-    torch._dynamo.maybe_mark_dynamic(selected, 0)  # compiled layers hand it on
-    return selected
+        scored = IndexFactors(q, k, weights * seen.scale.flatten(0, 1)) if seen.trained else None
+    return select(q, k, weights, long, top_k=indexer.index_topk), scored
 
 
 def _by_pooled_keys(indexer: Any, long: LongDocuments, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

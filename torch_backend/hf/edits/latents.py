@@ -2,14 +2,13 @@
 
 ``expand_kv`` of a modeling file makes the keys and values of all heads of one latent vector for each token. Its keys
 carry that vector from here to the attention function, as an attribute that goes when they go; recomputed layers make it
-again. Compiled layers make them outside of their graphs, and only where a batch selects keys (:data:`SELECTING`).
+again. Compiled layers run no selected keys, and carry nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from torch_backend.hf.anatomy.unchanged import has_hooks
 from torch_backend.hf.edits.override import Attribute
 from torch_backend.ops.attention.selected import Latent
 
-# Whether the packed forward that runs selects keys. Graphs are guarded on it; no result depends on it.
-SELECTING = SimpleNamespace(active=False)
 _EXPAND, _MADE_OF = "expand_kv", "_crosspack_made_of"
 
 
@@ -32,16 +29,9 @@ def latent_edits(layers: Iterable[nn.Module]) -> Iterator[Attribute]:
 
 
 def _expand(layer: Any, compressed: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    if torch.compiler.is_compiling() and not SELECTING.active:
-        expanded: tuple[Tensor, Tensor] = type(layer).expand_kv(layer, compressed, rotated)
-        return expanded
-    return _carrying(layer, compressed, rotated)
-
-
-@torch.compiler.disable
-def _carrying(layer: Any, compressed: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = type(layer).expand_kv(layer, compressed, rotated)
-    setattr(keys, _MADE_OF, (compressed, rotated))
+    if not torch.compiler.is_compiling():
+        setattr(keys, _MADE_OF, (compressed, rotated))
     return keys, values
 
 
@@ -50,7 +40,7 @@ def latent_of(layer: Any, keys: Tensor) -> Latent | None:
 
     None also if their projection is not a plain one: adapters, quantized and sharded weights, hooks.
     """
-    made_of = getattr(keys, _MADE_OF, None)
+    made_of = None if torch.compiler.is_compiling() else getattr(keys, _MADE_OF, None)
     if made_of is None:
         return None
     projection = layer.kv_b_proj
