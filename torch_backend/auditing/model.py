@@ -27,7 +27,7 @@ from torch_backend.auditing.fingerprint import dtype_of, fingerprint
 from torch_backend.auditing.itself import measure_itself
 from torch_backend.auditing.probe import CUT, LONG, SHORT, RowLayout, measure
 from torch_backend.auditing.tiny import ROOM, tiny_config, tiny_model
-from torch_backend.hf.anatomy.additions import Part, Structure, additions, parts_of
+from torch_backend.hf.anatomy.additions import Part, Structure, added_objects, additions, parts_of
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
@@ -282,10 +282,15 @@ def _joined(report: AuditReport, added: Mapping[str, nn.Module], figures: dict[s
 
 def _additions(root: Any) -> dict[str, nn.Module]:
     """Finds what a model holds that its config does not make, by name."""
+    return additions(root, _own(root))
+
+
+def _own(root: Any) -> frozenset[Part]:
+    """Returns the parts that the config of a model makes."""
     kind = fingerprint(root, "")
     if kind not in _own_parts:
         _own_parts[kind] = parts_of(_clone(root, ROOM, patched=True))
-    return additions(root, _own_parts[kind])
+    return _own_parts[kind]
 
 
 def _itself(root: Any, added: Mapping[str, nn.Module], *, marked: bool) -> dict[str, Any]:
@@ -320,7 +325,7 @@ def verify_additions(model: nn.Module) -> None:
                 "of its own document alone, at positions of the batch, or leave it out"
             )
     if state is not None:
-        state.proved, state.proved_as = tuple(added), Structure(root)
+        state.proved = added_objects(root, _own(root))
 
 
 def prove_now(root: Any) -> None:
@@ -334,10 +339,7 @@ def prove_now(root: Any) -> None:
         return
     if state.proved is None:
         verify(root, state.implementation)
-    added = _additions(root)
-    # Two functions of one place may have one name, such as two lambdas.
-    exchanged = bool(added) and Structure(root).seen != state.proved_as.seen
-    if state.proved is None or added.keys() - set(state.proved) or exchanged:
+    if state.proved is None or any(x not in state.proved for x in added_objects(root, _own(root))):
         verify_additions(root)
 
 

@@ -65,7 +65,7 @@ class BatchReader:
         facts, parts: what of the model the edits rest on, and the modules and configs that they change.
         structure: the model as a packed call last found that they fit; of no model before the first one.
         prove: proves what a packed call finds added, and what could not be proved before; None without proof.
-        proved: the names of what was added and proved; None before the first proof. proved_as: the model then.
+        proved: the classes, functions and hooks that were added and proved; None before the first proof.
     """
 
     def __init__(self, anatomy: Anatomy, implementation: str | Sequence[str], context: ContextGroup | None) -> None:
@@ -85,9 +85,9 @@ class BatchReader:
         parts = self.decoder, *self.rows.parts, *anatomy.layers.values(), *anatomy.rotaries.values()
         self.facts = anatomy.head, anatomy.route, anatomy.sizes
         self.parts = *parts, *(getattr(part, "config", None) for part in parts)
-        self.structure, self.proved_as = Structure(), Structure()
+        self.structure = Structure()
         self.prove: Callable[[nn.Module], None] | None = None
-        self.proved: tuple[str, ...] | None = None
+        self.proved: tuple[Any, ...] | None = None
 
     @property
     def device(self) -> torch.device:

@@ -32,7 +32,12 @@ _CLASS = "class"
 
 def parts_of(model: nn.Module) -> frozenset[Part]:
     """Returns what a model consists of: kinds of parts, each with its place, in which all layers are one."""
-    return frozenset(part for part, _, _ in _parts(model))
+    return frozenset(part for part, *_ in _parts(model))
+
+
+def added_objects(model: nn.Module, own: frozenset[Part]) -> tuple[Any, ...]:
+    """The classes, functions and hooks that a model has beside its ``own`` parts; several may have one name."""
+    return tuple(x for part, _, _, x in _parts(model) if part not in own)
 
 
 def additions(model: nn.Module, own: frozenset[Part]) -> dict[str, nn.Module]:
@@ -43,7 +48,7 @@ def additions(model: nn.Module, own: frozenset[Part]) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     kinds = {kind for sort, _, kind in own if sort == _CLASS}
     inside: set[nn.Module] = set()
-    for part, name, module in _parts(model):
+    for part, name, module, _ in _parts(model):
         if part not in own and not (part[0] == _CLASS and part[2] in kinds and module in inside):
             found[name] = module
             if part[0] == _CLASS:
@@ -51,12 +56,12 @@ def additions(model: nn.Module, own: frozenset[Part]) -> dict[str, nn.Module]:
     return found
 
 
-def _parts(model: nn.Module) -> Iterator[tuple[Part, str, nn.Module]]:
+def _parts(model: nn.Module) -> Iterator[tuple[Part, str, nn.Module, Any]]:
     for path, module in model.named_modules():
         name = _WRAPPERS.sub("", path).rstrip(".")
         at, place, kind = re.sub(r"\b\d+\b", "#", name), name or "the model", _kind(module)
         if not _places(kind):
-            yield (_CLASS, at, kind), f"{place} ({kind.__name__})", module
+            yield (_CLASS, at, kind), f"{place} ({kind.__name__})", module, kind
         functions = {key: x for key, x in vars(module).items() if isinstance(x, FunctionType | MethodType | partial)}
         functions |= {"forward": added_forward(module)}
         for key, function in functions.items():
@@ -66,15 +71,15 @@ def _parts(model: nn.Module) -> Iterator[tuple[Part, str, nn.Module]]:
                 and not key.startswith("_crosspack")
                 and not _places(function)
             ):
-                yield (key, at, _name_of(function)), f"{key} of {place} ({_name_of(function)})", module
+                yield (key, at, _name_of(function)), f"{key} of {place} ({_name_of(function)})", module, function
         for hook in _hooks(module):
             # Those of transformers collect outputs, or let embeddings require gradients; trainers set them at any time.
             if not _places(hook) and _counts(hook):
-                yield ("hook", at, _name_of(hook)), f"a hook on {place} ({_name_of(hook)})", module
+                yield ("hook", at, _name_of(hook)), f"a hook on {place} ({_name_of(hook)})", module, hook
         for parameter in module._parameters.values():
             of = type(parameter)
             if parameter is not None and of is not nn.Parameter and (of is Mxfp4Weight or not _places(of)):
-                yield ("parameter", at, of), f"{place} ({of.__name__})", module
+                yield ("parameter", at, of), f"{place} ({of.__name__})", module, of
 
 
 class Structure:
