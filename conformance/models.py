@@ -77,10 +77,10 @@ def forward(judge: Judge, case: DecoderCase, batch: Batch, dtype: str) -> Array:
 
 def gradients(judge: Judge, case: DecoderCase, batch: Batch, dtype: str) -> tuple[float, Gradients]:
     """Mean loss and weight gradients of the backend."""
-    mean, found = as_result(
+    mean, of_weights = as_result(
         judge.ask("gradients", case.decoder(), batch, dtype=dtype, options=_options(case, batch, judge))
     )
-    return float(mean), found
+    return float(mean), of_weights
 
 
 def check_logits(
@@ -147,8 +147,8 @@ def check_cut(judge: Judge, documents: Sequence[Document], ranks: int, config: D
 
 def check_mean(judge: Judge, answer: Any, expected: Expected) -> None:
     """A mean and the gradients of all weights are within the budget of the first dtype."""
-    mean, found = as_result(answer)
-    judge.within((mean.reshape(1), found), expected, None, judge.dtype)
+    mean, of_weights = as_result(answer)
+    judge.within((mean.reshape(1), of_weights), expected, None, judge.dtype)
 
 
 def _expected_gradients(judge: Judge, case: DecoderCase, documents: Sequence[Document], dtype: str) -> Expected:

@@ -81,11 +81,11 @@ def _documents_of(
 
 
 def _read_piece(encoder: Encoder, rule: RowRule, lenient: bool, key: Key, piece: Piece) -> tuple[Outcome, _Read]:
-    found, before = _Read(), encoder.left_out
-    found.documents += _documents_of(encoder, rule, found.skipped if lenient else None, piece.items)
-    found.left_out = encoder.left_out - before
-    tokens = sum(len(document.ids) for document in found.documents)
-    return Outcome(*key, piece.size, documents=len(found.documents), left_tokens=tokens), found
+    result, before = _Read(), encoder.left_out
+    result.documents += _documents_of(encoder, rule, result.skipped if lenient else None, piece.items)
+    result.left_out = encoder.left_out - before
+    tokens = sum(len(document.ids) for document in result.documents)
+    return Outcome(*key, piece.size, documents=len(result.documents), left_tokens=tokens), result
 
 
 def documents_together(

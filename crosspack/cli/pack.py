@@ -80,7 +80,7 @@ def pack(
     OUT.print(f"packed: {output}")
 
 
-def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
+def merge_parts(output: str, chosen: PackOptions) -> dict[str, Any]:
     """Join the parts in an output folder: pack their left-over documents, write the files, and delete the parts.
 
     A part is a folder of finished units. What they handed on is packed all together, so the result is that of one
@@ -124,8 +124,8 @@ def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
         run={**first["run"], "merged": count},
         save_tokenizer=lambda target: shutil.copytree(next(iter(parts)) / "tokenizer", target, dirs_exist_ok=True),
     )
-    with writing(folder, MANIFEST, names=RESULT, overwrite=given.overwrite, run=digest(job.run)) as target:
-        manifest = read_json(folder / MANIFEST) if target.finished else _merged(target, parts, given, job)
+    with writing(folder, MANIFEST, names=RESULT, overwrite=chosen.overwrite, run=digest(job.run)) as target:
+        manifest = read_json(folder / MANIFEST) if target.finished else _merged(target, parts, chosen, job)
     for path in parts:  # one that is gone in part would look like one that was never complete
         going = folder / f"{TEMPORARY}{path.name.lstrip('.')}"
         path.rename(going)
@@ -133,14 +133,14 @@ def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
     return manifest
 
 
-def _merged(target: Output, parts: dict[Path, dict[str, Any]], given: PackOptions, job: Job) -> dict[str, Any]:
+def _merged(target: Output, parts: dict[Path, dict[str, Any]], options: PackOptions, job: Job) -> dict[str, Any]:
     count = job.run["merged"]
     missing = sorted(set(range(count)) - {content["part"][0] for content in parts.values()})
     if missing:
         raise PackingError(f"--merge: part {missing[0] + 1}/{count} is not there or not complete: run it first")
     units = units_folder(target, job)
     folders: dict[Key, Path] = {}
-    worker = Worker(None, job.rules, given.on_error, job.run["format"], units, target.partial)
+    worker = Worker(None, job.rules, options.on_error, job.run["format"], units, target.partial)
     assert target.work is not None
     with journal(target.work / "journal", job.run) as log:
         run = Run(range(next(iter(parts.values()))["stretches"]), worker, log, part=Part())  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def _merged(target: Output, parts: dict[Path, dict[str, Any]], given: PackOption
                 raise PackingError(f"--merge: {path} and {folders[outcome.key].parent} hold the same unit: remove one")
             folders[outcome.key] = path / "units"
             run.note(outcome)
-    manifest = finish_job(target, run, given, job, folders.__getitem__)
+    manifest = finish_job(target, run, options, job, folders.__getitem__)
     target.publish()
     return manifest
 

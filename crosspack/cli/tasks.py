@@ -125,14 +125,14 @@ def with_whole_paths(record: Row) -> Row:
     file = Path(record.place.file)
     if not file.is_file():
         return record
-    found = dict(record)
+    values = dict(record)
     for name in ("images", "image", *AUDIO):
-        if found.get(name) is not None:
-            found[name] = _whole(found[name], file.parent)
+        if values.get(name) is not None:
+            values[name] = _whole(values[name], file.parent)
     for name in _CHATS:
-        if isinstance(found.get(name), list):
-            found[name] = [_turn(turn, file.parent) for turn in found[name]]
-    return Row(found, record.place, record.number)
+        if isinstance(values.get(name), list):
+            values[name] = [_turn(turn, file.parent) for turn in values[name]]
+    return Row(values, record.place, record.number)
 
 
 def _turn(turn: Any, folder: Path) -> Any:

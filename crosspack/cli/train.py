@@ -342,7 +342,7 @@ def push(folder: Path, name: str) -> str:
     """
     hub: Any = require("huggingface_hub", extra="hf")
     try:
-        found = hub.HfApi().upload_folder(
+        uploaded = hub.HfApi().upload_folder(
             repo_id=name, folder_path=folder, ignore_patterns=_KEPT_HERE, commit_message="Train with crosspack"
         )
     except Exception as error:  # of the network and of the hub, by several libraries
@@ -350,7 +350,7 @@ def push(folder: Path, name: str) -> str:
             f"--push-to-hub {name}: {first_line(error)}: the model is in {folder}; push it by "
             f"`hf upload {name} {folder}`"
         ) from error
-    return str(getattr(found, "repo_url", found))
+    return str(getattr(uploaded, "repo_url", uploaded))
 
 
 GROUPS = {

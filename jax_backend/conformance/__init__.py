@@ -125,8 +125,8 @@ class AttentionStack(Backend):
             return out_and_gradients(_attend_selected, call.operands, call.dout, ids, *index, top_k=top_k, **options)
         if ranks == 1:
             return out_and_gradients(_attend, call.operands, call.dout, ids, **options)
-        given = _attend_in_slices, call.operands, call.dout, ids
-        return _with_devices(ranks, out_and_gradients, *given, ranks=ranks, **options)
+        arguments = _attend_in_slices, call.operands, call.dout, ids
+        return _with_devices(ranks, out_and_gradients, *arguments, ranks=ranks, **options)
 
     def forward(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> Array:
         graph, params, rest = self._model(decoder, dtype, batch)

@@ -35,8 +35,8 @@ def select(batch: StoredBatch, rows: int | slice | Int64 | list[int]) -> dict[st
         moved = np.repeat(np.cumsum(counts) - counts - begin, counts)
         entries, of_segments = offsets_of(batch.lengths[picked]), np.repeat(np.arange(len(numbers)), counts)
     parents = _moved(batch, picked, moved)
-    given = {"cu_seqlens": frozen(entries), "rows": frozen(of_segments), "parents": parents}
-    return {entry.name: _part(batch, entry.name, tokens, picked) for entry in fields(batch)} | given
+    others = {"cu_seqlens": frozen(entries), "rows": frozen(of_segments), "parents": parents}
+    return {entry.name: _part(batch, entry.name, tokens, picked) for entry in fields(batch)} | others
 
 
 def single_rows(batch: StoredBatch, first: int = 0) -> Iterator[dict[str, Any]]:

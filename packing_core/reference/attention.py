@@ -293,9 +293,9 @@ def _checked(
     check_shape("selected", selected, (tokens, tokens), "[T, T]")
 
     def per_head(name: str, x: npt.ArrayLike | None) -> Array | None:
-        given = operand(chosen.dtype, x)
-        check_shape(name, given, (heads,), "[H]")
-        return None if given is None else given.reshape(groups, heads // groups, 1, 1)
+        of_heads = operand(chosen.dtype, x)
+        check_shape(name, of_heads, (heads,), "[H]")
+        return None if of_heads is None else of_heads.reshape(groups, heads // groups, 1, 1)
 
     checked = replace(
         chosen,

@@ -106,8 +106,8 @@ def rows_done(parts: list[Mapping[str, Any]]) -> int:
     """
     workers, batch = parts[0]["workers"], parts[0]["batch"]
     if sorted(part["worker"] for part in parts) != list(range(workers)):
-        found = ", ".join(str(part["worker"]) for part in parts)
-        raise PackingError(f"the states are of the workers {found} of {workers}: pass one of each")
+        named = ", ".join(str(part["worker"]) for part in parts)
+        raise PackingError(f"the states are of the workers {named} of {workers}: pass one of each")
     done: int = sum(part["taken"] for part in parts)
     for part in parts:
         place = np.arange(done)
@@ -120,18 +120,18 @@ def rows_done(parts: list[Mapping[str, Any]]) -> int:
     return done
 
 
-def part_of(name: str, given: Any) -> tuple[int, int]:
-    """``given`` as (index, count).
+def part_of(name: str, part: Any) -> tuple[int, int]:
+    """``part`` as (index, count).
 
     Raises:
         PackingError: it is something else, or there is no such index.
     """
     try:
-        index, count = map(integer, given)
+        index, count = map(integer, part)
     except (TypeError, ValueError):  # not two things
         index = count = None
     if index is None or count is None or not 0 <= index < count:
-        raise PackingError(f"{name} is {given!r}: pass (index, count) with 0 <= index < count")
+        raise PackingError(f"{name} is {part!r}: pass (index, count) with 0 <= index < count")
     return index, count
 
 

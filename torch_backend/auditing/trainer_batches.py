@@ -172,8 +172,10 @@ def rows_with_images(collator: Any, features: Any) -> VisionRows | None:
 
 def images_of(features: list[Any], documents: int) -> list[Images]:
     """The images of each document of the features, in their order; none of features that are tokens alone."""
-    found = [images for feature in features if isinstance(feature, VisionRows) for images in feature.images]
-    return found or [{} for _ in range(documents)]
+    images_by_document = [
+        images for feature in features if isinstance(feature, VisionRows) for images in feature.images
+    ]
+    return images_by_document or [{} for _ in range(documents)]
 
 
 def alone_with(model: Any, ids: Tensor, images: Images) -> dict[str, Any]:
@@ -209,30 +211,30 @@ def images_of_rows(root: Any, kwargs: Mapping[str, Any]) -> list[Images]:
         UnsupportedError: images differ in their number of tokens, and nothing says which has how many.
     """
     ids_BS: Tensor = kwargs["input_ids"]
-    given = {name: kwargs[name] for name in image_keys(root) if kwargs.get(name) is not None}
-    if "pixel_values_videos" in given or given.keys() >= {"pixel_values", FEATURES}:
+    tensors = {name: kwargs[name] for name in image_keys(root) if kwargs.get(name) is not None}
+    if "pixel_values_videos" in tensors or tensors.keys() >= {"pixel_values", FEATURES}:
         raise UnsupportedError("the audit cannot tell which videos or clips belong to which answer: audit with images")
-    if "pixel_values" not in given:
+    if "pixel_values" not in tensors:
         return [{} for _ in ids_BS]
     vision = vision_of(root)
     tokens_B = is_placeholder(root, ids_BS).sum(1)
     if vision.in_rows:
         shown = tokens_B.tolist()
-        return [{name: x[[row]] for name, x in given.items()} if shown[row] else {} for row in range(len(shown))]
+        return [{name: x[[row]] for name, x in tensors.items()} if shown[row] else {} for row in range(len(shown))]
     if vision.merge is not None:
-        patches = given["image_grid_thw"].prod(-1)
+        patches = tensors["image_grid_thw"].prod(-1)
         ends = (patches // vision.merge).cumsum(0)
         counts = torch.searchsorted(ends, tokens_B.cumsum(0), right=True).diff(prepend=ends.new_zeros(1)).tolist()
         pixels = [int(of_row.sum()) for of_row in patches.split(counts)]
         sizes = {"pixel_values": pixels, "image_grid_thw": counts}
     else:
-        units, total = len(given["pixel_values"]), int(tokens_B.sum())
+        units, total = len(tensors["pixel_values"]), int(tokens_B.sum())
         if bool((tokens_B * units % total).any()):
             raise UnsupportedError(
                 f"the audit cannot tell which images of {type(root).__name__} belong to which answer, because their "
                 "numbers of tokens differ: audit with images of one size"
             )
-        sizes = dict.fromkeys(given, (tokens_B * units // total).tolist())
-    parts = {name: x.split(sizes[name]) for name, x in given.items()}
-    found = [{name: part[row] for name, part in parts.items()} for row in range(len(ids_BS))]
-    return [images if len(images["pixel_values"]) else {} for images in found]
+        sizes = dict.fromkeys(tensors, (tokens_B * units // total).tolist())
+    parts = {name: x.split(sizes[name]) for name, x in tensors.items()}
+    by_row = [{name: part[row] for name, part in parts.items()} for row in range(len(ids_BS))]
+    return [images if len(images["pixel_values"]) else {} for images in by_row]

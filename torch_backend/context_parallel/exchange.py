@@ -209,8 +209,8 @@ def to_tokens(layout: WholeLayout, group: Any, y: Tensor, rank: int) -> Tensor:
 
 def all_to_all(x: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
     """Tokens [n, ...] by receiving rank -> tokens [m, ...] by sending rank; gradients go back the same way."""
-    found: Tensor = _AllToAll.apply(x, send, receive, group)
-    return found
+    received: Tensor = _AllToAll.apply(x, send, receive, group)
+    return received
 
 
 def own_tokens(x: Tensor, share: RankShare) -> Tensor:

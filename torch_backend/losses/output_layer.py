@@ -91,9 +91,9 @@ def output_layer_loss(
     def of_logits(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return packed_cross_entropy(tail(logits), targets, weights=weights)
 
-    given = (targets,) if weights is None else (targets, weights)
+    others = (targets,) if weights is None else (targets, weights)
     again = not isinstance(head, _SHARDED)
-    loss_sum, weight_sum = _by_chunks(head, of_logits, hidden, *given, logit_bytes=4 * entries, again=again)
+    loss_sum, weight_sum = _by_chunks(head, of_logits, hidden, *others, logit_bytes=4 * entries, again=again)
     return loss_sum.sum(), weight_sum.sum()
 
 
@@ -161,10 +161,10 @@ def output_layer_divergence(
     """:func:`torch_backend.ops.linear_divergence.linear_divergence` of ``tail(head(hidden))``: [B * S] and [B * S]."""
     if not (isinstance(head, FSDPModule) and _is_linear(head)):
         return linear_divergence(linear_logits(head, hidden, tail), teacher, beta=beta)
-    found: tuple[Tensor, Tensor] = _between_hooks(
+    pair: tuple[Tensor, Tensor] = _between_hooks(
         head, lambda hidden: linear_divergence(_unmade(head, hidden, tail), teacher, beta=beta), hidden
     )
-    return found
+    return pair
 
 
 @torch.no_grad()

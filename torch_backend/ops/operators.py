@@ -75,23 +75,23 @@ def differentiable(
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            given, ctx.options = arguments[:tensors], arguments[tensors:]
+            operands, ctx.options = arguments[:tensors], arguments[tensors:]
             if contiguous:
-                given = tuple([None if x is None else x.contiguous() for x in given])
-            found = ahead(*given, *ctx.options)
-            if isinstance(found, Tensor):
-                found = (found,)
-            ctx.save_for_backward(*given, *found[first_kept:])
-            return found[0] if outputs == 1 else tuple(found[:outputs])
+                operands = tuple([None if x is None else x.contiguous() for x in operands])
+            results = ahead(*operands, *ctx.options)
+            if isinstance(results, Tensor):
+                results = (results,)
+            ctx.save_for_backward(*operands, *results[first_kept:])
+            return results[0] if outputs == 1 else tuple(results[:outputs])
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-            given = ctx.saved_tensors
+            saved = ctx.saved_tensors
             douts = tuple([x.contiguous() for x in douts]) if contiguous else douts
-            found = behind(*given, *douts, *ctx.options)
-            gradients = [None if x is None else gradient for x, gradient in zip(given, found, strict=False)]
-            return *gradients, *[None] * (tensors - len(found) + len(ctx.options))
+            results = behind(*saved, *douts, *ctx.options)
+            gradients = [None if x is None else gradient for x, gradient in zip(saved, results, strict=False)]
+            return *gradients, *[None] * (tensors - len(results) + len(ctx.options))
 
     return Differentiable.apply
 

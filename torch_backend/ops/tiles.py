@@ -178,16 +178,16 @@ def by_tiles(ahead: Callable[..., Any], behind: Callable[..., Any], options: int
         def forward(ctx: Any, x: Tensor, *others: Any) -> Any:
             ctx.options, tensors = others[:options], list(others[options:])
             ctx.save_for_backward(x, *tensors)
-            found = ahead(x, tensors, *ctx.options)
-            return tuple(found) if isinstance(found, list) else found
+            results = ahead(x, tensors, *ctx.options)
+            return tuple(results) if isinstance(results, list) else results
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
             x, *tensors = ctx.saved_tensors
             needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1 + options :]]
-            found = behind(x, list(dys), tensors, *ctx.options, needs)
-            dx, *of_tensors = (value if needed else None for value, needed in zip(found, needs, strict=True))
+            results = behind(x, list(dys), tensors, *ctx.options, needs)
+            dx, *of_tensors = (value if needed else None for value, needed in zip(results, needs, strict=True))
             return dx, *[None] * options, *of_tensors
 
     return ByTiles.apply

@@ -65,15 +65,15 @@ class _Buckets:
 def _averaged_with_the_last(state, bucket):
     """The communication hook: (state, ``dist.GradBucket``) -> the averaged bucket, in the future."""
     buffer = bucket.buffer()
-    found: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-    state.waiting.append((buffer, found))
+    result: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+    state.waiting.append((buffer, result))
     if bucket.is_last():
         for each, _ in state.waiting:
             average(each, state.group)
         for each, future in state.waiting:
             future.set_result(each)
         state.waiting.clear()
-    return found
+    return result
 
 
 def average(x: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -95,9 +95,9 @@ def links_too_slow(model: DistributedDataParallel) -> str | None:
 def least(value: float, group: dist.ProcessGroup | None) -> float:
     """The smallest value of all ranks."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    found = torch.tensor(float(value), dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MIN, group)
-    return found.item()
+    reduced = torch.tensor(float(value), dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, dist.ReduceOp.MIN, group)
+    return reduced.item()
 
 
 def _rate(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -222,9 +222,9 @@ class Recorded(Exchange):
         yield
 
     def largest(self, *sizes: int) -> tuple[int, ...]:
-        found = torch.tensor(sizes)
-        dist.all_reduce(found, dist.ReduceOp.MAX, self.hosts)
-        return tuple(found.tolist())
+        maxima = torch.tensor(sizes)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, self.hosts)
+        return tuple(maxima.tolist())
 
     def end_recording(self) -> None:
         """A recording ends on one stream, which waits for the others."""
@@ -332,10 +332,10 @@ class Counts:
 
     def largest(self, *values: int) -> list[int]:
         """The largest of each value over the ranks."""
-        found = torch.tensor(values)
+        maxima = torch.tensor(values)
         if self.world > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, self._hosts)
-        return found.tolist()
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, self._hosts)
+        return maxima.tolist()
 
     def evened(self, microbatches: Sequence[Batch], emptied: Callable[[Batch], Batch]) -> list[Batch]:
         """Microbatches of a step, followed by as many without targets as other ranks have more.

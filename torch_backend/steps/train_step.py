@@ -209,14 +209,14 @@ class TrainStep:
         prepared, why_logits = self._gradients.prepared, self._gradients.why_logits
         with in_mode(self.model, training=False):
             for batch, counts in self._counts.together(batches) if self._waits else zip(batches, repeat(True)):
-                given = self._on_device(self._part(batch))
+                inputs = self._on_device(self._part(batch))
                 if not prepared:
-                    prepared, why_logits = True, self._choose(given, forward=False)
-                parts = tiled_modules(self.model, tokens_of(given), self._gradients.fits_whole)
+                    prepared, why_logits = True, self._choose(inputs, forward=False)
+                parts = tiled_modules(self.model, tokens_of(inputs), self._gradients.fits_whole)
                 with self._precision(), tiled(parts):
-                    loss = self._loss_sum(given, why_logits)
+                    loss = self._loss_sum(inputs, why_logits)
                 if counts:
-                    sums += torch.stack([loss.double(), self._weight(given).double(), self._count(given).double()])
+                    sums += torch.stack([loss.double(), self._weight(inputs).double(), self._count(inputs).double()])
         loss, weight, tokens = self.divisor.total(sums)
         return {"loss": quotient(loss, weight), "tokens": tokens.long()}
 

@@ -129,10 +129,10 @@ def trained(level: Any) -> tuple[torch.Tensor, int]:
             torch.cuda.reset_peak_memory_stats()
         found.append(float(step(batch)["loss"]))
     assert step.parts["graph"] == "CUDA graph", step.parts
-    held = torch.cuda.max_memory_allocated()
+    peak = torch.cuda.max_memory_allocated()
     del step, model, collate
     torch.cuda.empty_cache()
-    return torch.tensor(found), held
+    return torch.tensor(found), peak
 
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level != "none"])

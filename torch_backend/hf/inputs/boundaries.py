@@ -171,10 +171,10 @@ def refuse_split_rows(parallelism: Any, *, kinds: Sequence[str] = ("context", "s
             raise UnsupportedError(f"{kind} parallelism ({short}_size={size}) {SPLIT_ROWS}{way_out}")
 
 
-def _check_forms(found: Mapping[str, Any]) -> None:
+def _check_forms(marks: Mapping[str, Any]) -> None:
     """Types, shapes and dtypes of the metadata keys; reads no values."""
     for key in BatchKey.CUMULATIVE:
-        value = found.get(key)
+        value = marks.get(key)
         if value is None:
             continue
         if not isinstance(value, Tensor) or value.ndim != 1 or len(value) < 2 or value.is_floating_point():
@@ -182,7 +182,7 @@ def _check_forms(found: Mapping[str, Any]) -> None:
             cut = isinstance(value, Tensor) and value.shape == (1,)
             why = ": accelerate cut it with the rows, pass dispatch_batches=False to it" if cut else ""
             raise LayoutError(f"{key} must be an integer tensor [N+1] for N segments, got {form}{why}")
-    lengths, boundaries = found.get(BatchKey.LENGTHS), found.get(BatchKey.BOUNDARIES)
+    lengths, boundaries = marks.get(BatchKey.LENGTHS), marks.get(BatchKey.BOUNDARIES)
     if lengths is None:
         return
     if isinstance(lengths, Tensor | str) or not isinstance(lengths, Sequence):
