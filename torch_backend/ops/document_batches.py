@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -132,33 +133,42 @@ def per_document(
     rows, length = first.shape[:2]
     batches = to_batches(packed, first.flatten(0, 1), sizes=sizes)
 
-    def split(value: Any) -> list[Any]:
-        if isinstance(value, PerBatch):
-            return [value.make(batch) for batch in batches]
-        if isinstance(value, RealTokens):
-            laid = buckets(packed, sizes=sizes)
-            parts = laid.real.long().split([n * length for n, length in laid.shapes])
-            return [part.view(shape) for part, shape in zip(parts, laid.shapes, strict=True)]
-        if isinstance(value, Tensor) and value.shape[:2] == (rows, length):
-            return to_batches(packed, value.flatten(0, 1), sizes=sizes)
-        if isinstance(value, tuple):
-            return list(zip(*map(split, value), strict=True))
-        return [value] * len(batches)
-
-    def join(parts: tuple[Any, ...]) -> Any:
-        if isinstance(parts[0], tuple):
-            return tuple(join(part) for part in zip(*parts, strict=True))
-        if hasattr(parts[0], "to_tuple"):  # a ModelOutput of transformers
-            return type(parts[0])(**{name: join(tuple(part[name] for part in parts)) for name in parts[0]})
-        if all(isinstance(p, Tensor) and p.shape[:2] == b.shape[:2] for p, b in zip(parts, batches, strict=True)):
-            return from_batches(packed, parts, sizes=sizes).reshape(rows, length, *parts[0].shape[2:])
-        return None
-
+    split = partial(_split, packed, batches, (rows, length), sizes)
     results = []
     for call in zip(*map(split, values), strict=True):
         named = dict(zip(kwargs, call[len(args) :], strict=True))
         results.append(layer(*call[: len(args)], **named))
-    return join(tuple(results))
+    return _join(packed, batches, (rows, length), sizes, tuple(results))
+
+
+# Not inside of per_document: a function that calls itself refers to itself there, and would hold the batches.
+def _split(packed: PackedMetadata, batches: list[Tensor], shape: tuple[int, int], sizes: int, value: Any) -> list[Any]:
+    """An argument for each of the batches."""
+    if isinstance(value, PerBatch):
+        return [value.make(batch) for batch in batches]
+    if isinstance(value, RealTokens):
+        laid = buckets(packed, sizes=sizes)
+        parts = laid.real.long().split([n * length for n, length in laid.shapes])
+        return [part.view(of_batch) for part, of_batch in zip(parts, laid.shapes, strict=True)]
+    if isinstance(value, Tensor) and value.shape[:2] == shape:
+        return to_batches(packed, value.flatten(0, 1), sizes=sizes)
+    if isinstance(value, tuple):
+        return list(zip(*(_split(packed, batches, shape, sizes, x) for x in value), strict=True))
+    return [value] * len(batches)
+
+
+def _join(
+    packed: PackedMetadata, batches: list[Tensor], shape: tuple[int, int], sizes: int, parts: tuple[Any, ...]
+) -> Any:
+    """What the layer returned of the batches, as one."""
+    join = partial(_join, packed, batches, shape, sizes)
+    if isinstance(parts[0], tuple):
+        return tuple(join(part) for part in zip(*parts, strict=True))
+    if hasattr(parts[0], "to_tuple"):  # a ModelOutput of transformers
+        return type(parts[0])(**{name: join(tuple(part[name] for part in parts)) for name in parts[0]})
+    if all(isinstance(p, Tensor) and p.shape[:2] == b.shape[:2] for p, b in zip(parts, batches, strict=True)):
+        return from_batches(packed, parts, sizes=sizes).reshape(*shape, *parts[0].shape[2:])
+    return None
 
 
 class _Pad(torch.autograd.Function):

@@ -7,6 +7,7 @@ scan of a mixer), phi3 with longrope (rotary frequencies per document), bloom (t
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -255,6 +256,27 @@ def test_saving_and_loading(family: str, tmp_path: Any) -> None:
     assert all(torch.equal(weights[name], x) for name, x in model.state_dict().items())
     # as near as rounding allows: where weights lie in memory decides in which order a CPU adds
     assert_same(packed(torch_backend.patch(loaded, verify=False), docs), want)
+
+
+@pytest.mark.parametrize("family", ROUTES)
+def test_what_a_call_keeps_is_freed_with_its_output(family: str) -> None:
+    """A cycle of references would hold all activations until garbage is looked for."""
+
+    def results() -> int:
+        return sum(type(x) is Tensor and x.grad_fn is not None for x in gc.get_objects())
+
+    model, batch = patched(family), collate(documents())
+    model(**batch)
+    gc.collect()
+    gc.disable()
+    try:
+        before = results()
+        output = model(**batch)
+        assert results() > before
+        del output
+        assert results() == before
+    finally:
+        gc.enable()
 
 
 def without_values(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
