@@ -143,7 +143,7 @@ def per_document(
 
 # Not inside of per_document: a function that calls itself refers to itself there, and would hold the batches.
 def _split(packed: PackedMetadata, batches: list[Tensor], shape: tuple[int, int], sizes: int, value: Any) -> list[Any]:
-    """An argument for each of the batches."""
+    """Split an argument into one for each of the batches."""
     if isinstance(value, PerBatch):
         return [value.make(batch) for batch in batches]
     if isinstance(value, RealTokens):
@@ -160,7 +160,7 @@ def _split(packed: PackedMetadata, batches: list[Tensor], shape: tuple[int, int]
 def _join(
     packed: PackedMetadata, batches: list[Tensor], shape: tuple[int, int], sizes: int, parts: tuple[Any, ...]
 ) -> Any:
-    """What the layer returned of the batches, as one."""
+    """Join what the layer returned of the batches."""
     join = partial(_join, packed, batches, shape, sizes)
     if isinstance(parts[0], tuple):
         return tuple(join(part) for part in zip(*parts, strict=True))
