@@ -57,7 +57,7 @@ def assert_train_alike(
         losses.append([float(step(batch)["loss"]) for _ in range(4)])
         trained.append(weights)
         if compiles:
-            assert step.parts["layers"] == layers
+            assert step.parts["layers"] == layers, step.parts
             assert device == "cpu" or step.parts["graph"] == "CUDA graph"
     tolerance = 1e-5 if device == "cpu" else 1e-3
     assert losses[0] == pytest.approx(losses[1], rel=tolerance) and losses[0][0] > losses[0][-1]
