@@ -21,7 +21,7 @@ from tests import processes
 from tests.torch_backend.ranks import torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-AUDITED = r"packed: +{}Trainer .* 16 documents in 1 rows\): exact"
+AUDITED = r"packed: +{}Trainer .* 16 documents in 1 row\): exact"
 # Example -> what it prints, as regular expressions; the figure that it prints several times (at least so often), its
 # first value, and by how much the last one is higher, or lower; the library that no extra of the tests installs.
 CLAIMS: dict[str, dict[str, Any]] = {

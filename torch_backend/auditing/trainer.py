@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from packing_core.batches.marks import PER_TOKEN
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.budget import FLOAT32, NARROW, noticed
-from packing_core.errors import PackingError, UnsupportedError
+from packing_core.errors import PackingError, UnsupportedError, plural
 from torch_backend.auditing.compare import (
     averaged,
     exchanged,
@@ -110,7 +110,7 @@ class TrainerReport:
         return json.dumps({"verdict": self.verdict, **asdict(self)})
 
     def __str__(self) -> str:
-        where = f"{self.dtype} on {self.device}, {self.documents} documents in {self.rows} rows"
+        where = f"{self.dtype} on {self.device}, {plural(self.documents, 'document')} in {plural(self.rows, 'row')}"
         where += f" cut over {self.ranks} ranks" if self.ranks > 1 else ""
         sees = self.leak > self.tolerance
         verdict = self.verdict if sees or self.verdict == "exact" else f"{self.verdict}, in its loss and not by a leak"

@@ -20,7 +20,7 @@ from packing_core import PackedBatch
 from packing_core.batches.columns import READ
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import LENGTHS
-from packing_core.errors import PackingError, UnsupportedError, first_line
+from packing_core.errors import PackingError, UnsupportedError, first_line, plural
 from packing_core.extras import require
 from packing_core.planning.cost import Cost
 from packing_core.storage.arrays import sampled
@@ -268,8 +268,8 @@ def _announced(trainer: Any, rows: EpochRows) -> EpochRows:
     size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     before, after = (-(-count // size) for count in (plan.n_documents, plan.n_rows))
     steps = (
-        f"a step of {size:,} rows has {size * in_row:,.0f} documents and had {size:,}, an epoch has {after:,} steps "
-        f"and had {before:,}"
+        f"a step of {plural(size, 'row')} has {plural(round(size * in_row), 'document')} and had {size:,}, "
+        f"an epoch has {plural(after, 'step')} and had {before:,}"
     )
     if before < STEPS_LOST * after:
         logger.info("enable_packing: %s; %s", rows, steps)

@@ -206,8 +206,8 @@ class EpochRows(Dataset[PackedBatch]):
         lost = {"dropped": len(rows.dropped), "truncated": len(rows.truncated)}
         notes = "".join(f", {count:,} {what}" for what, count in lost.items() if count)
         return (
-            f"{rows.n_documents:,} documents{notes}, in {rows.n_rows:,} rows of {rows.capacity:,} tokens, "
-            f"{rows.efficiency:.1%} full"
+            f"{plural(rows.n_documents, 'document')}{notes}, in {plural(rows.n_rows, 'row')} of {rows.capacity:,} "
+            f"tokens, {rows.efficiency:.1%} full"
         )
 
 

@@ -194,7 +194,7 @@ def on_rank(name: str) -> Any:
 
 @pytest.mark.parametrize("verdict", AUDITED)
 def test_an_audit_of_a_trainer_tells_what_is_exact(verdict: str) -> None:
-    assert re.search(rf"in 1 rows cut over 2 ranks\): {verdict}", on_ranks(on_rank, verdict))
+    assert re.search(rf"in 1 row cut over 2 ranks\): {verdict}", on_ranks(on_rank, verdict))
 
 
 @pytest.mark.parametrize("text", REFUSED)

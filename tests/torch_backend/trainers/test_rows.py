@@ -170,7 +170,7 @@ def test_rows_that_stay_empty_are_warned_of(tmp_path, caplog) -> None:
     enabled(build(tmp_path, numbered()))
     assert not [record for record in caplog.records if "a smaller capacity leaves" in record.message]
     enabled(build(tmp_path, numbered()), 2048)
-    assert "60 documents, in 1 rows of 2,048 tokens, 37.9% full: a smaller capacity leaves less padding" in caplog.text
+    assert "60 documents, in 1 row of 2,048 tokens, 37.9% full: a smaller capacity leaves less padding" in caplog.text
 
 
 class OwnSampler(transformers.Trainer):
