@@ -6,12 +6,12 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from crosspack.packing.mixture import Mixed
 from crosspack.reading import Records, read
 from crosspack.reading.files import MAX_RECORD
 from crosspack.reading.lines import SampleBy
+from crosspack.reading.records import has_splits
 from packing_core.errors import PackingError
 
 
@@ -24,19 +24,19 @@ def open_records(
     sample_by: SampleBy = "line",
     max_record: int = MAX_RECORD,
 ) -> Records:
-    """Open one data set, as :func:`crosspack.read` does; without a ``split``, a file, or the split ``validation``.
+    """Open one data set, as :func:`crosspack.read` does; without a ``split``, files, or the split ``validation``.
 
     Raises:
         PackingError: it cannot be opened; the error names ``option``, which names the data.
     """
-    if split is None:
-        split = "train" if data is None or Path(data).is_file() else "validation"
     try:
+        if split is None:
+            split = "validation" if has_splits(data) else "train"
         return read(data, split=split, columns=columns, sample_by=sample_by, max_record=max_record)
     except PackingError as error:
         named = error.reworded(f"{option} {error}")
         if option == "--eval-data":
-            named = type(error)(named.with_names(lambda _: option_of_split(option)))
+            named = type(error)(named.with_names(lambda _, value: f"{option_of_split(option)} {value}".rstrip()))
         raise named from error
 
 

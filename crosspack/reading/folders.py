@@ -67,8 +67,8 @@ def _by_name(folder: str, split: str) -> list[File]:
     if not named and split == "train":
         return sorted(found, key=_path)
     if split not in named:
-        there = f"its files are of {', '.join(sorted(named))}" if named else "no file's name says a split"
-        raise PackingError(f"{folder}: no file of the split {split}, {there}: pass another split", option="split")
+        there = f"its files are of {', '.join(sorted(named))}" if named else "their names say none"
+        raise PackingError(f"{folder}: no file is of split={split!r}, {there}: pass another split", option="split")
     return sorted((file for file, splits in found.items() if split in splits), key=_path)
 
 

@@ -234,7 +234,7 @@ def read(
             ``.json`` also with ``.gz``, ``.zst``, ``.bz2`` or ``.xz`` after it), a folder of them, either of these by a
             URL that fsspec opens (``s3://``, ``gs://``, ``hf://``, ``memory://``), or the name of a hub data set. None
             for the built-in questions and answers from the standard library's docstrings.
-        split: which split of a folder or a hub data set; a single file has only ``train``.
+        split: which split of a folder or a hub data set; files have only ``train``.
         columns: what to read of files that store columns one by one; if they have none of these, all are read.
         sample_by: whether each ``line`` of a text file is a record, or the whole ``document``.
         max_record: bytes that a record may take, decompressed; a longer one is one that cannot be read.
@@ -246,23 +246,16 @@ def read(
     Raises:
         PackingError: there is no such file or folder, it has another format, or it does not say what to read.
     """
-    if data is None:
-        return Records(STANDARD_LIBRARY, listed=standard_library_records)
-    path = os.fspath(data)
+    path = STANDARD_LIBRARY if data is None else os.fspath(data)
     name, wanted = masked(path), frozenset(columns)
-    if is_url(path):
-        with remote(path) as (system, inside):
-            is_file, is_folder = system.isfile(inside), system.isdir(inside)
-    else:
-        try:
-            is_file, is_folder = Path(path).is_file(), Path(path).is_dir()
-            if Path(path).is_fifo():
-                path, is_file = spooled(path), True
-        except (OSError, ValueError) as error:
-            raise PackingError(f"{name}: {getattr(error, 'strerror', None) or first_line(error)}") from error
-    paths = [path] if is_file else []
-    if not (is_file or is_folder or is_url(path)):
-        paths = sorted(filter(os.path.isfile, glob(path, recursive=True)))
+    paths, is_folder = ([], False) if data is None else _files_at(path)
+    if (data is None or paths) and split != "train":
+        raise PackingError(
+            f"{name}: split={split!r} is of a folder or a hub data set, and this is neither: leave split out",
+            option="split",
+        )
+    if data is None:
+        return Records(name, listed=standard_library_records)
     if paths:
         files = tuple(File(path, max_record) for path in paths)
         formats = sorted({file.suffix for file in files})
@@ -271,10 +264,6 @@ def read(
         if formats[0] not in FORMATS:
             raise PackingError(
                 f"{name}: cannot read {formats[0] or 'a file without suffix'}; it reads {', '.join(FORMATS)}"
-            )
-        if is_file and split != "train":
-            raise PackingError(
-                f"{name}: a file has no split={split!r}: leave split out, or pass a folder", option="split"
             )
         return Records(name, files, wanted, sample_by)
     if is_folder:
@@ -286,6 +275,32 @@ def read(
     if is_url(name) or not is_hub_name(name) or File(name).suffix in FORMATS:
         raise PackingError(f"{name}: no such file or folder, and not a hub name (`owner/name`)")
     return Records(name, listed=partial(_hub_rows, name, split))  # and no lambda, which processes cannot hand on
+
+
+def has_splits(data: str | None) -> bool:
+    """Returns whether the data are a folder or a hub data set, of which one split is read.
+
+    Raises:
+        PackingError: a URL or a path cannot be looked at.
+    """
+    return data is not None and not _files_at(data)[0]
+
+
+def _files_at(path: str) -> tuple[list[str], bool]:
+    """The files that a path, a URL, a glob or a pipe stands for, and whether it is a folder, which stands for none."""
+    if is_url(path):
+        with remote(path) as (system, inside):
+            return ([path] if system.isfile(inside) else []), system.isdir(inside)
+    try:
+        if Path(path).is_fifo():
+            return [spooled(path)], False
+        if Path(path).is_file():
+            return [path], False
+        if Path(path).is_dir():
+            return [], True
+    except (OSError, ValueError) as error:
+        raise PackingError(f"{masked(path)}: {getattr(error, 'strerror', None) or first_line(error)}") from error
+    return sorted(filter(os.path.isfile, glob(path, recursive=True))), False
 
 
 def _hub_rows(name: str, split: str) -> Iterator[Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+from threading import Thread
 
 import pyarrow
 import pytest
 
 from crosspack.cli.records import open_records
-from crosspack.reading import objects
+from crosspack.reading import objects, read
 from crosspack.reading.corpus import standard_library_records
 from packing_core.errors import PackingError
 
@@ -20,6 +22,28 @@ def test_what_is_nowhere_is_said_in_one_line(data):
     says = f"--data {data}: no such file or folder, and not a hub name (`owner/name`)"
     with pytest.raises(PackingError, match=f"^{re.escape(says)}$"):
         open_records(data)
+
+
+def test_what_has_no_splits_is_read_without_one_and_refused_with_one(tmp_path):
+    """As data to evaluate on, whose split is validation where there are several."""
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "one"}\n')
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = Thread(target=pipe.write_text, args=(path.read_text(),))
+    writer.start()
+    for data in (str(path), str(tmp_path / "*.jsonl"), path.as_uri(), str(pipe)):
+        assert [dict(record) for record in open_records(data, split=None, option="--eval-data")] == TEXTS[:1]
+        assert len(list(read(data))) == 1
+        with pytest.raises(PackingError, match="split='test' is of a folder or a hub data set, and this is neither"):
+            read(data, split="test")
+    writer.join()
+    with pytest.raises(PackingError, match="split='test' is of a folder or a hub data set"):
+        read(None, split="test")
+    with pytest.raises(
+        PackingError, match="no file is of --eval-split validation, their names say none: pass another --eval-split"
+    ):
+        open_records(str(tmp_path), split=None, option="--eval-data")
 
 
 def test_an_unknown_format_names_the_known_ones(tmp_path):
@@ -196,7 +220,7 @@ def test_a_split_is_what_names_say(write, name, split):
     write("folder/trainset.jsonl", [{"text": "of no split"}])
     assert [dict(record) for record in open_records(str(folder), split=split)] == TEXTS
     other = "validation" if split == "train" else "train"
-    with pytest.raises(PackingError, match=f"no file of the split {other}, its files are of {split}"):
+    with pytest.raises(PackingError, match=f"no file is of split='{other}', its files are of {split}"):
         open_records(str(folder), split=other)
 
 
