@@ -29,11 +29,15 @@ class PackingError(ValueError):
         """Returns the same error with another message that names the same keywords."""
         return type(self)(message, option=self.option)
 
-    def with_names(self, name: Callable[[str], str]) -> str:
-        """Returns the message with the keywords by the names that ``name`` gives them, as a command line takes them.
+    def with_names(self, option: Callable[[str, str], str]) -> str:
+        """Returns the message with the keywords as a command line takes them.
+
+        Args:
+            option: takes a keyword and the value that the message has after it, ``""`` for none and for True; returns
+                the option with its value.
 
         >>> error = PackingError('pass overflow="split" or "drop", or raise capacity', option="overflow capacity")
-        >>> error.with_names("--{}".format)
+        >>> error.with_names(lambda keyword, value: f"--{keyword} {value}".rstrip())
         'pass --overflow split or drop, or raise --capacity'
         """
         if not self.option:
@@ -41,7 +45,7 @@ class PackingError(ValueError):
 
         def named(match: re.Match[str]) -> str:
             value = re.sub("[\"']", "", match[2] or "True")
-            return name(match[1]) if value == "True" else f"{name(match[1])} {value}"
+            return option(match[1], "" if value == "True" else value)
 
         return re.sub(rf"(?<![\w-])({'|'.join(self.option.split())})\b{_VALUE}", named, str(self))
 

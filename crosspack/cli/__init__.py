@@ -46,7 +46,15 @@ logger = logging.getLogger(__name__)
 
 _UsageError: Any = typer.BadParameter.__base__  # click's in one release of typer, and its own in the next
 # keywords whose options have other names
-_NAMES = {"implementation": "attention", "keys": "order-by", "strategy": "packing"}
+_NAMES = {
+    "dataloader_drop_last": "--set dataloader_drop_last",
+    "implementation": "--attention",
+    "keys": "--order-by",
+    "memory": "--gradient-checkpointing",
+    "per_device_train_batch_size": "--batch-size",
+    "strategy": "--packing",
+}
+_WITHOUT_VALUE = ("memory",)
 
 
 class Status(IntEnum):
@@ -106,7 +114,7 @@ def _errors_in_one_line() -> Iterator[None]:
 def _described(error: Exception) -> tuple[str, Status]:
     """Returns the message of an error as users read it, and the exit status."""
     if isinstance(error, PackingError):
-        return error.with_names(_console_name), Status.ERROR
+        return error.with_names(_console_option), Status.ERROR
     if isinstance(error, _UsageError):
         command: Any = getattr(error, "ctx", None)
         option = getattr(error, "option_name", "")
@@ -132,8 +140,9 @@ def _described(error: Exception) -> tuple[str, Status]:
     )
 
 
-def _console_name(keyword: str) -> str:
-    return "--" + _NAMES.get(keyword, keyword).replace("_", "-")
+def _console_option(keyword: str, value: str) -> str:
+    option = _NAMES.get(keyword) or f"--{keyword.replace('_', '-')}"
+    return option if keyword in _WITHOUT_VALUE else f"{option} {value}".rstrip()
 
 
 app = typer.Typer(

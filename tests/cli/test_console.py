@@ -141,6 +141,11 @@ def test_every_error_is_one_line_and_verbose_shows_where_it_was_raised(command, 
             "equal_cost",
             "--equal-cost needs more, and rows_per_step=1,000",
         ),
+        (
+            "pass a smaller per_device_train_batch_size, or leave dataloader_drop_last=True out",
+            "per_device_train_batch_size dataloader_drop_last",
+            "pass a smaller --batch-size, or leave --set dataloader_drop_last out",
+        ),
         ('no column "overflow", and overflow="drop"', "", 'no column "overflow", and overflow="drop"'),
     ],
 )

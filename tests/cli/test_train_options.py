@@ -168,7 +168,17 @@ def test_evaluation_and_the_plan_are_printed_and_kept(small, tmp_path):
     found = [record["eval_loss"] for record in json.loads((out / "crosspack.json").read_text())["runs"]["packed"]]
     assert found[0] is None and found[2] < found[1] < np.log(320) + 1
     refused = run(*small, "--eval-data", held_out, "--capacity", 2, "--overflow", "split", "--eval-split", "test")
-    assert "a file has no --eval-split test: leave --eval-split out" in one_line(refused)
+    assert "--eval-split test is of a folder or a hub data set, and this is neither" in one_line(refused)
+
+
+def test_a_family_that_cannot_recompute_is_refused_by_the_option_that_asks_for_it(small, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps({"model_type": "openai-gpt", "vocab_size": 2048, "n_embd": 8, "n_layer": 1, "n_head": 1})
+    )
+    refused = one_line(run(*small, "--model", config, "--gradient-checkpointing"))
+    assert "OpenAIGPTLMHeadModel cannot recompute" in refused
+    assert refused.endswith("--gradient-checkpointing is not possible: leave --gradient-checkpointing out")
 
 
 class Calls(list):

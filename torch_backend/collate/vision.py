@@ -267,7 +267,8 @@ class VisionReader:
         if marks and not np.asarray(found["assistant_masks"]).any():
             raise PackingError(
                 f"{where}: the chat template marks no turn of the assistant by {{% generation %}}: pass such a "
-                'template, loss="all", or prompt and completion'
+                'template, loss="all", or prompt and completion',
+                option="loss",
             )
         return found
 

@@ -131,12 +131,14 @@ def check_level(model: nn.Module, level: str) -> None:
     if in_checkpoint_wrappers(root):
         raise UnsupportedError(
             f"checkpoint wrappers stand around modules of {type(root).__name__} and recompute them whatever "
-            f'memory="{level}" says: leave out apply_activation_checkpointing, or memory'
+            f'memory="{level}" says: leave out apply_activation_checkpointing, or memory',
+            option="memory",
         )
     if level != "none" and not getattr(root, "supports_gradient_checkpointing", False):
         raise UnsupportedError(
             f"layers of {type(root).__name__} cannot recompute what they do not keep (gradient checkpointing), so "
-            f'memory="{level}" is not possible: leave memory out'
+            f'memory="{level}" is not possible: leave memory out',
+            option="memory",
         )
 
 

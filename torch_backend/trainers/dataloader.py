@@ -213,7 +213,8 @@ def _refuse_no_batch(loader: Any, trainer: Any, data: str) -> None:
         raise PackingError(
             f"{data} fill no batch of {trainer._train_batch_size} rows on each of {args.world_size} ranks, and "
             "dataloader_drop_last=True would leave all of them out: pass a smaller capacity or "
-            "per_device_train_batch_size, or leave dataloader_drop_last out"
+            "per_device_train_batch_size, or leave dataloader_drop_last out",
+            option="capacity per_device_train_batch_size dataloader_drop_last",
         )
 
 
