@@ -54,10 +54,10 @@ from benchmarks.gpu_moe_shapes import PEFT, SHAPES, Experts, adapted, available
 from benchmarks.gpu_moe_step import run_adapted_step, run_step, run_trainer, run_whole
 from benchmarks.gpu_workload import DTYPE
 from torch_backend.hf.edits.experts import kernel_edits
-from torch_backend.hf.edits.override import original_class, restore
 from torch_backend.hf.entry import run_with
 from torch_backend.hf.experts import LAYOUT
 from torch_backend.hf.forward import PackedForward
+from torch_backend.hf.override import original_class, restore
 from torch_backend.segments import PackedMetadata
 
 LIMIT = 1e-4 if TOY else 0.1  # of what is wrong; what bfloat16 rounds is a figure

@@ -14,7 +14,7 @@ from torch import nn
 
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.attention import stands_over
-from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.override import original_class
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 

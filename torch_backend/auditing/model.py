@@ -33,8 +33,8 @@ from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm, with_values
 from torch_backend.hf.attention import stands_over, unregistered
-from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.float8 import describe_float8
+from torch_backend.hf.override import original_class
 from torch_backend.hf.patch import Patched, context_of, install, state_of, unpatch
 
 if TYPE_CHECKING:

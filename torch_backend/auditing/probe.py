@@ -38,7 +38,7 @@ from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.families import both_ways_of
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.structure import with_values
-from torch_backend.hf.inputs.arguments import forward_names
+from torch_backend.hf.override import forward_names
 from torch_backend.hf.patch import context_of
 from torch_backend.hf.router import asks_for_router_loss, no_router_loss
 from torch_backend.losses.cross_entropy import packed_cross_entropy

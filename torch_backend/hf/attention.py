@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,9 @@ from packing_core.extras import require
 from torch_backend.context_parallel.attention import NOT_CROSSED, MethodChoice, choose_method, context_attention
 from torch_backend.hf.anatomy.families import INTERFACE, WITHOUT_EFFECT
 from torch_backend.hf.edits.latents import latent_of
-from torch_backend.hf.edits.rebinding import names
 from torch_backend.hf.forward import AttentionChoice, PackedForward
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
+from torch_backend.hf.override import names
 from torch_backend.ops.attention import AttentionRequest, choose, request_of, run
 from torch_backend.ops.attention.index_loss import index_loss
 from torch_backend.ops.attention.selected import SelectedKeys, selected_attention, words_of
@@ -70,6 +70,32 @@ def stands_over(config: Any) -> str:
 def softcap_of(config: Any) -> float | None:
     """The softcap of a model's attention, None if it has none."""
     return getattr(config.get_text_config(), "attn_logit_softcapping", None)
+
+
+@dataclass
+class AttentionName:
+    """A config names the packed attention function instead of the implementation that it had.
+
+    Attributes:
+        before: that implementation, over: the one that unpacked calls run.
+    """
+
+    config: Any
+    before: str = ""
+    over: str = ""
+
+    def apply(self) -> None:
+        self.before, self.over = unregistered(self.config._attn_implementation), stands_over(self.config)
+        self.config._attn_implementation_internal = register(self.over)
+
+    def undo(self) -> None:
+        if self.in_force:
+            self.config._attn_implementation_internal = self.before
+
+    @property
+    def in_force(self) -> bool:
+        """Returns whether the config still names the packed function."""
+        return bool(self.config._attn_implementation == PREFIX + self.over)
 
 
 def _mask_before(*args: Any, before: str, **kwargs: Any) -> Any:

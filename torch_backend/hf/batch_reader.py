@@ -35,6 +35,7 @@ from torch_backend.hf.inputs.forests import OVER_RANKS, check_forest, refuse, wh
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.inputs.spans import add_spans
 from torch_backend.hf.inputs.unmarked import check_unmarked, refuse_other_marks, refuse_unread
+from torch_backend.hf.override import forward_names
 from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
 from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
@@ -79,7 +80,7 @@ class BatchReader:
         self.compiled: set[AttentionRequest] = set()
         self.crosses = False
         self.guard = Guard()
-        self.root_names, self.decoder_names = inputs.forward_names(self.root), inputs.forward_names(self.decoder)
+        self.root_names, self.decoder_names = forward_names(self.root), forward_names(self.decoder)
         self.reads = inputs.names_read(self.root)
         self.shifted = anatomy.head == "next token"
         parts = self.decoder, *self.rows.parts, *anatomy.layers.values(), *anatomy.rotaries.values()

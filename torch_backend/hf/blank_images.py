@@ -24,9 +24,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch_backend.hf.anatomy.audio import FEATURES, Audio, audio_of
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, PIXELS, ROWS_OF_IMAGES, media_keys
 from torch_backend.hf.edits.clips import clip_edits, encode_clips
-from torch_backend.hf.edits.kinds import Edit, Hook
 from torch_backend.hf.edits.towers import tower_edits
+from torch_backend.hf.entry import Hook
 from torch_backend.hf.forward import PackedForward
+from torch_backend.hf.override import Edit
 
 _SILENCE = 8  # frames of a blank clip
 _FEATURES = ("pooler_output", "deepstack_features")  # of what a tower returns, those that models put among the tokens

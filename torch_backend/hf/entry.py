@@ -3,7 +3,7 @@
     model(**batch), model.forward(**batch) -> Patched.run_model   -> the model's own forward
     decoder(...)                           -> Patched.run_decoder -> the decoder's own forward
 
-Both modules get another forward (:mod:`.edits.override`). Hooks would be simpler, but a wrapper that calls
+Both modules get another forward (:mod:`.override`). Hooks would be simpler, but a wrapper that calls
 ``model.forward(...)``, as PEFT did up to 0.20, passes them by.
 
 What a call carries from the model to its decoder and its head belongs to the call, not to the model, because threads
@@ -27,8 +27,8 @@ from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import LENGTHS, NUMBERS
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.hf.anatomy.structure import DATA_PARALLEL
-from torch_backend.hf.edits.override import Attribute, LayerOverride, is_reached
 from torch_backend.hf.forward import PackedForward
+from torch_backend.hf.override import Attribute, LayerOverride, is_reached
 
 _ENTRY = "_crosspack_entry"
 # A Trainer takes the columns out of its data that the signature of forward does not name, and these mark documents:
@@ -121,6 +121,39 @@ def entry_edits(patched: Any) -> Iterator[LayerOverride | Attribute]:
     for module, forward in [(patched.root, _enter_both)] if patched.root is patched.decoder else both:
         yield Attribute(module, _ENTRY, patched)
         yield LayerOverride(module, forward, takes=_MARKS)
+
+
+@dataclass
+class Hook:
+    """A forward hook, or a hook before it, that runs in packed calls alone.
+
+    Attributes:
+        register: the method of a module that registers it.
+        run: ``run(forward, module, *of_the_call)``, with the packed forward before the arguments of every such hook;
+            not a closure, so that the model can be pickled.
+        with_kwargs: whether it gets, and returns, the keywords of the call too.
+        as_it_is: whether ``run`` is registered itself, as any hook, and asks for the packed forward: a compiled layer
+            would be guarded on what this reads.
+        handle: by which it is removed.
+    """
+
+    register: Callable[..., Any]
+    run: Callable[..., Any]
+    with_kwargs: bool = False
+    as_it_is: bool = False
+    handle: Any = None
+
+    def apply(self) -> None:
+        options = {"with_kwargs": True} if self.with_kwargs else {}
+        self.handle = self.register(self.run if self.as_it_is else partial(_in_packed_calls, self.run), **options)
+
+    def undo(self) -> None:
+        self.handle.remove()
+
+
+def _in_packed_calls(run: Callable[..., Any], module: nn.Module, *of_the_call: Any) -> Any:
+    forward = current_forward()
+    return None if forward is None else run(forward, module, *of_the_call)
 
 
 def require_entry(root: nn.Module) -> None:

@@ -32,7 +32,7 @@ from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm, decoder_of, own_modules
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.mixers import find_mixers
-from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.override import original_class
 from torch_backend.hf.quantised import quantised_layers
 
 Precision = Literal["float8", "float8:rowwise_with_gw_hp", "float8:rowwise", "float8:tensorwise"]

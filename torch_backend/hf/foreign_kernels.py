@@ -24,8 +24,7 @@ from torch.nn import functional as F
 
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.anatomy.families import ROTATION
-from torch_backend.hf.edits.override import OUTER, original_class
-from torch_backend.hf.edits.rebinding import called
+from torch_backend.hf.override import OUTER, called, original_class
 
 LIBRARIES = {"liger_kernel": "Liger", "unsloth": "Unsloth"}
 _OF_LIGER = ("skip_logits", "return_token_accuracy")  # arguments that only its forwards of models take

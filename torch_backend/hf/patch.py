@@ -24,16 +24,14 @@ from torch_backend.hf import router
 from torch_backend.hf.anatomy.families import both_ways_of, media_keys
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.structure import STATE, causal_lm, has_compiled_layers, refuse_sharding_inside
-from torch_backend.hf.attention import KIND, kind_of, register, softcap_of
+from torch_backend.hf.attention import KIND, AttentionName, kind_of, register, softcap_of
 from torch_backend.hf.batch_reader import BatchReader
 from torch_backend.hf.blank_images import blank_media, media_edits
 from torch_backend.hf.edits import own_attention
 from torch_backend.hf.edits.clips import by_loss_function
 from torch_backend.hf.edits.indexers import select_inside
-from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook
 from torch_backend.hf.edits.latents import latent_edits
 from torch_backend.hf.edits.mixers import mixer_edits, run_per_document
-from torch_backend.hf.edits.override import Attribute, LayerOverride, is_reached
 from torch_backend.hf.edits.rotary import (
     frequencies_per_document,
     rotated_by_triton,
@@ -42,6 +40,7 @@ from torch_backend.hf.edits.rotary import (
 )
 from torch_backend.hf.entry import (
     Call,
+    Hook,
     current_forward,
     entry_edits,
     refuse_transforms,
@@ -57,6 +56,7 @@ from torch_backend.hf.index_loss import with_index_loss
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed, take_tokens
 from torch_backend.hf.inputs.context import refuse_context, with_loss_over_ranks
+from torch_backend.hf.override import Attribute, Edit, LayerOverride, is_reached
 from torch_backend.ops.attention import AttentionRequest
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -29,11 +29,10 @@ from packing_core.errors import LayoutError, UnsupportedModelError
 from torch_backend.context_parallel.router_loss import balancing_loss, document_balance
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.structure import with_values
-from torch_backend.hf.edits.override import OUTER, has_own_forward, original_class
-from torch_backend.hf.edits.rebinding import called, names, rebound
 from torch_backend.hf.entry import current_forward
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.index_loss import COEFFICIENT as COEFFICIENT_OF_INDEXERS
+from torch_backend.hf.override import OUTER, called, has_own_forward, names, original_class, rebound
 from torch_backend.segments import to_device
 
 SWITCH = "output_router_logits"

@@ -22,7 +22,7 @@ from packing_core.training.memory_model import GIB, LEVELS, USABLE, MemoryModel
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer, uses_interface
-from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.override import original_class
 from torch_backend.hf.patch import context_of
 from torch_backend.hf.quantised import bytes_beside_weights
 from torch_backend.ops.mxfp4 import Mxfp4Weight, shared_bytes

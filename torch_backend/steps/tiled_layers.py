@@ -35,9 +35,8 @@ from torch_backend.hf.anatomy.experts import is_spread
 from torch_backend.hf.anatomy.structure import causal_lm, decoder_of, with_values
 from torch_backend.hf.anatomy.unchanged import why_changed, why_other_code
 from torch_backend.hf.attention import DecoderLayer, uses_interface
-from torch_backend.hf.edits.override import STANDS_FOR, original_class
-from torch_backend.hf.edits.rebinding import names
 from torch_backend.hf.experts import LAYOUT, TILE_OF_EXPERTS
+from torch_backend.hf.override import STANDS_FOR, names, original_class
 from torch_backend.ops.tiled_mlp import tiled_mlp
 from torch_backend.ops.tiled_projections import tiled_projections
 from torch_backend.ops.tiles import Norm, Projection

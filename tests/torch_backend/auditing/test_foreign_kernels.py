@@ -23,8 +23,6 @@ from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.steps.test_packed_step import assert_same, built
 from tests.torch_backend.trainers.test_trainer import llama
 from torch_backend import explain, make_train_step, patch
-from torch_backend.hf.edits.override import override
-from torch_backend.hf.edits.rebinding import rebound
 from torch_backend.hf.foreign_kernels import (
     has_ligers_forward,
     own_forward,
@@ -32,6 +30,7 @@ from torch_backend.hf.foreign_kernels import (
     unknown_part,
     without_kernels,
 )
+from torch_backend.hf.override import override, rebound
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps.eligibility import why_not_compiled
 

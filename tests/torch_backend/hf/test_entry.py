@@ -27,7 +27,7 @@ from tests.torch_backend.hf.test_document_heads import classifier
 from tests.torch_backend.hf.test_encoders import encoder
 from tests.torch_backend.models import alone, assert_same, collate, documents, error, packed, patched, tiny
 from torch_backend import PackedCollator, make_train_step, with_boundaries
-from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.override import original_class
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.trainers.enable_packing import enable_packing

@@ -21,10 +21,9 @@ from tests.torch_backend.kernels import interpret
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
 from torch_backend.hf.anatomy.families import CONVOLUTION, SCANS
 from torch_backend.hf.edits import mixers, row_layers, stand_ins
-from torch_backend.hf.edits.override import original_class
-from torch_backend.hf.edits.rebinding import as_function
 from torch_backend.hf.edits.stand_ins import LayerSegments
 from torch_backend.hf.entry import run_with
+from torch_backend.hf.override import as_function, original_class
 from torch_backend.ops import conv, norm
 from torch_backend.ops.scan import request
 from torch_backend.ops.scan.libraries import fla

@@ -17,7 +17,7 @@ import torch_backend
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
 from tests.torch_backend.models import collate, documents, error, tiny
 from torch_backend import RoutingRecord, record_routing, replay_routing
-from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.override import original_class
 
 LENGTHS = (7, 20, 13, 1)
 # Rows of 24: | 7 |   | 20 | 1 |   | 13 |     one row of 48: | 7 | 20 | 13 | 1 |

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from torch_backend.hf.anatomy.unchanged import is_in_its_module, module_of, written
-from torch_backend.hf.edits.override import STANDS_FOR, added_forward, original_class
+from torch_backend.hf.override import STANDS_FOR, added_forward, original_class
 from torch_backend.ops.mxfp4 import Mxfp4Weight
 
 # Packages whose modules, hooks and functions say where weights lie, what is compiled and what runs again, and compute

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from packing_core.errors import CapacityError
 from torch_backend.hf.anatomy.heads import Head
-from torch_backend.hf.inputs.arguments import forward_names
+from torch_backend.hf.override import forward_names
 from torch_backend.segments import PackedMetadata, to_device
 
 # what modeling files call a table of learned positions

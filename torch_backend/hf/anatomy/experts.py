@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from packing_core.reference import ExpertActivation
 from torch_backend.hf.anatomy.unchanged import has_hooks
-from torch_backend.hf.edits.override import original_class
-from torch_backend.hf.edits.rebinding import names
+from torch_backend.hf.override import names, original_class
 from torch_backend.ops.experts.plain import activated
 from torch_backend.ops.experts.products import Between
 from torch_backend.ops.mxfp4 import Mxfp4Weight

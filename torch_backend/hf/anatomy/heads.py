@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
-from torch_backend.hf.edits.rebinding import names
+from torch_backend.hf.override import names
 
 require("transformers", extra="hf")
 

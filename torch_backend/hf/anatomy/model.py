@@ -27,9 +27,9 @@ from torch_backend.hf.anatomy.structure import decoder_of, own_modules, why_not_
 from torch_backend.hf.attention import uses_interface
 from torch_backend.hf.edits.indexers import budget_of, find_indexers
 from torch_backend.hf.edits.mixers import find_mixers, why_not_on_the_row
-from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.edits.own_attention import computes_attention, passes_segments
 from torch_backend.hf.edits.rotary import find_batch_dependent, has_position_axes
+from torch_backend.hf.override import original_class
 from torch_backend.ops.document_batches import FINE, OWN
 
 

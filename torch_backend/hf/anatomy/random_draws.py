@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_backend.hf.edits.rebinding import called, names
+from torch_backend.hf.override import called, names
 
 _SETTINGS = ("drop", "jitter", "noise")  # in names of numbers: how much of a layer is random
 _DRAWS = {"bernoulli", "exponential_", "gumbel_softmax", "multinomial", "normal", "poisson", "rand", "rand_like"}

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.override import original_class
 
 _LIBRARIES = ("transformers", "torch", "peft")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

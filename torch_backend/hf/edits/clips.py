@@ -28,9 +28,7 @@ from torch import Tensor, nn
 from packing_core.errors import LayoutError
 from torch_backend.hf.anatomy.audio import FEATURES, FRAMES, LONGEST, Audio, audio_of
 from torch_backend.hf.anatomy.families import PIXELS, SPELL_OUT_LOSS
-from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, DecoderLayer
-from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook
-from torch_backend.hf.edits.override import LayerOverride
+from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, AttentionName, DecoderLayer
 from torch_backend.hf.edits.towers import (
     BOUNDARIES,
     CALL,
@@ -40,7 +38,9 @@ from torch_backend.hf.edits.towers import (
     layer_attributes,
     tower_layers,
 )
+from torch_backend.hf.entry import Hook
 from torch_backend.hf.forward import PackedForward
+from torch_backend.hf.override import Edit, LayerOverride
 from torch_backend.ops.conv.clips import ClipRows, convolve_clips
 from torch_backend.segments import PackedMetadata, to_device
 

@@ -18,10 +18,10 @@ from torch_backend.hf.anatomy.experts import find_experts, holds_4_bits, is_spre
 from torch_backend.hf.anatomy.unchanged import has_foreign_hooks
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.mixers import passes_on, segments_passed_on
-from torch_backend.hf.edits.override import Attribute, LayerOverride, has_own_forward, is_reached, original_class
 from torch_backend.hf.entry import THREAD, run_with
 from torch_backend.hf.experts import LAYOUT, run_experts
 from torch_backend.hf.forward import forward_among
+from torch_backend.hf.override import Attribute, LayerOverride, has_own_forward, is_reached, original_class
 from torch_backend.ops.experts import Adapter
 from torch_backend.ops.operators import runs_triton
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from packing_core.errors import LayoutError, UnsupportedModelError
 from torch_backend.hf.anatomy.heads import Head, reads_last_token, targets_among
 from torch_backend.hf.attention import PreTrainedModel
-from torch_backend.hf.edits.kinds import Hook
+from torch_backend.hf.entry import Hook
 from torch_backend.hf.forward import PackedForward
-from torch_backend.hf.inputs.arguments import forward_names
+from torch_backend.hf.override import forward_names
 from torch_backend.ops.divisor import part_of_mean
 
 NO_LOGITS = ("labels", "output_attentions", "output_hidden_states", "return_dict")  # what stays where it is

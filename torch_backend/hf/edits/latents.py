@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_backend.hf.anatomy.unchanged import has_hooks
-from torch_backend.hf.edits.override import Attribute
+from torch_backend.hf.override import Attribute
 from torch_backend.ops.attention.selected import Latent
 
 _EXPAND, _MADE_OF = "expand_kv", "_crosspack_made_of"

@@ -1,9 +1,9 @@
 """Layers that carry state along the row: state-space, linear-attention and convolution layers in packed forwards.
 
 A layer whose forward mixes tokens only through functions that are known by name (transformers' short convolution and
-scans) runs once on the whole row, with its projections, norms and gates as they are; in a copy of its forward
-(:mod:`.rebinding`) these names mean the functions of :mod:`.stand_ins`, which receive the segment boundaries. Any other
-layer runs as a whole on padded batches of documents of similar length. A whole decoder can be run the same way.
+scans) runs once on the whole row, with its projections, norms and gates as they are; in a copy of its forward these
+names mean the functions of :mod:`.stand_ins`, which receive the segment boundaries. Any other layer runs as a whole on
+padded batches of documents of similar length. A whole decoder can be run the same way.
 Where segments continue others, a layer on the row hands the convolution's last tokens and the scan's state on from
 parent to child (:mod:`torch_backend.ops.forests`); any other runs on the path to each segment as a document of its own,
 so its state at a segment's start is the one in which the parent ends. Calls without segments run the layer's own
@@ -36,12 +36,11 @@ from torch_backend.hf.anatomy.families import (
     WITHIN_TOKENS_METHODS,
 )
 from torch_backend.hf.attention import causal_mask, uses_interface
-from torch_backend.hf.edits.override import LayerOverride, has_own_forward, original_class
-from torch_backend.hf.edits.rebinding import called, names, rebound
 from torch_backend.hf.edits.row_layers import FORWARDS, with_fast_norms, without_triton
 from torch_backend.hf.edits.stand_ins import LayerSegments, convolve, no_fused_steps, scan, selective_scan
 from torch_backend.hf.entry import run_with
 from torch_backend.hf.forward import CARRIED, DocumentsChoice, PackedForward, RowChoice, forward_among
+from torch_backend.hf.override import LayerOverride, called, has_own_forward, names, original_class, rebound
 from torch_backend.ops.document_batches import RealTokens
 from torch_backend.ops.operators import runs_triton
 from torch_backend.segments import PackedMetadata

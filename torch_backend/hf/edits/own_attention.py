@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_backend.hf.attention import packed_attention
-from torch_backend.hf.edits.kinds import Edit
-from torch_backend.hf.edits.override import Attribute, LayerOverride, has_own_forward, original_class
-from torch_backend.hf.edits.rebinding import names
 from torch_backend.hf.forward import PackedForward, forward_among
+from torch_backend.hf.override import Attribute, Edit, LayerOverride, has_own_forward, names, original_class
 from torch_backend.ops.rope import apply_rope
 
 _METHOD = "_attn"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_backend.hf.edits.override import LayerOverride
 from torch_backend.hf.entry import current_forward
+from torch_backend.hf.override import LayerOverride
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.rope import apply_rope
 from torch_backend.ops.rope.reference import rotate

@@ -1,8 +1,8 @@
 """Rotary embedding in packed forwards: the Triton rotation, and frequencies that depend on the batch.
 
 Most modeling files of transformers rotate through one function, ``apply_rotary_pos_emb(q, k, cos, sin)``. In a layer's
-packed forward that name means :func:`_rotate` (:mod:`.rebinding`); every other call takes the layer's own forward.
-Which rotation a modeling file means is found by calling its function.
+packed forward that name means :func:`_rotate`; every other call takes the layer's own forward. Which rotation a
+modeling file means is found by calling its function.
 
 Frequencies of dynamic NTK and longrope follow from the longest position in the batch, so a short document packed with a
 long one would get the long one's. In a packed forward such a rotary module runs once per document length instead.
@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.families import ROTATION
-from torch_backend.hf.edits.override import has_own_forward, original_class
-from torch_backend.hf.edits.rebinding import called, rebound
 from torch_backend.hf.entry import current_forward
 from torch_backend.hf.foreign_kernels import plain_rotation
 from torch_backend.hf.forward import forward_among
+from torch_backend.hf.override import called, has_own_forward, original_class, rebound
 from torch_backend.ops.document_batches import OWN, per_document
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.rope import apply_rope

@@ -32,13 +32,12 @@ from torch import Tensor, nn
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
 from torch_backend.hf.anatomy.structure import with_values
 from torch_backend.hf.anatomy.vision import GRIDS
-from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, uses_interface
+from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, AttentionName, uses_interface
 from torch_backend.hf.edits.grids import of_grids
-from torch_backend.hf.edits.kinds import AttentionName, Edit, Hook
-from torch_backend.hf.edits.override import LayerOverride, has_own_forward, original_class
 from torch_backend.hf.edits.patches import override_rotation_of_patches, product_edits
-from torch_backend.hf.edits.rebinding import called, rebound
+from torch_backend.hf.entry import Hook
 from torch_backend.hf.forward import PackedForward
+from torch_backend.hf.override import Edit, LayerOverride, called, has_own_forward, original_class, rebound
 from torch_backend.segments import PackedMetadata, to_device
 
 BOUNDARIES = "cu_seqlens"

@@ -34,13 +34,6 @@ Labels = Literal["next", "token", "document"]
 UNPACKED = "pack text alone, and give the model such documents unpacked: one to a row, without cu_seq_lens_q"
 
 
-def forward_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments that a module's forward takes by position."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
-
-
 def names_read(root: nn.Module) -> frozenset[str]:
     """Returns the keywords that a forward in the model names, or that transformers' code is known to read."""
     names = {*HARMLESS, *CACHES, *frozenset().union(*EXACT_KEYS.values())}

@@ -23,8 +23,8 @@ from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.exchange import own_tokens, whole_tokens
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.hf.edits.override import override, restore
 from torch_backend.hf.entry import running
+from torch_backend.hf.override import override, restore
 from torch_backend.hf.patch import state_of
 from torch_backend.hf.routing.choice import TopK, choose, observe
 from torch_backend.ops.reduction import document_tokens

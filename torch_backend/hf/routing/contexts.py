@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelError
 from torch_backend.hf.anatomy.structure import causal_lm, decoder_of, has_compiled_layers
-from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.override import original_class
 from torch_backend.hf.routing.call import RoutedCall, begin, checkpointed, end, overridden
 from torch_backend.hf.routing.choice import TopK
 from torch_backend.hf.routing.record import RoutingRecord

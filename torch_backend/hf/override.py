@@ -1,21 +1,28 @@
-"""Replacing the forward of a layer: the only place that does so.
+"""Forwards of modules: what they name, how one instance gets another, and copies in which names mean something else.
 
 ``override(layer, forward)`` swaps the class of one instance for a subclass whose calls go to ``forward``, as FSDP2 and
-``torch.nn.utils.parametrize`` do. Setting an attribute ``layer.forward`` would be simpler, but accelerate's hooks save
-and restore that attribute in an order of their own, and the closures that it needs can be neither pickled nor copied.
+``torch.nn.utils.parametrize`` do; nothing else replaces a forward. Setting an attribute ``layer.forward`` would be
+simpler, but accelerate's hooks save and restore that attribute in an order of their own, and the closures that it needs
+can be neither pickled nor copied.
 
 A layer can come with a ``forward`` attribute, which hides the class's. If accelerate set it, the forward that it calls
 is in ``_old_forward``, and that one is replaced. Any other is treated as the layer's own forward.
+
+Modeling files of transformers call rotations, convolutions and scans by global names. Rebinding such a name would
+change every model of the family, so one layer's packed calls run a copy of the forward over a copy of its module's
+namespace (:func:`rebound`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from types import MethodType
-from typing import Any
+from itertools import count
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -27,6 +34,48 @@ STANDS_FOR = "_crosspack_kind"  # in a class that a module has for a while: the 
 # forward(layer, call, *args, **kwargs), where call(*args, **kwargs) is the layer's own forward
 Forward = Callable[..., Any]
 Prepare = Callable[[type[nn.Module]], Mapping[str, Any]]
+_copies = count()
+
+
+# -- what a forward names ----------------------------------------------------------------------------------------------
+
+
+def forward_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments that a module's forward takes by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def names(forward: Callable[..., Any]) -> set[str]:
+    """All global and attribute names in the code of a forward, under all that decorates it, and of functions in it."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return set() if code is None else set(_names(code))
+
+
+def called(forward: Callable[..., Any]) -> dict[str, Any]:
+    """Everything that can be called among the globals that a forward names; functions, not modules around them."""
+    known: dict[str, Any] = getattr(inspect.unwrap(forward), "__globals__", {})
+    found = {name: as_function(known.get(name)) for name in names(forward)}
+    return {name: value for name, value in found.items() if callable(value)}
+
+
+def as_function(value: Any) -> Any:
+    """Returns the function in a module that the library ``kernels`` made of it, which hides its parameters."""
+    if not isinstance(value, nn.Module):
+        return value
+    held = [cell.cell_contents for cell in type(value).forward.__closure__ or ()]
+    return next((x for x in held if inspect.isfunction(x)), value)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+# -- another forward for one layer -------------------------------------------------------------------------------------
 
 
 def _nothing(original: type[nn.Module]) -> Mapping[str, Any]:
@@ -72,42 +121,6 @@ def restore(layer: nn.Module) -> None:
     if _ORIGINAL in type(layer).__dict__:
         layer.__class__ = original
     # Otherwise FSDP has subclassed our class in the meantime; without _ACTIVE its calls pass through.
-
-
-@dataclass
-class LayerOverride:
-    """An edit of a model (:mod:`.kinds`): the forward of a layer is replaced; attributes as of :func:`override`."""
-
-    layer: nn.Module
-    forward: Forward
-    prepare: Prepare = _nothing
-    takes: tuple[str, ...] = ()
-
-    def apply(self) -> None:
-        override(self.layer, self.forward, self.prepare, self.takes)
-
-    def undo(self) -> None:
-        restore(self.layer)
-
-
-@dataclass
-class Attribute:
-    """An edit of a model (:mod:`.kinds`): a module has an attribute of its own, which hides one of its class.
-
-    Attributes:
-        layer: the module.
-        name, value: of the attribute.
-    """
-
-    layer: nn.Module
-    name: str
-    value: Any
-
-    def apply(self) -> None:
-        self.layer.__dict__[self.name] = self.value
-
-    def undo(self) -> None:
-        self.layer.__dict__.pop(self.name, None)
 
 
 def original_class(layer: nn.Module) -> type[nn.Module]:
@@ -200,3 +213,85 @@ def _new(original: type[nn.Module], forward: Forward, prepare: Prepare, takes: t
 def _is_method_of(value: Any, owner: type) -> bool:
     """Returns whether ``value`` is the class's own ``forward``, bound to an instance."""
     return isinstance(value, MethodType) and value.__func__ is getattr(owner, "forward", None)
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def rebound(forward: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """A copy of ``forward`` and of what decorates it in which the global names of ``values`` mean these.
+
+    None if a decorator does not hold the function in its closure, as :func:`functools.wraps` leaves it.
+    """
+    innermost: Any = inspect.unwrap(forward)
+    # A module that can be imported by its name, because that is how torch.compile guards the globals of a function.
+    module = ModuleType(f"{__name__}.{innermost.__module__}.{next(_copies)}")
+    module.__dict__.update(innermost.__globals__, __name__=module.__name__)
+    module.__dict__.update(values)
+    sys.modules[module.__name__] = module
+    return _copied(forward, innermost, module.__dict__)
+
+
+def _copied(function: Any, innermost: Any, namespace: dict[str, Any]) -> Callable[..., Any] | None:
+    inner, cells = getattr(function, "__wrapped__", None), function.__closure__ or ()
+    if function is innermost:
+        copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, cells)
+    else:
+        replaced = _copied(inner, innermost, namespace)
+        if replaced is None or not any(cell.cell_contents is inner for cell in cells):
+            return None
+        cells = tuple(CellType(replaced) if cell.cell_contents is inner else cell for cell in cells)
+        copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# -- edits of one module -----------------------------------------------------------------------------------------------
+
+
+class Edit(Protocol):
+    """One change to a model. ``undo`` leaves alone what somebody else has changed since ``apply``.
+
+    So patches, hooks and wrappers can be taken off in any order. The edits of one module are here;
+    :class:`~.attention.AttentionName` is of a config, and :class:`~.entry.Hook` runs in packed calls.
+    """
+
+    def apply(self) -> None: ...
+
+    def undo(self) -> None: ...
+
+
+@dataclass
+class LayerOverride:
+    """An edit: the forward of a layer is replaced; attributes as of :func:`override`."""
+
+    layer: nn.Module
+    forward: Forward
+    prepare: Prepare = _nothing
+    takes: tuple[str, ...] = ()
+
+    def apply(self) -> None:
+        override(self.layer, self.forward, self.prepare, self.takes)
+
+    def undo(self) -> None:
+        restore(self.layer)
+
+
+@dataclass
+class Attribute:
+    """An edit: a module has an attribute of its own, which hides one of its class.
+
+    Attributes:
+        layer: the module.
+        name, value: of the attribute.
+    """
+
+    layer: nn.Module
+    name: str
+    value: Any
+
+    def apply(self) -> None:
+        self.layer.__dict__[self.name] = self.value
+
+    def undo(self) -> None:
+        self.layer.__dict__.pop(self.name, None)
