@@ -125,7 +125,7 @@ def _held(records: Iterator[Row], seen: DocumentFigures) -> Iterator[tuple[Where
     for record in records:
         if record.get("input_ids") is None:
             raise PackingError(f"{record.where} holds no token ids, as the records before it do: pass --tokenizer")
-        for document, _ in token_documents(record, record.where):
+        for document, _ in token_documents(record, record.where, {}):
             if document.has_target:
                 yield record.where, document
             else:

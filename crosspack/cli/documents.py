@@ -13,7 +13,7 @@ from crosspack.cli.console import OUT
 from crosspack.cli.options import EncodedRecords
 from crosspack.cli.packjob import INLINE_BYTES, cores, opened_pool, unit_size
 from crosspack.cli.progress import PackProgress
-from crosspack.encoding.kinds import key_of, raise_error
+from crosspack.encoding.kinds import key_of, raise_error, with_keys
 from crosspack.encoding.text import Encoder
 from crosspack.encoding.tokens import check_length
 from crosspack.packing.mixture import Mixed
@@ -21,7 +21,7 @@ from crosspack.packing.run import Totals, each_piece, piece_jobs, piece_results
 from crosspack.packing.unit import Key, Outcome
 from crosspack.reading import Records
 from crosspack.reading.files import Unchanged
-from crosspack.reading.places import Item, Piece, strictly
+from crosspack.reading.places import Item, Piece
 from packing_core.errors import first_line
 from packing_core.planning.rule import RowRule
 from packing_core.training.schedule import Document
@@ -70,10 +70,10 @@ def _documents_of(
 
     Raises:
         CapacityError: a document is too long.
-        PackingError: a record cannot be used, or has no key that is a number or a text.
+        PackingError: a record cannot be used.
     """
     refuse = raise_error if skipped is None else lambda _, error: skipped.append(first_line(error))
-    for found in encoder.encoded(strictly(items, lambda item: refuse(item, item.error())), refuse):
+    for found in encoder.encoded(with_keys(items, rule.keys, refuse), refuse):
         if rule.overflow == "error":
             check_length(str(found.where), found.document, rule.capacity)
         key = None if rule.keys is None else key_of(found.where, found.record, rule.keys)

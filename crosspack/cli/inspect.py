@@ -47,7 +47,7 @@ def inspect(
     own = Path(data) / "tokenizer"
     name = tokenizer or (str(own) if own.is_dir() else None)
     loaded = None if name is None else load_tokenizer(name, trust_remote_code=trust_remote_code)
-    shown = list(_described((document for document, _ in token_documents(record, record.where)), loaded))
+    shown = list(_described((document for document, _ in token_documents(record, record.where, {})), loaded))
     tokens, trained = (sum(document[key] for document in shown) for key in ("tokens", "trained"))
     found = {"row": row, "where": record.where, "tokens": tokens, "trained": trained, "documents": shown}
     figures(found)

@@ -27,7 +27,7 @@ from crosspack.packing.mixture import Mixed
 from crosspack.packing.run import Part, Run, Worker
 from crosspack.packing.unit import UNFINISHED, Key, OnError, Rules
 from crosspack.packing.workers import Inline, Pool, Processes, Work
-from crosspack.packing.writers import PACKED, Format
+from crosspack.packing.writers import PACKED, Format, kept_types
 from crosspack.reading import Records
 from crosspack.reading.files import Unchanged, is_url, to_size
 from crosspack.reading.lines import SampleBy
@@ -340,7 +340,9 @@ def finish_job(
     with journal(target.work / "journal", job.run) as log:
         run.journal = log
         files = -(-totals.rows // job.run["rows_per_file"])
-        writer = replace(run.worker, encoder=None)
+        writer = replace(
+            run.worker, encoder=None, kept=kept_types(path for path, rows in sequence if rules.keep and rows)
+        )
         with opened_pool(writer, files, totals.size, options.workers, options.engine) as (pool, _):
             run.write_files(pool, sequence, job.run["rows_per_file"])
     kinds: tuple[tuple[str, Literal["notes", "bad"]], ...] = ((NOTES, "notes"), (BAD, "bad"))

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, date, datetime
 from typing import Any, NamedTuple
 
-from crosspack.encoding.layouts import canonical
-from crosspack.reading.places import BadRecord, Place, Row
+from crosspack.encoding.layouts import as_read, canonical
+from crosspack.reading.places import BadRecord, Item, Place, Row
 from crosspack.reading.records import Record, size_of
 from packing_core.errors import PackingError, first_line
 
@@ -46,9 +46,13 @@ def located(records: Iterable[Record]) -> Iterator[Located]:
     """Yields each record with its place, or its number if it has none."""
     for number, record in enumerate(records):
         if isinstance(record, Row):
-            yield LazyPlace(record.place, record.number), record
+            yield _place(record), record
         else:
             yield getattr(record, "where", f"record {number}"), record
+
+
+def _place(record: Row) -> LazyPlace:
+    return LazyPlace(record.place, record.number)
 
 
 def chunks(
@@ -129,6 +133,20 @@ def key_of(where: Where, record: Record, column: str) -> Key:
     return value
 
 
+def with_keys(items: Iterable[Item], column: str | None, refuse: Refuse) -> Iterator[Row]:
+    """Yields the records; what is no record, or has no key in the column, is refused with the error."""
+    for item in items:
+        try:
+            if isinstance(item, BadRecord):
+                raise item.error()
+            if column is not None:
+                key_of(item.where, item, column)
+        except PackingError as error:
+            refuse(item if isinstance(item, BadRecord) else bad_record(_place(item), item, error), error)
+        else:
+            yield item
+
+
 def as_numbers(keys: Sequence[Key]) -> list[Any]:
     """Returns keys that order as numbers do where all are texts of numbers, as those of a CSV are; else the keys.
 
@@ -150,5 +168,5 @@ def encodable(text: str, where: Where) -> str:
 
 def bad_record(where: Where, record: Record, error: PackingError) -> BadRecord:
     place, number = where if isinstance(where, LazyPlace) else (Place(str(where), "row"), 0)
-    text = json.dumps(dict(record), default=repr, ensure_ascii=True)
+    text = json.dumps(dict(as_read(record)), default=repr, ensure_ascii=True)
     return BadRecord(place, number, str(error).removeprefix(f"{where}").lstrip(": "), text)

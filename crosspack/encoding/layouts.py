@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from crosspack.encoding.tokens import COLUMNS as TOKEN_COLUMNS
 from packing_core.errors import PackingError
 
 COLUMNS = ("conversations", "instruction", "input", "output", "system", "history", "chosen", "rejected", "label")
@@ -40,7 +41,7 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
 
     Args:
         fields: (name, column) pairs: ``(("text", "body"),)`` takes the column ``body`` for the text. With any, no other
-            layout is looked for.
+            layout is looked for; labels and marks of token ids keep their names.
 
     Raises:
         PackingError: it has not the columns of ``fields``, a conversation is not as ShareGPT writes it, it has a
@@ -53,6 +54,8 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
         named = {name: record[column] for name, column in fields}
         if isinstance(found := named.get("messages"), list):
             named["messages"] = _messages(found, where)
+        if "input_ids" in named:
+            named = {name: record[name] for name in TOKEN_COLUMNS if name in record} | named
         return _Renamed(named, record)
     if record.get("input_ids") is not None:
         return record
@@ -156,17 +159,16 @@ def _tools(record: Mapping[str, Any], where: Any) -> Any:
 
 
 class _Renamed(dict[str, Any]):
-    """A record under the names that are known here; ``get`` finds its other columns too."""
+    """A record under the names that are known here."""
 
     def __init__(self, named: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         super().__init__(named)
-        self._record = record
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default if name in _ALL else self._record.get(name, default)
+        self.as_read = record
 
 
-_ALL = frozenset([*_KNOWN, "completion", "tools"])
+def as_read(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the record that :func:`canonical` was given, with all of its columns under their own names."""
+    return record.as_read if isinstance(record, _Renamed) else record
 
 
 def _messages(conversation: list[Any], where: Any) -> list[Any]:

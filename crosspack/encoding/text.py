@@ -31,7 +31,7 @@ from crosspack.encoding.kinds import (
     raise_error,
 )
 from crosspack.encoding.layouts import COLUMNS as LAYOUT_COLUMNS
-from crosspack.encoding.layouts import canonical, check_roles
+from crosspack.encoding.layouts import as_read, canonical, check_roles
 from crosspack.encoding.limits import check_written, limited
 from crosspack.encoding.long_texts import FACTOR, LongTexts
 from crosspack.encoding.tokenizer import entries, panics_as_errors, rust_tokenizer
@@ -45,7 +45,7 @@ Loss = Literal["completion", "all"]
 
 
 class Encoded(NamedTuple):
-    """A document, the record that it comes from with its place, and other columns that have a value for each token."""
+    """A document, the record that it comes from, as it was read, and other columns that have a value for each token."""
 
     where: Where
     record: Record
@@ -68,7 +68,8 @@ class Policy:
         bos: put the BOS token first; None does what the tokenizer itself does. A chat template writes its own.
         eos: append the EOS token and train it; None does so if the tokenizer has one. A chat template writes its own.
         fields: (name, column) pairs: which column of the data is what is called ``text``, ``prompt``, ``completion``,
-            ``messages`` or ``input_ids`` here. With any, the records' other columns do not count.
+            ``messages`` or ``input_ids`` here. With any, the records' other columns do not count, but for labels and
+            marks beside token ids.
     """
 
     loss: Loss = "completion"
@@ -79,7 +80,10 @@ class Policy:
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns that may be read of a record."""
-        return tuple(column for _, column in self.fields) or COLUMNS
+        if not self.fields:
+            return COLUMNS
+        beside = TOKEN_COLUMNS if "input_ids" in dict(self.fields) else ()
+        return (*(column for _, column in self.fields), *beside)
 
 
 def plain_texts(records: Iterable[Record], fields: tuple[tuple[str, str], ...] = ()) -> Iterator[str]:
@@ -226,7 +230,7 @@ class Encoder:
             trained = np.ones(len(whole), np.bool_)
             if self.policy.loss != "all" and len(parts) > 1:
                 trained[: len(self._bos) + len(parts[0])] = False
-            yield Encoded(where, record, Document(whole, trained), {})
+            yield Encoded(where, as_read(record), Document(whole, trained), {})
 
     def _chats(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
         for where, record in chunk:
@@ -237,7 +241,7 @@ class Encoder:
             except PackingError as error:
                 refuse(bad_record(where, record, error), error)
             else:
-                yield Encoded(where, record, document, {})
+                yield Encoded(where, as_read(record), document, {})
 
     def _chat(self, where: Where, record: Record) -> Document:
         messages, first_trained = _chat(record, where)
@@ -328,12 +332,13 @@ class Encoder:
     def _tokens(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
         for where, record in chunk:
             try:
-                found = list(token_documents(record, str(where), self.carried))
+                carried = {name: as_read(record).get(name) for name in self.carried}
+                found = list(token_documents(record, str(where), carried))
                 check_entries(str(where), (document for document, _ in found), self.entries)
             except PackingError as error:
                 refuse(bad_record(where, record, error), error)
             else:
-                yield from (Encoded(where, record, document, columns) for document, columns in found)
+                yield from (Encoded(where, as_read(record), document, columns) for document, columns in found)
 
     def _ids(self, texts: list[str]) -> list[NDArray[np.int32]]:
         pieces = [self._long_texts.pieces(text) for text in texts]

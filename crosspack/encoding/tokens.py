@@ -7,7 +7,7 @@ anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,12 @@ _LARGEST = np.iinfo(np.int32).max
 
 
 def token_documents(
-    record: Mapping[str, Any], where: str, carried: Sequence[str] = ()
+    record: Mapping[str, Any], where: str, carried: Mapping[str, Any]
 ) -> Iterator[tuple[Document, dict[str, NDArray[Any]]]]:
     """The documents of a record; a column that is null counts as absent.
 
     Args:
-        carried: other columns, those of which that have a number for each token are given with each document.
+        carried: other columns by name, those of which that have a number for each token are given with each document.
 
     Raises:
         PackingError: a column is not of whole numbers, or they contradict each other.
@@ -40,7 +40,7 @@ def token_documents(
         return
     if (outside := (ids < 0) | (ids > _LARGEST)).any():
         raise PackingError(f"{where}: input_ids has {ids[outside][0]}: a token id is 0 to {_LARGEST:,}")
-    extra = {name: array for name in carried if (array := _per_token(record.get(name), len(ids))) is not None}
+    extra = {name: array for name, value in carried.items() if (array := _per_token(value, len(ids))) is not None}
     for name in TRAINED:
         if name in columns and not np.isin(columns[name], (0, 1)).all():
             raise PackingError(f"{where}: {name} has values other than 0 and 1: 1 marks a trained token")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,15 +86,16 @@ class Rows:
         columns: dict[str, Any] = {f"token {name}": column for name, column in self.tokens.items()}
         columns |= {name: getattr(self, name) for name in ("ids", "segments", "counts")}
         columns["trained"] = np.packbits(self.trained)
-        columns["values"] = np.frombuffer(json.dumps(self.values).encode(), np.uint8)
+        kept = {"values": self.values, "dtypes": {name: column.dtype.str for name, column in self.tokens.items()}}
+        columns["kept"] = np.frombuffer(json.dumps(kept, default=_as_text).encode(), np.uint8)
         with open(path, "wb") as file:
             np.savez(file, **columns)
 
     @staticmethod
-    def outline(path: Path) -> tuple[NDArray[np.int64], dict[str, list[Any]]]:
-        """The tokens of each segment and the values of the records, without reading tokens."""
+    def outline(path: Path) -> Outline:
+        """What is known without reading tokens."""
         with np.load(path) as held:
-            return held["segments"], json.loads(held["values"].tobytes())
+            return Outline(held["segments"], **json.loads(held["kept"].tobytes()))
 
     @staticmethod
     def load(path: Path) -> Rows:
@@ -104,14 +106,50 @@ class Rows:
                 np.unpackbits(held["trained"], count=len(ids)).astype(np.bool_),
                 held["segments"],
                 held["counts"],
-                json.loads(held["values"].tobytes()),
+                json.loads(held["kept"].tobytes())["values"],
                 {name[6:]: held[name] for name in held.files if name.startswith("token ")},
             )
 
 
+class Outline(NamedTuple):
+    """The tokens of each segment, the values of the records, and the dtypes of columns of tokens."""
+
+    segments: NDArray[np.int64]
+    values: dict[str, list[Any]]
+    dtypes: dict[str, str]
+
+
+def _as_text(value: Any) -> str:
+    """Returns a date as text, which JSON has in its place.
+
+    Raises:
+        PackingError: it is none.
+    """
+    if isinstance(value, date | time):
+        return value.isoformat()
+    raise PackingError(
+        f"--keep carries numbers, texts, dates, and lists and objects of them, and a column has a "
+        f"{type(value).__name__}: leave it out"
+    )
+
+
+def check_kept(values: Iterable[str], tokens: Iterable[str]) -> None:
+    """Raises PackingError if a column is among the values of records and among the columns of tokens."""
+    for name in {*values}.intersection(tokens):
+        raise PackingError(
+            f"--keep {name}: some records have a number for each token and others do not: give all of them such a "
+            "list, or leave the column out"
+        )
+
+
 def joined(parts: Sequence[Rows]) -> Rows:
-    """The rows of several parts, one after the other; there is at least one part."""
+    """The rows of several parts, one after the other; there is at least one part.
+
+    Raises:
+        PackingError: a column has numbers for tokens in one part, and values for records in another.
+    """
     first = parts[0]
+    check_kept((name for part in parts for name in part.values), (name for part in parts for name in part.tokens))
     if len(parts) == 1:
         return first
     return Rows(
@@ -146,8 +184,9 @@ class Gathered:
         """Each document as a row.
 
         Raises:
-            PackingError: a token id does not fit the dtype.
+            PackingError: a token id does not fit the dtype, or a column has numbers for the tokens of some documents.
         """
+        check_kept(self.values, self.tokens)
         ids = np.concatenate(self.ids) if self.ids else np.zeros(0, np.int32)
         if len(ids) and (largest := int(ids.max())) > np.iinfo(self.dtype).max:
             raise PackingError(

@@ -32,7 +32,7 @@ from crosspack.packing.unit import (
     write,
 )
 from crosspack.packing.workers import Failed, Finished, Pool
-from crosspack.packing.writers import Format, Written, file_name, write_file
+from crosspack.packing.writers import Format, Kept, Written, file_name, write_file
 from crosspack.reading.files import Unchanged, is_url
 from crosspack.reading.lines import Range, SingleRecordFile
 from crosspack.reading.places import Piece, Stretch
@@ -138,10 +138,11 @@ class Worker:
     form: Format
     units: Path
     result: Path
+    kept: Kept = field(default_factory=dict)
 
     def __call__(self, job: PieceJob | FileJob) -> Iterator[Outcome | Written]:
         if isinstance(job, FileJob):
-            written = write_file(self.result, job.number, self.form, self._rows(job))
+            written = write_file(self.result, job.number, self.form, self._rows(job), self.kept)
             sync(self.result / written.name)
             yield written
             return
@@ -327,8 +328,8 @@ def planned_rows(files: Sequence[Path], rules: Rules) -> Iterator[Rows]:
         files: the documents that units handed on, in the order of the input.
     """
     outlines = [Rows.outline(path) for path in files]
-    lengths = [segments for segments, _ in outlines]
-    made = _plan(np.concatenate(lengths), [values for _, values in outlines], rules)
+    lengths = [outline.segments for outline in outlines]
+    made = _plan(np.concatenate(lengths), [outline.values for outline in outlines], rules)
     first = np.cumsum([0, *map(len, lengths)])
     upto = np.cumsum(made.row_tokens)
     blocks = np.flatnonzero(np.diff(upto // TOGETHER, prepend=-1))

@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from crosspack.encoding.kinds import LazyPlace, bad_record, key_of
+from crosspack.encoding.kinds import key_of, with_keys
 from crosspack.encoding.text import Encoded, Encoder
 from crosspack.encoding.tokens import check_length
 from crosspack.packing.row_files import Gathered, Rows
-from crosspack.reading.places import BadRecord, Piece, Row
+from crosspack.reading.places import BadRecord, Item, Piece
 from packing_core.errors import PackingError
 from packing_core.planning.pieces import CUTS
 from packing_core.planning.plan import plan
@@ -157,30 +157,22 @@ def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: 
     notes: list[dict[str, Any]] = []
     bad: list[dict[str, str]] = []
 
-    def refuse(record: BadRecord, error: PackingError | None = None) -> None:
+    def refuse(record: BadRecord, error: PackingError) -> None:
         if on_error == "stop":
-            raise error or record.error()
+            raise error
         text = {"record": record.text[:SHOWN]} if on_error == "quarantine" else {}
         bad.append({"where": record.where, "error": record.reason, **text})
 
     fit = Fit(rules.rows, lambda what, where, n: notes.append(_note(what, where, n)))
     gathered = Gathered(np.dtype(rules.dtype).type)
 
-    def records() -> Iterator[Row]:
+    def counted() -> Iterator[Item]:
         for item in piece.items:
             outcome.records += 1
-            if isinstance(item, BadRecord):
-                refuse(item)
-                continue
-            try:
-                if rules.rows.keys is not None:
-                    key_of(item.where, item, rules.rows.keys)
-            except PackingError as error:
-                refuse(bad_record(LazyPlace(item.place, item.number), item, error), error)
-            else:
-                yield item
+            yield item
 
-    for encoded in fit.pieces(encoder.encoded(records(), refuse, partial(fit.note, "left_out"))):
+    records = with_keys(counted(), rules.rows.keys, refuse)
+    for encoded in fit.pieces(encoder.encoded(records, refuse, partial(fit.note, "left_out"))):
         values, tokens = _kept(encoded, rules.keep)
         if rules.rows.keys is not None:
             values[KEY] = key_of(encoded.where, encoded.record, rules.rows.keys)

@@ -6,7 +6,7 @@ Rows come in as parts, in order; a file comes out, the same bytes for the same r
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from crosspack.packing.row_files import Rows, joined
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
 from packing_core.storage.segment_indexing import offsets_of
 from packing_core.training.files import sha256
@@ -22,6 +22,7 @@ from packing_core.training.files import sha256
 Format = Literal["parquet", "arrow"]
 PACKED = ("input_ids", "labels", "seq_lengths")  # the columns of packed files
 GROUP_TOKENS = 1 << 20  # of a row group or record batch
+Kept = dict[str, Any]  # kept column -> Arrow type of its values, or dtype of those of tokens
 
 
 @dataclass
@@ -34,23 +35,51 @@ class Written:
     sha256: str = ""
 
 
-def write_file(folder: Path, number: int, form: Format, parts: Iterable[Rows]) -> Written:
+def kept_types(files: Iterable[Path]) -> Kept:
+    """Returns the types of the kept columns, which hold the values of all of these files of rows.
+
+    Raises:
+        PackingError: the values of a column have no common type.
+    """
+    kept: Kept = {}
+    for path in files:
+        _, values, dtypes = Rows.outline(path)
+        for name, dtype in dtypes.items():
+            kept[name] = np.result_type(kept.get(name, dtype), dtype)
+        for name, column in values.items():
+            pyarrow = require("pyarrow", extra="hf")
+            with _of_one_type(name):
+                kinds = [pyarrow.array(column).type, *([kept[name]] if name in kept else [])]
+                schemas = [pyarrow.schema({name: kind}) for kind in kinds]
+                kept[name] = pyarrow.unify_schemas(schemas, promote_options="permissive").field(name).type
+    return kept
+
+
+@contextmanager
+def _of_one_type(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError, NotImplementedError) as error:  # which Arrow's are
+        raise PackingError(
+            f"--keep {name}: its values have not all one type ({first_line(error)}): leave the column out"
+        ) from error
+
+
+def write_file(folder: Path, number: int, form: Format, parts: Iterable[Rows], kept: Kept) -> Written:
     """Writes file ``number`` of a result; there is at least one row.
 
     Raises:
-        PackingError: the values of a kept column have several types.
+        PackingError: a value of a kept column is not of its type.
     """
     pyarrow = require("pyarrow", extra="hf")
     written = Written(file_name(form, number))
     path = folder / written.name
     with ExitStack() as stack:
         writer: Any = None
-        schema: Any = None
         for rows in _grouped(parts):
-            table = _table(rows, pyarrow, schema)
+            table = _table(rows, pyarrow, kept)
             if writer is None:
-                schema = table.schema
-                writer = stack.enter_context(_table_writer(path, form, schema, pyarrow))
+                writer = stack.enter_context(_table_writer(path, form, table.schema, pyarrow))
             writer.write_table(table)
             written.rows += len(rows)
             written.tokens += len(rows.ids)
@@ -93,7 +122,7 @@ def _table_writer(path: Path, form: str, schema: Any, pyarrow: Any) -> Any:
     )
 
 
-def _table(rows: Rows, pyarrow: Any, schema: Any) -> Any:
+def _table(rows: Rows, pyarrow: Any, kept: Kept) -> Any:
     """The rows as a table: ``input_ids``, ``labels`` and ``seq_lengths``, then what is carried."""
     tokens, segments = _offsets(rows.lengths), _offsets(rows.counts)
     columns = {
@@ -101,15 +130,11 @@ def _table(rows: Rows, pyarrow: Any, schema: Any) -> Any:
         "labels": _lists(tokens, rows.labels, pyarrow),
         "seq_lengths": _lists(segments, rows.segments.astype(np.int32), pyarrow),
     }
-    columns |= {name: _lists(tokens, column, pyarrow) for name, column in rows.tokens.items()}
+    columns |= {name: _lists(tokens, column.astype(kept[name]), pyarrow) for name, column in rows.tokens.items()}
     for name, values in rows.values.items():
-        kind = None if schema is None else schema.field(name).type.value_type
-        try:
-            columns[name] = pyarrow.ListArray.from_arrays(_array(segments, pyarrow), pyarrow.array(values, type=kind))
-        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise PackingError(
-                f"--keep {name}: its values have not all one type ({str(error).splitlines()[0]}): leave the column out"
-            ) from error
+        with _of_one_type(name):
+            array = pyarrow.array(values, type=kept[name])
+        columns[name] = pyarrow.ListArray.from_arrays(_array(segments, pyarrow), array)
     return pyarrow.table(columns)
 
 

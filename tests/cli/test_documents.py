@@ -36,9 +36,10 @@ def counts(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def files(tmp_path) -> tuple[str, str]:
-    """Two files of texts and answers, with a record that is none and one that trains nothing."""
+    """Two files of texts and answers, with a record that is none, one without a key, and one that trains nothing."""
     rows: list[Any] = [{"prompt": f"fox {n}", "completion": "dog " * (n % 9), "rank": -n} for n in range(COUNT)]
     rows[70] = {"prompt": "no answer", "completion": 7, "rank": 0}
+    rows[80].pop("rank")
     rows[90] = {"text": "x", "rank": 3}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"jugs {n}", "rank": n}) + "\n" for n in range(200)))
@@ -59,7 +60,8 @@ def test_documents_do_not_depend_on_the_number_of_processes(model, files, counts
         return found, skipped, source.encoder.left_out
 
     one = read(None)
-    assert len(one[0]) > COUNT / 3 and one[1] and one[2]
+    assert len(one[0]) > COUNT / 3 and one[2]
+    assert {reason.split()[-1] for reason in one[1]} == {"messages", "text"}
     assert read(1) == one and counts == []
     assert read(2) == one and counts == [2]
 

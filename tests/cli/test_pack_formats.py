@@ -36,7 +36,7 @@ def each_row(rows: Rows):
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 def test_tables_hold_the_rows(rows, tmp_path, form):
-    written = write_file(tmp_path, 3, form, [rows[:7], rows[7:7], rows[7:]])
+    written = write_file(tmp_path, 3, form, [rows[:7], rows[7:7], rows[7:]], {})
     assert (written.name, written.rows, written.tokens) == (f"train-00003.{form}", 40, len(rows.ids))
     read = list(crosspack.read(tmp_path / written.name))
     for row, (ids, labels, lengths) in zip(read, each_row(rows), strict=True):

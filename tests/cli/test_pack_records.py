@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from crosspack.packing.unit import make_unit
@@ -120,6 +122,71 @@ def test_columns_and_weights_of_tokens_are_carried(corpus, tmp_path):
         assert np.array_equal(row["odd"], np.asarray(row["input_ids"]) % 2 == 1)
         total += len(tags)
     assert total == 24
+
+
+def test_columns_are_carried_and_ordered_by_as_they_are_in_the_data_whatever_is_read_of_them(corpus, write, tmp_path):
+    chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]
+    records = [{"messages": chat, "prompt": f"p{n}", "text": f"t{n}", "body": "jump"} for n in (2, 0, 1)]
+    data = ("--data", write("data.jsonl", records), "--tokenizer", corpus[1], "--max-segments", 1)
+    for number, named in enumerate([(), ("--text-column", "body")]):
+        out = tmp_path / f"out{number}"
+        order = ("--order", "sorted", "--order-by", "prompt")
+        pack(*data, *named, *order, "--keep", "prompt", "--keep", "text", "--output", out)
+        kept = [(*row["prompt"], *row["text"]) for row in rows_of(out)]
+        assert kept == [("p0", "t0"), ("p1", "t1"), ("p2", "t2")]
+
+
+def test_a_kept_column_has_one_type_in_all_files_that_holds_every_value(corpus, write, tmp_path):
+    half = [n < 60 for n in range(120)]
+    records = [
+        {
+            "input_ids": [5, 6, n],
+            "id": n,
+            "late": None if first else f"text {n}",
+            "meta": {"a": n} if first else {"b": [n]},
+            "score": n if first else n + 0.5,
+            "weights": [1, 0, 1] if first else [0.5, 1, 0],
+        }
+        for n, first in enumerate(half)
+    ]
+    kept = [part for name in records[0] if name != "input_ids" for part in ("--keep", name)]
+    data = ("--data", write("data.jsonl", records), "--tokenizer", corpus[1], "--capacity", 12, "--block-size", 400)
+    pack(*data, *kept, "--rows-per-file", 5, "--output", tmp_path / "out")
+    tables = [pq.read_table(path) for path in sorted((tmp_path / "out").glob("*.parquet"))]
+    assert len(tables) > 3 and len({table.schema for table in tables}) == 1
+    seen = set()
+    for row in (row for table in tables for row in table.to_pylist()):
+        for place, number in enumerate(row["id"]):
+            record = records[number]
+            assert (row["late"][place], row["score"][place]) == (record["late"], record["score"])
+            assert row["meta"][place] == {"a": None, "b": None} | record["meta"]
+            assert row["weights"][3 * place : 3 * place + 3] == record["weights"]
+            seen.add(number)
+    assert len(seen) == 120
+
+
+def test_kept_columns_that_no_file_can_hold_are_refused(corpus, write, tmp_path):
+    days = [date(2024, 2, 3), date(2024, 2, 4)]
+    table = write("data.parquet", [{"input_ids": [5, 6, 7], "day": day, "raw": b"x"} for day in days])
+    pack("--data", table, "--tokenizer", corpus[1], "--keep", "day", "--output", tmp_path / "out")
+    assert sorted(rows_of(tmp_path / "out")[0]["day"]) == ["2024-02-03", "2024-02-04"]
+    lines = [{"input_ids": [5, 6, 7], "w": [1, 2, 3], "mixed": 1}, {"input_ids": [5, 6, 7], "w": None, "mixed": "a"}]
+    for path, name, says in (
+        (table, "raw", "and a column has a bytes: leave it out"),
+        (write("data.jsonl", lines), "mixed", "--keep mixed: its values have not all one type"),
+        (write("data.jsonl", lines), "w", "--keep w: some records have a number for each token and others do not"),
+        (write("data.jsonl", lines * 9), "w", "--keep w: some records have a number for each token and others do not"),
+    ):
+        options = ("--data", path, "--tokenizer", corpus[1], "--keep", name, "--block-size", 60)
+        assert says in pack(*options, "--output", tmp_path / "refused", code=2)
+
+
+def test_labels_beside_token_ids_count_whatever_the_column_of_the_ids_is_called(corpus, write, tmp_path):
+    records = [{"ids": [5, 6, 7], "labels": [-100, -100, 7], "text": "fox"}]
+    for name in ("data.jsonl", "data.parquet"):
+        data = ("--data", write(name, records), "--tokenizer", corpus[1], "--tokens-column", "ids")
+        pack(*data, "--output", tmp_path / f"out-{name}")
+        assert list(rows_of(tmp_path / f"out-{name}")[0]["labels"]) == [-100, -100, 7]
 
 
 @pytest.mark.parametrize(
