@@ -7,6 +7,7 @@ defaults, so an option on the command line wins over the file.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,17 @@ def effective(context: typer.Context, **settled: Any) -> dict[str, Any]:
 
 def as_yaml(options: Mapping[str, Any]) -> str:
     """The options as a file that ``--config`` takes."""
-    return "".join(f"{option}: {json.dumps(value)}\n" for option, value in options.items())
+    return "".join(f"{option}: {_ascii(json.dumps(value, ensure_ascii=False))}\n" for option, value in options.items())
+
+
+def _ascii(text: str) -> str:
+    """Escapes characters as YAML does, which reads the two escapes that JSON writes of an emoji as two characters."""
+
+    def escaped(character: re.Match[str]) -> str:
+        number = ord(character[0])
+        return f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
+
+    return re.sub(r"[^\x20-\x7e]", escaped, text)
 
 
 def _names(context: typer.Context) -> dict[str, str]:

@@ -14,9 +14,10 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from crosspack.cli import checks
+from crosspack.cli import checks, runfile
 from crosspack.cli import train as train_command
 from crosspack.cli.trainoptions import LossOptions
+from crosspack.reading.yaml_text import load_yaml
 from packing_core.planning.cost import Cost
 from tests.cli.console import losses, one_line, run, words
 
@@ -36,6 +37,13 @@ def test_a_file_of_options_takes_the_place_of_defaults_and_the_command_line_wins
     assert again.exit_code == 0, again.output
     assert losses(tmp_path / "again") == losses(tmp_path / "first")
     assert (tmp_path / "again" / "run.yaml").read_text() == written.read_text().replace("first", "again")
+
+
+def test_a_file_of_options_holds_every_text():
+    texts = ["fox", "\u00e9", "\U0001f98a.jsonl", "a\udc80", "\x7f\x85\ufeff", r"\ud83e\udd8a", 'a\n\t"b"', "no", "1e5"]
+    written = runfile.as_yaml({"data": texts, "lr": 1e-05, "eos": None, "resume": True})
+    assert written.isascii()
+    assert load_yaml(written) | {"lr": 1e-05} == {"data": texts, "lr": 1e-05, "eos": None, "resume": True}
 
 
 @pytest.mark.parametrize(
