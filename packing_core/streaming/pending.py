@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from packing_core.batches.columns import TRAINED
 from packing_core.errors import LayoutError, PackingError
 from packing_core.planning.pieces import PieceSpan, integer, too_long
 from packing_core.planning.rule import RowRule
@@ -198,10 +199,10 @@ def part(document: Any, span: PieceSpan, number: int) -> Any:
 
 
 def columns_of(contents: list[Any], numbers: Int64) -> dict[str, Any]:
-    """The arguments of ``pack`` that hold these documents.
+    """The arguments of ``pack`` that hold these documents; a token is trained if all of their masks train it.
 
     Raises:
-        LayoutError: they have not all the same columns.
+        LayoutError: they have not all the same columns, or their masks have not the same length.
     """
     if not any(issubclass(kind, Mapping) for kind in set(map(type, contents))):
         return {"sequences": contents}
@@ -216,10 +217,22 @@ def columns_of(contents: list[Any], numbers: Int64) -> dict[str, Any]:
     arguments = {
         "sequences": columns.pop("input_ids"),
         "labels": columns.pop("labels", None),
-        "loss_mask": columns.pop("loss_mask", None),
+        "loss_mask": _trained([columns.pop(name) for name in TRAINED if name in columns], numbers),
         "prompt_lengths": columns.pop(PROMPT, None),
     }
     return {**arguments, "columns": columns}
+
+
+def _trained(masks: list[list[Any]], numbers: Int64) -> list[Any] | None:
+    """One mask of each document, of lists with one mask of each."""
+    if len(masks) < 2:
+        return masks[0] if masks else None
+    both = []
+    for number, of_document in zip(numbers.tolist(), zip(*masks, strict=True), strict=True):
+        if len({len(mask) for mask in of_document}) > 1:
+            raise LayoutError(f"the masks of document {number} have several lengths: give one entry per token")
+        both.append(np.logical_and.reduce(of_document))
+    return both
 
 
 def _names(content: Any) -> set[Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from packing_core.batches.columns import TRAINED
+from packing_core.batches.dataset import pack
 from packing_core.errors import CapacityError, LayoutError, PackingError
 from packing_core.planning.plan import plan
 from packing_core.streaming.stream import stream
@@ -169,6 +171,23 @@ def test_columns_and_prompts_are_cut_with_their_document(overflow) -> None:
     for document, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
         whole = [(1000 * document + t, 1000 * document + t + 1, t >= prompt) for t in range(length)]
         assert sorted(kept[document]) == (whole if overflow == "split" else whole[:4])
+
+
+@pytest.mark.parametrize("names", [["completion_mask"], ["assistant_masks", "loss_mask"], list(TRAINED)], ids=len)
+def test_a_stream_reads_the_masks_that_pack_reads(names: list[str]) -> None:
+    random = np.random.default_rng(0)
+    source = [
+        {"input_ids": d.tolist(), **{name: random.integers(0, 2, len(d)).tolist() for name in names}}
+        for d in documents(random.integers(1, 9, 30))
+    ]
+    whole = pack(source, 8).unpack("targets")
+    streamed = next(stream(source, 8, buffer=30).chunks())
+    assert not streamed.columns
+    for number, targets in streamed.unpack("targets").items():
+        assert targets.tolist() == whole[number].tolist()
+    longer = [{**source[0], **{name: [1] * (n + 1) for n, name in enumerate(names)}}]
+    with pytest.raises(LayoutError, match="document 0"):
+        list(stream(longer, 8))
 
 
 @pytest.mark.parametrize(
