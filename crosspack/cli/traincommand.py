@@ -105,7 +105,8 @@ class TrainCommand:
         losses = options.losses(options.seed, pretrained=pretrained, settings=settings)
         settled = effective(context, lr=losses.lr, precision=losses.precision)
         alone = options.nproc == launch.world_size() == 1 and task is None
-        run = digest([settled, records.state(), _state(model)]) if alone else None
+        files = [*(read.state() for read in (records, held_out) if read is not None), _state(model), _state(tokenizer)]
+        run = digest([settled, files]) if alone else None
         check_output(options, resume=resume, run=run)
         if resume and output is not None and task is None:
             check_resume(output, losses, model if isinstance(model, str) else None)
@@ -185,7 +186,7 @@ def _opened(options: TrainOptions, task: tasks.Task | None, tokenizer: str | Non
 
 
 def _state(model: str | dict[str, Any] | None) -> Any:
-    """Returns the state of a model's files, which changes when they do; the model itself if it is no folder."""
+    """Returns the state of a model's or a tokenizer's files, which changes when they do; itself if it is no folder."""
     if not isinstance(model, str) or not Path(model).is_dir():
         return model
     return [File(str(path)).state() for path in sorted(Path(model).iterdir()) if path.is_file()]

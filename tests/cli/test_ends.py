@@ -47,14 +47,20 @@ def test_a_result_that_is_complete_is_not_made_again(pack, tmp_path):
 
 
 def test_a_training_that_is_complete_is_not_made_again(small, model, tmp_path):
-    train = [*small, "--steps", 2, "--output", tmp_path / "out"]
+    (tmp_path / "held-out.jsonl").write_text('{"text": "lazy dog"}\n')
+    train = [*small, "--steps", 2, "--eval-data", tmp_path / "held-out.jsonl", "--output", tmp_path / "out"]
     crosspack(*train)
     before = files(tmp_path / "out")
     assert "complete already: pass --overwrite to train again" in crosspack(*train)
     assert files(tmp_path / "out") == before
     assert "is not empty: pass --resume, --overwrite" in crosspack(*train, "--lr", 0.5, code=2)
-    model.write_text(model.read_text().replace('"intermediate_size": 48', '"intermediate_size": 64'))
-    assert "is not empty: pass --resume, --overwrite" in crosspack(*train, code=2)
+    for path in (model, model.parent / "tokenizer_config.json", tmp_path / "held-out.jsonl"):
+        content, state = path.read_text(), path.stat()
+        path.write_text(content.replace("48", "64") + "\n")
+        assert "is not empty: pass --resume, --overwrite" in crosspack(*train, code=2)
+        path.write_text(content)
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert "complete already" in crosspack(*train)
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["killed", "elastic restart"])
