@@ -52,7 +52,7 @@ from crosspack.encoding.kinds import kind_of_row
 from crosspack.encoding.text import Encoder
 from crosspack.packing.unit import Key
 from crosspack.reading import Records
-from packing_core.errors import PackingError, plural
+from packing_core.errors import PackingError, UnsupportedModelError, plural
 from packing_core.planning.cost import Cost
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.plan import plan as make_plan
@@ -117,9 +117,14 @@ def report(options: ReportOptions) -> None:
     config = None if model is None else model_config(model)
     about_model: dict[str, Any] = {}
     if config is not None:
-        memory = longest_rows(config, gib, options.adapters)
-        about_model = {"model": model, "gpu_gib": gib, "longest_rows": memory}
-        OUT.print(memory_table(memory, gib, adapters=options.adapters))
+        try:
+            memory = longest_rows(config, gib, options.adapters)
+            about_model = {"model": model, "gpu_gib": gib, "longest_rows": memory}
+            OUT.print(memory_table(memory, gib, adapters=options.adapters))
+        except UnsupportedModelError as error:  # the data are reported in any case
+            if options.data is None:
+                raise
+            warn(f"--model {model}: {error}")
         if options.data is None:
             figures(about_model)
             return

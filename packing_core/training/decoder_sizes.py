@@ -315,8 +315,8 @@ class DecoderSizes:
             what = f"layers of the kind {others[0]}" if others else "attention, experts or recurrent layers of its own"
             what = "an encoder beside its decoder" if find("is_encoder_decoder") else what
             raise UnsupportedModelError(
-                f"the memory of {family} is not known beforehand, because it has {what}: choose a level by trying, "
-                'memory="selective" or "full"'
+                f"the memory of {family} is not known beforehand, because it has {what}: choose a level of memory by "
+                'trying, "selective" or "full"'
             )
 
         def mixer(kind: str) -> Mixer:

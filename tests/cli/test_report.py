@@ -36,6 +36,11 @@ def test_report_says_the_longest_row_of_a_model(report, model):
     assert 1_000 < none < offload and rows == sorted(rows) and found["gpu_gib"] == 2
     adapted = json.loads(run("report", "--model", model, "--gpu", 2, "--adapters", 4, "--json").stdout)
     assert adapted["longest_rows"]["none"] != none  # such a small model has few weights, and adapters keep something
+    hybrid = model.with_name("hybrid.json")
+    hybrid.write_text('{"model_type": "jamba"}')
+    reported = run(*report, "--model", hybrid, "--json")
+    assert json.loads(reported.stdout)["documents"] and "warning" in reported.stderr
+    assert "the memory of jamba is not known beforehand" in one_line(run("report", "--model", hybrid))
     both = json.loads(run(*report, "--model", model, "--gpu", "h100", "--json").stdout)
     assert both["documents"] and both["gpu_gib"] == 80 and both["time"]["gpu"] == "h100"
     assert f"{none:,}" in run("report", "--model", model, "--gpu", 2).output
