@@ -92,11 +92,12 @@ def _is_number(value: object) -> bool:
 _CUT = ("overflow",)
 _ROWS = ("capacity", *_CUT)
 _CHATS = (("messages",), ("prompt", "completion"), ("text",))
+_CHOICES = (("chosen", "rejected", "prompt"), ("chosen", "rejected"))
 _PAIRS = (("anchor", "positive", "negative"), ("anchor", "positive"), ("sentence1", "sentence2", "score"))
 _QUERIES = (("query", "document", "label"), ("query", "documents", "labels"))
 _TASKS = (
     Task("sft", "next tokens of documents with images", _CHATS, reads=(*_ROWS, "loss"), images=True),
-    Task("dpo", "preferences, by DPO", (("chosen", "rejected"),), reads=_CUT, images=True),
+    Task("dpo", "preferences, by DPO", _CHOICES, reads=_CUT, images=True),
     Task(
         "kto",
         "good and bad answers, by KTO",
@@ -105,7 +106,7 @@ _TASKS = (
         images=True,
         check=_check_label,
     ),
-    Task("reward", "a reward model, on preferences", (("chosen", "rejected"),), reads=_CUT),
+    Task("reward", "a reward model, on preferences", _CHOICES, reads=_CUT),
     Task("grpo", "a policy by its rewards, by GRPO", (("prompt",),), images=True),
     Task("classify", "classes of documents", (("text", "label"), ("input_ids", "label")), reads=_ROWS),
     Task("mlm", "masked tokens", (("text",), ("input_ids",)), reads=_ROWS),

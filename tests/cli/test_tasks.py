@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,6 +246,24 @@ def test_a_record_without_the_columns_of_a_task_is_named(weights, write):
     assert "--task reward needs --data, records with chosen and rejected" in one_line(
         run("train", "--task", "reward", "--model", weights)
     )
+
+
+def test_preferences_have_a_prompt_in_all_records_or_in_none(weights, write):
+    alone = {"prompt": None, "chosen": "b", "rejected": "c"}
+    for records, number in (([*PAIRS, alone], 9), ([alone, *PAIRS], 2)):
+        dpo = ("train", "--task", "dpo", "--model", weights, "--data", write("mixed.jsonl", records), "--device", "cpu")
+        said = run(*dpo).stderr
+        assert f"mixed.jsonl:{number} has chosen, rejected" in said and "give all the same columns" in said
+    result = run(*dpo[:-3], write("mixed.jsonl", [alone] * 8), "--device", "cpu", "--steps", 1)
+    assert result.exit_code == 0, result.output
+
+
+def test_columns_that_the_first_record_lacks_reach_the_trainer():
+    from torch_backend.job.kinds import TaskKind
+
+    records = [{"prompt": "a"}, {"prompt": "b", "answer": 3}]
+    dataset: Any = TaskKind.dataset(SimpleNamespace(example=dict), records)  # type: ignore[arg-type]
+    assert dataset.to_list() == [{"prompt": "a", "answer": None}, records[1]]
 
 
 @pytest.mark.parametrize(

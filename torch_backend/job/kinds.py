@@ -80,7 +80,32 @@ class TaskKind:
 
     def dataset(self, records: Records) -> Any:
         """Returns records as the trainer reads them."""
-        return require("datasets", extra="hf").Dataset.from_list([self.example(record) for record in records])
+        return _dataset([self.example(record) for record in records])
+
+    def alike(self, records: Records) -> list[tuple[str, Mapping[str, Any]]]:
+        """Returns the records with the columns of the first one of the data, each with its place.
+
+        Raises:
+            PackingError: one has others; under ``on_error="skip"`` it is left out.
+        """
+        job, task, found = self.job, TASKS[self.job.task], []
+        columns = task.columns_of(job.records[0], place_of(job.records[0], 0))
+        for number, record in enumerate(records):
+            where = place_of(record, number)
+            try:
+                own = task.columns_of(record, where)
+                if own != columns:
+                    raise PackingError(
+                        f"{where} has {', '.join(own)}, and the first record of --data {', '.join(columns)}: give all "
+                        "the same columns"
+                    )
+            except PackingError as error:
+                if job.on_error == "stop":
+                    raise
+                self.skipped.append(str(error))
+            else:
+                found.append((where, record))
+        return found
 
     def example(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a record as the trainer reads it."""
@@ -188,19 +213,23 @@ class Answers(TaskKind):
         Raises:
             PackingError: a record cannot be used, or under ``on_error="skip"`` none can.
         """
+        named = self.alike(records)
         if not self.job.images:
-            return super().dataset(records)
+            return super().dataset([record for _, record in named])
         datasets, examples = require("datasets", extra="hf"), []
-        for number, record in enumerate(records):
+        for where, record in named:
             try:
-                examples.append(_with_images(record, place_of(record, number)))
+                examples.append(_with_images(record, where))
             except PackingError as error:
                 if self.job.on_error == "stop":
                     raise
                 self.skipped.append(str(error))
         if not examples:
             raise PackingError(f"none of the {len(records):,} records can be used, the first because {self.skipped[0]}")
-        return datasets.Dataset.from_list(examples).cast_column("images", datasets.Sequence(datasets.Image()))
+        return _dataset(examples).cast_column("images", datasets.Sequence(datasets.Image()))
+
+    def example(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in record.items() if name != "prompt" or value is not None}
 
     def trainer(self, folder: Path, common: Mapping[str, Any]) -> Any:
         job, trl = self.job, require("trl", extra="hf")
@@ -242,6 +271,13 @@ class RewardModel(Answers):
 
     def model_options(self) -> dict[str, Any]:
         return {"num_labels": 1}
+
+
+def _dataset(examples: Sequence[Mapping[str, Any]]) -> Any:
+    """Returns a data set with all columns of the examples; ``Dataset.from_list`` takes those of the first alone."""
+    names = dict.fromkeys(name for example in examples for name in example)
+    columns = {name: [example.get(name) for example in examples] for name in names}
+    return require("datasets", extra="hf").Dataset.from_dict(columns)
 
 
 def _processor(job: TaskJob) -> Any:

@@ -164,23 +164,7 @@ class Retrieval(TaskKind):
 
     def _usable(self, records: Records) -> list[Mapping[str, Any]]:
         """Returns the records whose texts the model takes."""
-        job = self.job
-        named, usable = [], []
-        for number, record in enumerate(records):
-            where = place_of(record, number)
-            try:
-                own = TASKS[job.task].columns_of(record, where)
-                if own != self.columns:
-                    raise PackingError(
-                        f"{where} has {', '.join(own)}, and the first record of --data {', '.join(self.columns)}: give "
-                        "all the same columns"
-                    )
-            except PackingError as error:
-                if job.on_error == "stop":
-                    raise
-                self.skipped.append(str(error))
-                continue
-            named.append((where, record))
+        job, named, usable = self.job, self.alike(records), []
         for (where, record), lengths in zip(named, self._lengths([x for _, x in named]), strict=True):
             too_long = [(count, longest) for count, longest in lengths if count > longest]
             if not all(count for count, _ in lengths):
