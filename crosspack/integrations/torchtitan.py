@@ -20,10 +20,11 @@ from torchtitan.config import derive, override
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
 import crosspack
+from packing_core.batches.columns import READ, documents_of
 from packing_core.batches.keys import BatchKey
-from packing_core.errors import LayoutError, UnsupportedError
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
 
-_READ = ("input_ids", "labels", "loss_mask", "prompt_length")  # of a document; torchtitan takes no other columns
+_READ = ("input_ids", "labels", *READ)  # of a record; torchtitan takes no other columns
 
 
 class PackedAttention(VarlenAttention):
@@ -102,7 +103,7 @@ def packed_attention(cfg: VarlenAttention.Config) -> PackedAttention.Config:
 
 
 class _Documents:
-    """The documents of a file, with only the columns that rows have; a text is encoded by torchtitan's tokenizer."""
+    """The documents of a file, of which packed rows hold several; a text is encoded by torchtitan's tokenizer."""
 
     def __init__(self, path: str | PathLike[str], tokenizer: BaseTokenizer) -> None:
         self.path, self.tokenizer = path, tokenizer
@@ -110,7 +111,10 @@ class _Documents:
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         for record in crosspack.read(self.path):
             if "input_ids" in record:
-                yield {name: record[name] for name in _READ if name in record}
+                try:
+                    yield from documents_of({name: record[name] for name in _READ if name in record})
+                except PackingError as error:
+                    raise error.reworded(f"{record.where}: {error}") from None
             elif "text" in record:
                 yield {"input_ids": self.tokenizer.encode(record["text"], add_bos=True, add_eos=True)}
             else:

@@ -137,6 +137,13 @@ def test_a_file_holds_tokens_or_text_and_other_columns_are_left_out(plugin, tmp_
     tokenizer = SimpleNamespace(encode=lambda text, *, add_bos, add_eos: [1, *map(int, text.split()), 2])
     file.write_text(json.dumps({"input_ids": [5, 6, 7], "labels": [-100, -100, 7], "source": "web"}) + "\n")
     assert documents_in(loader(plugin, str(file), rows=1))[0] == ([5, 6, 7], [-100, 7, -100])
+    file.write_text(json.dumps({"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1]}) + "\n")
+    assert documents_in(loader(plugin, str(file), rows=1))[0] == ([5, 6, 7], [-100, 7, -100])
+    file.write_text(json.dumps({"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8], "seq_lengths": [2, 2]}) + "\n")
+    assert documents_in(loader(plugin, str(file), rows=1)) == [([5, 6], [6, -100]), ([7, 8], [8, -100])]
+    file.write_text(json.dumps({"input_ids": [5, 6, 7], "seq_lengths": [2, 2]}) + "\n")
+    with pytest.raises(LayoutError, match=r"train.jsonl:1: seq_lengths add up to 4 and input_ids has 3"):
+        [*loader(plugin, str(file))]
     file.write_text(json.dumps({"text": "5 6"}) + "\n")
     assert documents_in(loader(plugin, str(file), tokenizer=tokenizer, rows=1))[0] == ([1, 5, 6, 2], [5, 6, 2, -100])
     file.write_text(json.dumps({"prompt": "5", "answer": "6"}) + "\n")
