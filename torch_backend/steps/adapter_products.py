@@ -11,7 +11,8 @@ A LoRA adapter of a projection adds ``scaling * (x @ A.T) @ B.T``. In the graph 
 Parameters stay PEFT's own: A are put together in the graph, which copies r rows for each, where a product of x reads T.
 What adds up is the same, and rounded less often. The sum of a projection and its adapter needs no pass of its own:
 Inductor puts it into the kernel that reads the projection. Adapters that read something else than the others do, such
-as x with dropout, keep a product of their own.
+as x with dropout, keep a product of their own, and so do those of an x that the layer changes in place: between two of
+them it would be another.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def join_adapters(module: fx.GraphModule) -> None:
     """Rewrite the adapters in a graph of Dynamo, in place, before it is differentiated."""
     groups: dict[Hashable, list[fx.Node]] = {}
     for node in [*module.graph.nodes]:
-        if _is_product(node, _A):
+        if _is_product(node, _A) and not _is_written(node.args[0]):
             groups.setdefault((_value(node.args[0]), _example(node.args[1]).dtype), []).append(node)
         elif node.target is operator.mul and _is_product(node.args[0], _B) and isinstance(node.args[1], int | float):
             _scale_weight(node)
@@ -66,9 +67,18 @@ def _is_product(node: Any, name: str) -> bool:
 
 def _value(node: Any) -> Hashable:
     """Names what a node holds: itself, or the cast of another, of which PEFT makes one for each adapter."""
-    if node.op == "call_method" and node.target == "to":
+    if _is_cast(node):
         return _value(node.args[0]), node.args[1:], tuple(node.kwargs.items())
     return node
+
+
+def _is_written(node: Any) -> bool:
+    """Returns whether the graph, which is not functional yet, changes what a node holds, or what it is cast from."""
+    return _example(node)._version > 0 or (_is_cast(node) and _is_written(node.args[0]))
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "to"
 
 
 def _scale_weight(scaled: fx.Node) -> None:

@@ -122,6 +122,44 @@ def test_outputs_and_gradients_are_those_of_peft_in_float64(name: str) -> None:
         assert error(x, y) <= 1e-14
 
 
+class ChangingBlock(nn.Module):
+    """Projections of one input, which is another when the second reads it."""
+
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.rms_norm(x, (WIDTH,))
+        first = self.q(y)
+        self.change(y)
+        changed: Tensor = first + self.k(y)
+        return changed
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "by a method": lambda y: y.mul_(2),
+    "by an index": lambda y: y[:, 0].fill_(3),
+    "by another name": lambda y: y.view(-1).neg_(),
+    "by an option": lambda y: nn.functional.relu(y, inplace=True),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_an_input_that_is_changed_in_place_between_two_products_is_read_twice(how: str, weights: torch.dtype) -> None:
+    """Over weights in bfloat16, adapters in float32 read casts of it."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q", "k"], init_lora_weights=False)
+    model = peft.get_peft_model(ChangingBlock(CHANGES[how]), config)
+    for name, p in model.named_parameters():
+        p.data = p.data if "lora" in name else p.data.to(weights)
+    x = torch.randn(1, TOKENS, WIDTH).to(weights)
+    with torch.no_grad():
+        assert error(compiled(model)[0](x).float(), model(x).float()) <= (1e-6 if weights is torch.float32 else 1e-2)
+
+
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_over_bfloat16_weights_they_are_as_near_to_float64_as_those_of_peft(level: Level, autocast: bool) -> None:
