@@ -77,13 +77,13 @@ class PackedTokens(Tensor):
             if not any(_is_integer(x) for x in _tensors(result)):
                 return result
             name = getattr(func, "__name__", "")
-            if name in _MOVES or func in _VIEWS:
-                moved = _segments_moved(func, name, args, kwargs)
-                return result if moved is None else _known(result, moved)
+            moves = name in _MOVES or func in _VIEWS
+            if moves and (moved := _segments_moved(func, name, args, kwargs)) is not None:
+                return _known(result, moved)
             if not isinstance(result, Tensor) or name == "__get__" or name.startswith("new_") or name.endswith("_like"):
                 return result
-            same = [x.segments for x in tokens if x.segments.shape == result.shape]
-            return _known(result, same[0]) if same else result
+            same = [x.segments for x in tokens if _spreads(x.segments.shape, result.shape)]
+            return _known(result, same[0].expand(result.shape)) if same else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedTokens:
         return memo.setdefault(id(self), packed_tokens(plain(self).clone(), self.segments.clone()))
@@ -134,6 +134,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _spreads(shape: torch.Size, over: torch.Size) -> bool:
+    """Returns whether a tensor of a shape, broadcast over others, has another shape; it may be the same."""
+    return len(shape) <= len(over) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(over), strict=False))
 
 
 def _segments_moved(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
