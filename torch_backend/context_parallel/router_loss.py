@@ -47,7 +47,7 @@ def balancing_loss(
     if group is not None:
         added = _SumOverRanks.apply(torch.cat([sums.flatten(), tokens[None]]), group)
         sums, tokens = added[:-1].view(2, experts), added[-1].detach()
-    hits, probabilities = sums / tokens
+    hits, probabilities = sums / tokens.clamp(min=1)
     return (experts * (hits * probabilities).sum()).float()
 
 
@@ -82,7 +82,7 @@ def document_balance(
         sums = _SumOverRanks.apply(sums, group)
     tokens = sums[:, :1].detach()
     hits, probabilities = (sums[:, 1:] / tokens.clamp(min=1)).view(count, len(scores), 2, experts).unbind(2)
-    return (experts / chosen * (hits * probabilities).sum() / (tokens > 0).sum()).float()
+    return (experts / chosen * (hits * probabilities).sum() / (tokens > 0).sum().clamp(min=1)).float()
 
 
 class _SumOverRanks(torch.autograd.Function):

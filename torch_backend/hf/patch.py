@@ -291,14 +291,16 @@ class Patched(BatchReader):
         call = by_loss_function(self.root, call)
         forward.added_up = share.ranks if whole else 1
         call = router.over_ranks(self.root, call, share, kwargs)
+        arguments, real = router.with_any_token(self.root, kwargs, share)
         with nullcontext() if share is None or not self.root.training else draws_of_rank(share):
-            output = run_inside(self, forward, call, *args, **kwargs)
+            output = run_inside(self, forward, call, *args, **arguments)
         if not forward.handed_over:
             raise UnsupportedModelError(
                 f"{type(self.root).__name__} does not call its decoder {type(self.decoder).__name__}: "
                 "its documents would see each other"
             )
         output = self.rows.end(forward, output)
+        output = router.without_padding_alone(self.root, output, real)
         output = router.with_document_loss(self.root, forward, kwargs, output)
         output = with_index_loss(self.root, forward, output)
         if whole and kwargs.get("labels") is not None:

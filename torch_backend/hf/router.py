@@ -89,6 +89,30 @@ def no_router_loss(model: nn.Module) -> AbstractContextManager[None]:
     return with_values((config, name, False) for config, name in switches if getattr(config, name, False))
 
 
+def with_any_token(root: Any, batch: dict[str, Any], share: RankShare | None) -> tuple[dict[str, Any], Tensor | None]:
+    """Returns arguments of a model whose mask marks tokens even in a batch of padding alone, and whether it is none.
+
+    Such batches fill up the last step of an epoch. The loss of a router is a mean over the tokens that the mask marks,
+    which of none is 0 / 0; :func:`without_padding_alone` leaves it out.
+    """
+    mask = batch.get("attention_mask")
+    if mask is None or share is not None or not asks_for_router_loss(root, batch):
+        return batch, None
+    real = mask.any()
+    return {**batch, "attention_mask": torch.where(real, mask, torch.ones_like(mask))}, real
+
+
+def without_padding_alone(root: Any, output: Any, real: Tensor | None) -> Any:
+    """Returns the output of a model without the router's loss of a batch that is not ``real``."""
+    if real is None or not isinstance(output, MutableMapping) or output.get("aux_loss") is None:
+        return output
+    of_padding = torch.where(real.to(output["aux_loss"].device), 0, output["aux_loss"])
+    if output.get("loss") is not None:
+        output["loss"] = output["loss"] - (coefficient_of(root) or 0.0) * of_padding.to(output["loss"].device)
+    output["aux_loss"] = output["aux_loss"] - of_padding
+    return output
+
+
 # -- per document --------------------------------------------------------------------------------------------------
 
 

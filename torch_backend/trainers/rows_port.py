@@ -67,8 +67,7 @@ class RowsPort(TrainerPort):
         changes.set("data_collator", plan.collator)
         if labels_documents(trainer.model) or trains_first_token(trainer.model):
             changes.set("model_accepts_loss_kwargs", True)  # a patched classifier divides by the step's targets
-        if labels_documents(trainer.model):
-            changes.wrap("_get_num_items_in_batch", _count_targets, trainer)
+        changes.wrap("_get_num_items_in_batch", _count_targets, trainer)
         use_rows(changes, plan.rows)
         warn_of_room(trainer)
         warn_of_last_tokens(self.loss)
@@ -88,10 +87,16 @@ class RowsPort(TrainerPort):
 
 
 def _count_targets(count: Callable[..., Any], trainer: Any, batches: list[Any], device: Any) -> Any:
-    """Counts targets as ``Trainer`` does, which takes -100 for a missing label in a regression too."""
-    config = causal_lm(trainer.model).config
-    trained = [targets_among(batch["labels"], config, of_documents=True) for batch in batches if "labels" in batch]
-    return count([{"labels": torch.where(targets, 0, IGNORE_INDEX)} for targets in trained], device)
+    """Counts targets as ``Trainer`` does, which takes -100 for a missing label in a regression too.
+
+    A step without a target has one, so that its loss is 0 and not 0 / 0, which would make all weights NaN.
+    """
+    if labels_documents(trainer.model):
+        config = causal_lm(trainer.model).config
+        trained = [targets_among(batch["labels"], config, of_documents=True) for batch in batches if "labels" in batch]
+        batches = [{"labels": torch.where(targets, 0, IGNORE_INDEX)} for targets in trained]
+    targets = count(batches, device)
+    return torch.where(targets == 0, 1, targets) if isinstance(targets, Tensor) else targets
 
 
 def _dataloader_by(make: Any, trainer: Any, collator: Any, *args: Any, **options: Any) -> Any:

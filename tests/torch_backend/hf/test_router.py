@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import torch_backend
+from packing_core import PackedDataset
+from packing_core.batches.dataset import with_empty_row
 from packing_core.errors import LayoutError, UnsupportedModelError
 from tests.torch_backend.graphs import stand_in
 from tests.torch_backend.models import collate, documents, tiny, with_mask
@@ -57,6 +59,19 @@ def test_it_is_that_of_the_real_tokens(family: str) -> None:
     for capacity in CAPACITIES:
         found = model(**with_mask(collate(docs, capacity=capacity)), output_router_logits=True).aux_loss
         assert float(found.detach()) == pytest.approx(want, rel=1e-5), capacity
+
+
+@pytest.mark.parametrize("family", WITH_ROUTERS)
+def test_a_batch_of_padding_alone_trains_nothing(family: str) -> None:
+    """Such a batch fills up the last step of an epoch; a mean over its tokens is 0 / 0."""
+    model = torch_backend.patch(tiny(family), verify=False)
+    padding = with_empty_row(PackedDataset(documents(LENGTHS), 16)[[0]][:0])
+    output = model(
+        **torch_backend.PackedCollator(model)(padding), output_router_logits=True, num_items_in_batch=torch.tensor(9)
+    )
+    output.loss.backward()
+    assert output.aux_loss.item() == output.loss.item() == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 def test_a_batch_that_does_not_mark_its_padding_is_refused_and_our_collators_mark_it() -> None:

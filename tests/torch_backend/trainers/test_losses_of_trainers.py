@@ -213,3 +213,23 @@ def test_a_loss_that_reads_boundaries_is_compared_with_nothing(tmp_path: Path, c
     trained(trainer_of(tmp_path, kind=OfDocuments, **padding()))
     assert not compared(caplog)
     assert "OfDocuments.compute_loss was not compared with itself on a padded batch: 'packed_documents'" in caplog.text
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_step_without_a_target_trains_nothing(tmp_path: Path, fast: bool) -> None:
+    """Its loss is 0, and not 0 / 0."""
+    ids = [list(range(1, CAPACITY + 1))] * 2
+    data = datasets.Dataset.from_dict({"input_ids": ids, "labels": [ids[0], [-100] * CAPACITY]})
+
+    def trained_steps(count: int) -> tuple[dict[str, Tensor], list[float]]:
+        options = PLAIN_SGD | {"max_steps": count, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+        options |= {"train_sampling_strategy": "sequential", "logging_nan_inf_filter": False}
+        given = transformers.TrainingArguments(str(tmp_path), **options)
+        trainer = transformers.Trainer(llama(), given, train_dataset=data)
+        enable_packing(trainer, capacity=CAPACITY, verify=False, fast=fast).train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return trainer.model.state_dict(), losses
+
+    (before, _), (after, losses) = trained_steps(1), trained_steps(2)
+    assert losses[0] > 0 and losses[1] == 0
+    assert all(torch.equal(before[name], after[name]) for name in before)
