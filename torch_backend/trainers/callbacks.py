@@ -157,6 +157,12 @@ class SameRows(TrainerCallback):
         if state.global_step and skips_data and not same_rows and (inside or not same_steps):
             raise UnsupportedError(_refusal(before, here, inside, between=same_steps and here["steps"] > 0))
         state.stateful_callbacks[_NOTE] = {"args": {}, "attributes": here}
+        if isinstance(self.rows, RowStream):
+            self.rows.resumed_in = saved.get("epoch", 0) if skips_data else 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if isinstance(self.rows, RowStream):  # before a checkpoint of this step is saved
+            state.stateful_callbacks[_NOTE]["attributes"]["epoch"] = self.rows.number
 
     def _note(self, args: Any, loader: Any) -> dict[str, Any]:
         """Returns the settings that decide the rows of each step; an epoch of a stream has 0 ``steps``, for unknown."""

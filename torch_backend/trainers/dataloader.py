@@ -187,19 +187,19 @@ def _dataloader(trainer: Any, rows: EpochRows | RowStream) -> DataLoader[PackedB
     args, size = trainer.args, trainer._train_batch_size
     workers = min(args.dataloader_num_workers, 1 if isinstance(rows, RowStream) else args.dataloader_num_workers)
     options: dict[str, Any] = {"num_workers": workers, "pin_memory": args.dataloader_pin_memory}
-    if workers:
-        options["persistent_workers"] = args.dataloader_persistent_workers
+    if workers:  # one that persists would not learn the epoch of a stream
+        options["persistent_workers"] = args.dataloader_persistent_workers and not isinstance(rows, RowStream)
         options["prefetch_factor"] = args.dataloader_prefetch_factor
         options["multiprocessing_context"] = getattr(args, "dataloader_multiprocessing_context", None)
     if isinstance(rows, RowStream):
-        options |= {"batch_size": size, "drop_last": args.dataloader_drop_last}
+        options["batch_size"] = size
     else:
         options["batch_sampler"] = RowBatches(rows, size, drop_last=args.dataloader_drop_last)
     loader = DataLoader(rows, collate_fn=_packed_only(trainer), **options)
     prepared: DataLoader[PackedBatch] = trainer.accelerator.prepare(loader)
     # accelerate knows how many ranks read data of their own: all but those of tensor and context parallelism
     if isinstance(rows, RowStream):
-        rows.group = size * getattr(prepared.dataset, "num_processes", 0) or 1
+        rows.group = size * args.gradient_accumulation_steps * getattr(prepared.dataset, "num_processes", 1)
     else:
         rows.ranks = getattr(prepared.batch_sampler, "num_processes", 1)
         _refuse_no_batch(prepared, trainer, str(rows))

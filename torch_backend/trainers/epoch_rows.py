@@ -259,6 +259,9 @@ class RowBatches(Sampler[list[int]]):
 class RowStream(IterableDataset[PackedBatch]):
     """Rows of a source that is read once an epoch, packed as its documents come.
 
+    A trainer does not know how many rows that gives: it takes an optimizer step after every so many batches, wherever
+    an epoch ends, and resumes by skipping batches of the first epoch, however many epochs it had trained.
+
     Args:
         source: yields examples; the same ones in the same order on every rank.
         names: the columns to read, None for all.
@@ -268,7 +271,10 @@ class RowStream(IterableDataset[PackedBatch]):
 
     Attributes:
         epoch: which one the next pass is.
-        group: an epoch is filled up with empty rows to a multiple of this, so that accelerate repeats none for a rank.
+        resumed_in: the epoch in which a resumed run was saved: epoch 0 then begins with all before it, and others
+            follow it.
+        group: an epoch is filled up with empty rows to a multiple of this, the rows of a step on all ranks, so that no
+            step begins in one epoch and ends in another, and accelerate repeats no row for a rank.
     """
 
     def __init__(
@@ -287,8 +293,13 @@ class RowStream(IterableDataset[PackedBatch]):
         self.rule = rule
         self.pad_id = pad_id
         self.seed = seed
-        self.epoch = 0
+        self.epoch = self.resumed_in = 0
         self.group = 1
+
+    @property
+    def number(self) -> int:
+        """Number of the epoch, counted from the beginning of a run that was resumed."""
+        return self.resumed_in + self.epoch
 
     @property
     def identity(self) -> str:
@@ -306,16 +317,21 @@ class RowStream(IterableDataset[PackedBatch]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch; accelerate calls it before each one."""
         self.epoch = epoch
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         worker = get_worker_info()
         assert worker is None or worker.num_workers == 1, "one stream has one reader"
+        for number in range(self.number if self.epoch else 0, self.number + 1):
+            yield from self._rows(number)
+
+    def _rows(self, number: int) -> Iterator[PackedBatch]:
+        """The rows of one epoch of the run."""
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(number)
         rows = 0
         last = None
         trained = False
-        for last in stream(self._open, self.rule, seed=self.seed + self.epoch, pad_id=self.pad_id):
+        for last in stream(self._open, self.rule, seed=self.seed + number, pad_id=self.pad_id):
             rows += 1
             trained = trained or bool((last.targets != IGNORE_INDEX).any())
             if not trained and rows == TRIED:

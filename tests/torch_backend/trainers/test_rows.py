@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -309,3 +310,41 @@ def test_a_stream_is_packed_as_its_documents_come(tmp_path) -> None:
     trainer = enabled(build(tmp_path, numbered().to_iterable_dataset()))
     trainer.train()
     assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize(
+    "accumulated", [4, pytest.param(16, marks=pytest.mark.slow)], ids=["a short step", "no whole step"]
+)
+def test_a_stream_trains_each_document_once_in_the_steps_of_an_epoch_and_resumes_in_any(tmp_path, accumulated) -> None:
+    """20 rows are 10 batches of 2; transformers takes no step before it has seen all that it accumulates."""
+    data = numbered()
+    options = {"gradient_accumulation_steps": accumulated, "save_strategy": "steps", "save_steps": 1}
+    per_epoch = -(-10 // accumulated)
+
+    def trained(checkpoint: int = 0, **more):
+        trainer = enabled(build(tmp_path, data.to_iterable_dataset(), max_steps=3 * per_epoch, **options | more))
+        steps: list[list[tuple[int, int]]] = [[]]
+        step = trainer.training_step
+
+        def recorded(model, inputs, *args):
+            steps[-1] += held([inputs])
+            return step(model, inputs, *args)
+
+        class Steps(transformers.TrainerCallback):
+            def on_step_end(self, *_, **__) -> None:
+                steps.append([])
+
+        trainer.training_step = recorded
+        trainer.add_callback(Steps())
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{checkpoint}") if checkpoint else None)
+        return steps[:-1], trainer.model
+
+    steps, model = trained()
+    for first in range(0, len(steps), per_epoch):
+        assert sorted(chain.from_iterable(steps[first : first + per_epoch])) == lengths_of(data)
+    assert steps[0] != steps[per_epoch], "each epoch is packed again"
+    for checkpoint in range(1, len(steps)):
+        workers = {"dataloader_num_workers": checkpoint % 2, "dataloader_persistent_workers": bool(checkpoint % 2)}
+        rest, resumed = trained(checkpoint, **workers, save_strategy="no")
+        assert rest == steps[checkpoint:]
+        assert differences(model, resumed) < 1e-6
