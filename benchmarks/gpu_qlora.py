@@ -29,7 +29,7 @@ from benchmarks.gpu_clock import TOY, Result, free, wanted
 from benchmarks.gpu_moe_shapes import adapted_model, gpt_oss
 from benchmarks.gpu_trainer_runs import measure, packed_trainer, sft
 from benchmarks.gpu_workload import DTYPE, Shape, qwen2, with_adapters
-from torch_backend.hf.anatomy.experts import find_experts
+from torch_backend.hf.anatomy.layers import find_experts
 from torch_backend.ops.mxfp4 import GROUP, Mxfp4Weight
 
 ROW, RATE = 256 if TOY else 8_192, "real tokens/s"

@@ -17,8 +17,7 @@ from packing_core.errors import ContaminationError, PackingError
 from packing_core.hints import hinted
 from torch_backend.auditing.model import prove_now, verify_additions
 from torch_backend.auditing.model import verify as verify_kind
-from torch_backend.hf.anatomy.placement import execution_device
-from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.structure import causal_lm, execution_device
 from torch_backend.hf.edits.rotary import rounded_frequencies
 from torch_backend.hf.entry import lead_to_entry
 from torch_backend.hf.inputs.unpadding import unpad_calls

@@ -19,8 +19,9 @@ from torch_backend.auditing.model import AuditReport, audit
 from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.families import REFUSED
+from torch_backend.hf.anatomy.layers import find_experts
 from torch_backend.hf.anatomy.model import anatomy_of
-from torch_backend.hf.edits.experts import find_experts, reasons_against
+from torch_backend.hf.edits.experts import reasons_against
 from torch_backend.hf.patch import install
 from torch_backend.hf.routing.contexts import record_routing, replay_routing
 

@@ -23,9 +23,8 @@ from packing_core.errors import UnsupportedError
 from torch_backend.context_parallel.exchange import whole_tokens
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.random_draws import is_random_setting
-from torch_backend.hf.anatomy.structure import with_values
+from torch_backend.hf.anatomy.structure import execution_device, with_values
 from torch_backend.hf.patch import context_of, cut_over_ranks
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 from torch_backend.ops.divisor import Divisor

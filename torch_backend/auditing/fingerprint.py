@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from torch_backend.hf.anatomy.placement import execution_device
+from torch_backend.hf.anatomy.structure import execution_device
 from torch_backend.hf.attention import stands_over
 from torch_backend.hf.override import original_class
 

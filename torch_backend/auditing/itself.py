@@ -22,8 +22,7 @@ from packing_core.budget import by_largest, half_of
 from torch_backend.auditing.compare import Computation, differences, outputs_error, without_dropout
 from torch_backend.auditing.fingerprint import dtype_of
 from torch_backend.auditing.probe import FEW, Probe, projected
-from torch_backend.hf.anatomy.placement import execution_device
-from torch_backend.hf.anatomy.structure import in_mode, sharding_inside, with_values
+from torch_backend.hf.anatomy.structure import execution_device, in_mode, sharding_inside, with_values
 from torch_backend.hf.float8 import describe_float8
 from torch_backend.hf.router import no_router_loss
 

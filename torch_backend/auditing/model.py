@@ -30,8 +30,7 @@ from torch_backend.auditing.tiny import ROOM, tiny_config, tiny_model
 from torch_backend.hf.anatomy.additions import Part, Structure, added_objects, additions, parts_of
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.model import anatomy_of
-from torch_backend.hf.anatomy.placement import execution_device
-from torch_backend.hf.anatomy.structure import causal_lm, with_values
+from torch_backend.hf.anatomy.structure import causal_lm, execution_device, with_values
 from torch_backend.hf.attention import stands_over, unregistered
 from torch_backend.hf.float8 import describe_float8
 from torch_backend.hf.override import original_class

@@ -24,7 +24,7 @@ def has_router(model: Any) -> bool:
         return True
     if not isinstance(model, nn.Module):
         return False
-    from torch_backend.hf.anatomy.experts import find_experts
+    from torch_backend.hf.anatomy.layers import find_experts
 
     return bool(find_experts(model))
 

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.context_parallel.attention import NOT_CROSSED, MethodChoice, choose_method, context_attention
-from torch_backend.hf.anatomy.families import INTERFACE, WITHOUT_EFFECT
+from torch_backend.hf.anatomy.families import WITHOUT_EFFECT
 from torch_backend.hf.edits.latents import latent_of
 from torch_backend.hf.forward import AttentionChoice, PackedForward
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
-from torch_backend.hf.override import names
 from torch_backend.ops.attention import AttentionRequest, choose, request_of, run
 from torch_backend.ops.attention.index_loss import index_loss
 from torch_backend.ops.attention.selected import SelectedKeys, selected_attention, words_of
@@ -141,11 +140,6 @@ def packed_attention(
     if "sliding_window" not in kwargs and "flash" not in before:
         kwargs["sliding_window"] = _window_of_mask(module)
     return _packed(module, query, key, value, attention_mask, *args, **kwargs)
-
-
-def uses_interface(layer_class: type[nn.Module]) -> bool:
-    """Returns whether layers of the class call transformers' attention interface."""
-    return INTERFACE in names(layer_class.forward)
 
 
 def causal_mask(module: Any, rows: Tensor) -> Tensor | None:

@@ -18,14 +18,13 @@ from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.additions import Structure
-from torch_backend.hf.anatomy.encoders import check_lengths
 from torch_backend.hf.anatomy.heads import targets_among
+from torch_backend.hf.anatomy.layers import block_of
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
-from torch_backend.hf.anatomy.placement import execution_device
-from torch_backend.hf.anatomy.structure import why_not_adapters
+from torch_backend.hf.anatomy.structure import execution_device, why_not_adapters
 from torch_backend.hf.edits.experts import experts_edits
 from torch_backend.hf.edits.head_rows import HeadRows
-from torch_backend.hf.edits.indexers import block_of
+from torch_backend.hf.edits.mixers import why_not_on_the_row
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.index_loss import trains_indexers
 from torch_backend.hf.inputs import arguments as inputs
@@ -61,6 +60,7 @@ class BatchReader:
     Attributes:
         rows: the edits of the model's head, which knows what a batch's labels are of.
         experts: the modules that are overridden for routed experts, each with what overrides it.
+        divided: the mixers that run per document, by name.
         compiled: the attention requests of compiled layers, see ``steps.cuda_graph.compile_layers``.
         crosses: whether layers run as between ranks in batches too whose documents lie on one rank each.
         facts, parts: what of the model the edits rest on, and the modules and configs that they change.
@@ -76,7 +76,9 @@ class BatchReader:
         self.implementation = implementation if isinstance(implementation, str) else tuple(implementation)
         candidates(self.device, implementation)  # an unknown name raises here
         self.rows = HeadRows(self.root, self.decoder, anatomy.head, per_document=anatomy.route == "documents")
-        self.experts = [] if anatomy.route == "documents" else list(experts_edits(self.decoder))
+        self.experts = list(experts_edits(self.decoder, anatomy.experts)) if anatomy.experts else []
+        mixers = anatomy.mixers.items()
+        self.divided = {name: m for name, m in mixers if anatomy.route == "documents" or why_not_on_the_row(m)}
         self.compiled: set[AttentionRequest] = set()
         self.crosses = False
         self.guard = Guard()
@@ -158,7 +160,7 @@ class BatchReader:
             kwargs["position_ids"] = self.anatomy.numbering(kwargs.get("input_ids"), segments).view(rows, row_length)
         elif kwargs.get("position_ids") is None:
             kwargs["position_ids"] = segments.position_ids.view(rows, row_length)
-        check_lengths(segments, kwargs["position_ids"], self.anatomy.positions, type(self.root).__name__)
+        inputs.check_table(segments, kwargs["position_ids"], self.anatomy.positions, type(self.root).__name__)
         if "use_cache" in names:  # a model above the decoder may make a cache for it
             kwargs["use_cache"] = False
         if shared is not None:
@@ -206,7 +208,7 @@ class BatchReader:
         inputs.check_packed(kwargs, segments, self.guard, labels="next", renumbered=dynamic, axes=False)
         positions = kwargs.get("position_ids")
         positions = segments.position_ids if positions is None else positions
-        check_lengths(segments, positions, self.anatomy.positions, type(self.root).__name__)
+        inputs.check_table(segments, positions, self.anatomy.positions, type(self.root).__name__)
         if weights is not None:
             kwargs["loss_weights"] = weights
         return cut_batch(kwargs, segments.to(self.device), self.context, masked=routed)
@@ -258,7 +260,7 @@ class BatchReader:
         """As :attr:`needs_lengths`, apart from the model's head, which reads them outside of the layers."""
         if self.anatomy.rotaries or getattr(self.decoder.config, "attention_chunk_size", None):
             return True
-        if self.anatomy.divided:
+        if self.divided:
             return True
         if not runs_triton(torch.empty(0, device=self.device)):
             return True  # the short convolution and, on the CPU, attention run on batches of documents

@@ -13,8 +13,8 @@ from torch import nn
 
 from packing_core.errors import UnsupportedError
 from torch_backend.hf.anatomy.audio import FEATURES, audio_of
-from torch_backend.hf.anatomy.experts import find_experts
 from torch_backend.hf.anatomy.families import EXACT_KEYS
+from torch_backend.hf.anatomy.layers import find_experts
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits.experts import reasons_against
 from torch_backend.hf.edits.mixers import why_not_on_the_row

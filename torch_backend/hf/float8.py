@@ -27,11 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
 from packing_core.extras import require
-from torch_backend.hf.anatomy.experts import find_experts
-from torch_backend.hf.anatomy.placement import execution_device
-from torch_backend.hf.anatomy.structure import causal_lm, decoder_of, own_modules
+from torch_backend.hf.anatomy.layers import find_experts, find_mixers
+from torch_backend.hf.anatomy.structure import causal_lm, decoder_of, execution_device, own_modules
 from torch_backend.hf.attention import DecoderLayer
-from torch_backend.hf.edits.mixers import find_mixers
 from torch_backend.hf.override import original_class
 from torch_backend.hf.quantised import quantised_layers
 

@@ -196,26 +196,27 @@ class Patched(BatchReader):
             self.edits.pop().undo()
 
     def _edits(self) -> Iterator[Edit]:
+        attention, own = self.anatomy.attention, self.anatomy.own
         if self.anatomy.route == "attention":
-            own = [layer for layer in self.anatomy.attention.values() if own_attention.computes_attention(layer)]
-            served = () if own else (self.decoder, *self.anatomy.attention.values())
-            yield from map(AttentionName, {id(m.config): m.config for m in served}.values())
-            yield from (Attribute(layer, KIND, kind_of(layer)) for layer in self.anatomy.attention.values())
-            yield from own_attention.edits(self.decoder, own)
+            by_name = () if own else (self.decoder, *attention.values())
+            yield from map(AttentionName, {id(m.config): m.config for m in by_name}.values())
+            yield from (Attribute(layer, KIND, kind_of(layer)) for layer in attention.values())
+            if own:
+                yield from own_attention.edits(self.decoder, own.values())
             if hasattr(self.root, _GENERATE):
                 yield Attribute(self.root, _GENERATE, partial(_init_continuous_batching, self.root, self.suspend))
         for indexer in self.anatomy.indexers:
             yield LayerOverride(indexer, select_inside)
         if self.anatomy.indexers:
-            yield from latent_edits(self.anatomy.attention.values())
-        if self.anatomy.route != "documents":
+            yield from latent_edits(attention.values())
+        if self.anatomy.route != "documents" and (self.anatomy.mixers or self.anatomy.indexers):
             around = {id(edit.layer) for edit in self.experts}
             yield from mixer_edits(self.decoder, self.anatomy.mixers.values(), around)
-            yield from self.experts
+        yield from self.experts
         for rotary in self.anatomy.rotaries.values():
             yield LayerOverride(rotary, frequencies_per_document)
-        for name, layer in self.anatomy.attention.items():
-            if name not in self.anatomy.mixers and own_attention.keeps_its_forward(layer):
+        for name, layer in attention.items():
+            if name not in self.anatomy.mixers and (name not in own or own_attention.keeps_its_forward(layer)):
                 if (reason := why_own_rotation(layer)) is None:
                     yield LayerOverride(layer, rotated_by_triton, rotation_attributes)
                 else:
@@ -346,7 +347,7 @@ class Patched(BatchReader):
         router.refuse_per_document(self.root, self.anatomy.mixers.values(), kwargs)
         if self.shifted:
             router.require_mask(self.root, kwargs)
-        refuse_sharding_inside(self.root, self.anatomy.divided)
+        refuse_sharding_inside(self.root, self.divided)
         self._resume()
         forward.handed_over = True
         forward.reached.clear()

@@ -14,7 +14,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf.anatomy.experts import find_experts, makes_weights
+from torch_backend.hf.anatomy.experts import makes_weights
+from torch_backend.hf.anatomy.layers import find_experts
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.blank_images import blank_media

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from packing_core.errors import CapacityError, PackingError, UnsupportedModelError
 from packing_core.training.memory_model import GIB, LEVELS, USABLE, MemoryModel
-from torch_backend.hf.anatomy.placement import execution_device
-from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.attention import DecoderLayer, uses_interface
+from torch_backend.hf.anatomy.layers import uses_interface
+from torch_backend.hf.anatomy.structure import causal_lm, execution_device
+from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.override import original_class
 from torch_backend.hf.patch import context_of
 from torch_backend.hf.quantised import bytes_beside_weights

@@ -26,8 +26,7 @@ from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelError
 from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
-from torch_backend.hf.anatomy.placement import execution_device
-from torch_backend.hf.anatomy.structure import causal_lm, in_mode
+from torch_backend.hf.anatomy.structure import causal_lm, execution_device, in_mode
 from torch_backend.hf.float8 import Precision, to_float8
 from torch_backend.hf.index_loss import index_coefficient
 from torch_backend.hf.patch import context_of, cut_over_ranks, state_of

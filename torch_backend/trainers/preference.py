@@ -26,9 +26,9 @@ from torch import Tensor
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, UnsupportedError
+from torch_backend.hf.anatomy.layers import find_batch_dependent
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.anatomy.vision import vision_of
-from torch_backend.hf.edits.rotary import find_batch_dependent
 from torch_backend.hf.inputs.forests import WAY_OUT
 from torch_backend.hf.inputs.prefixes import Sharing
 from torch_backend.hf.inputs.trl_trainers import kind_of, rows_of_example

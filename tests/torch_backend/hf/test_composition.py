@@ -19,8 +19,8 @@ import torch_backend
 from packing_core.errors import LayoutError, UnsupportedModelError
 from tests import processes
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
+from torch_backend.hf.anatomy.layers import find_mixers
 from torch_backend.hf.attention import PREFIX
-from torch_backend.hf.edits.mixers import find_mixers
 from torch_backend.hf.entry import current_forward
 from torch_backend.hf.patch import state_of
 

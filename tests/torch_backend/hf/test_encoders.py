@@ -17,7 +17,7 @@ from tests.torch_backend.models import assert_same_gradients, documents, error, 
 from tools.tables.families import HEAD_DIM
 from torch_backend import PackedCollator
 from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
-from torch_backend.hf.anatomy.encoders import PaddingOffset
+from torch_backend.hf.anatomy.model import PaddingOffset
 from torch_backend.segments import PackedMetadata
 
 # From position 0 on; RoBERTa's offset; windows and two rotary frequencies; no kinds of tokens; shared layers, and a

@@ -25,8 +25,8 @@ from tests.torch_backend.models import (
     tiny,
 )
 from torch_backend import explain, make_train_step, patch, unpatch
+from torch_backend.hf.anatomy.layers import find_indexers
 from torch_backend.hf.edits import indexers as edited
-from torch_backend.hf.edits.indexers import find_indexers
 from torch_backend.hf.edits.latents import latent_of
 from torch_backend.hf.inputs.context import refuse_context
 from torch_backend.hf.patch import state_of

@@ -29,7 +29,8 @@ from tests.torch_backend.models import alone, assert_same, collate, documents, p
 from tests.torch_backend.trainers.test_trainer import peft
 from tests.training_jobs import losses, small_job, with_options
 from torch_backend import audit, patch
-from torch_backend.hf.anatomy.experts import find_experts, layout_of
+from torch_backend.hf.anatomy.experts import layout_of
+from torch_backend.hf.anatomy.layers import find_experts
 from torch_backend.hf.mxfp4 import load_mxfp4
 from torch_backend.job.models import build_model
 from torch_backend.job.train import train

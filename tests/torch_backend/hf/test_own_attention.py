@@ -12,7 +12,7 @@ import torch_backend
 from packing_core.errors import CapacityError
 from tests.torch_backend.models import alone, assert_same, collate, documents, error, packed, tiny
 from tools.tables.families import audit_encoder
-from torch_backend.hf.edits import own_attention
+from torch_backend.hf.anatomy.layers import computes_attention
 from torch_backend.hf.forward import AttentionChoice
 from torch_backend.hf.patch import state_of
 from torch_backend.steps.cuda_graph import compile_layers
@@ -106,7 +106,7 @@ def test_compiled_layers_are_exact(name: str) -> None:
 def subclassed(model: nn.Module, method: str) -> nn.Module:
     """The model with layers of a class that has a method of its own."""
     for layer in model.modules():
-        if own_attention.computes_attention(layer):
+        if computes_attention(layer):
             kind = type(layer)
             layer.__class__ = type(
                 "Ours", (kind,), {method: lambda self, *args, kind=kind: getattr(kind, method)(self, *args)}
@@ -115,7 +115,7 @@ def subclassed(model: nn.Module, method: str) -> nn.Module:
 
 
 def with_a_forward(model: nn.Module) -> nn.Module:
-    for layer in [layer for layer in model.modules() if own_attention.computes_attention(layer)]:
+    for layer in [layer for layer in model.modules() if computes_attention(layer)]:
         own = layer.forward
         layer.forward = lambda *args, own=own, **kwargs: own(*args, **kwargs)
     return model

@@ -52,11 +52,6 @@ class ExpertsLayout:
         return (act is None or not has_hooks(act)) and all(_setting(module, n) == value for n, value in self.settings)
 
 
-def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of fused experts inside a model, by name."""
-    return {name: m for name, m in model.named_modules() if all(mark in m.__dict__ for mark in _MARKS)}
-
-
 def layout_of(module: Any) -> ExpertsLayout | str:
     """The layout of a module of experts, or a clause why our kernels do not run it."""
     up = "gate_up_proj" if module.has_gate else "up_proj"

@@ -95,29 +95,27 @@ def _has_switch(family: str, config: Any) -> bool:
     return family not in PURE_DECODERS and "is_decoder" in config.to_dict()
 
 
-def route_of(config: Any, decoder: Any, *, head: str, uses_interface: bool) -> tuple[Route, str]:
+def route_of(config: Any, decoder: Any, *, head: str, takes_segments: bool) -> tuple[Route, str]:
     """The route of a family and the reason for it.
 
     Args:
         config: of the outermost model.
         decoder: the config of the decoder inside it, which is of another family in vision-language models.
         head: of the outermost model, see :mod:`.heads`.
-        uses_interface: whether its decoder has layers that call transformers' attention interface, or mixers.
+        takes_segments: whether its decoder has layers that segments reach, and takes positions.
 
     Raises:
         UnsupportedModelError: the family is refused.
     """
     reason = refusal(config.model_type, config, next_token=head == "next token")
+    if reason is None and decoder.model_type in REFUSED:
+        reason = f"{decoder.model_type} cannot be trained packed: {REFUSED[decoder.model_type]}"
     if reason is not None:
         raise UnsupportedModelError(reason)
-    if decoder.model_type in REFUSED:
-        raise UnsupportedModelError(f"{decoder.model_type} cannot be trained packed: {REFUSED[decoder.model_type]}")
-    for family in (config.model_type, decoder.model_type):
-        if family in DOCUMENTS:
-            return "documents", DOCUMENTS[family]
-    if not uses_interface:
-        return "documents", OWN_ATTENTION
-    return "attention", "its attention takes segments"
+    families = (config.model_type, decoder.model_type)
+    unknown = None if takes_segments else OWN_ATTENTION
+    why = next((DOCUMENTS[family] for family in families if family in DOCUMENTS), unknown)
+    return ("attention", "its attention takes segments") if why is None else ("documents", why)
 
 
 # -- arguments of a batch ----------------------------------------------------------------------------------------------
@@ -195,10 +193,8 @@ _BOTH_WAYS = {
 
 def both_ways_of(config: Any) -> BothWays | None:
     """Returns which tokens of a model see each other in both directions; None if attention is causal throughout."""
-    found = _BOTH_WAYS.get(config.model_type)
-    if config.model_type == "gemma4" and config.get_text_config().use_bidirectional_attention != "vision":
-        return None
-    return found
+    is_causal = config.model_type == "gemma4" and config.get_text_config().use_bidirectional_attention != "vision"
+    return None if is_causal else _BOTH_WAYS.get(config.model_type)
 
 
 # -- layers that carry state along the row -------------------------------------------------------------------------
@@ -260,6 +256,24 @@ INDEXERS = {
 }
 ROTATION = "apply_rotary_pos_emb"
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+# Layers that compute attention themselves and can be given segments, by what computes it for them when packed
+# (hf/edits/own_attention.py): those with a method for it alone, and those that compute it in their forward.
+ATTENTION_METHOD = "_attn"
+OWN_METHODS = {
+    "Attention": "openai",
+    "CodeGenAttention": "gpt_j",
+    "GPTJAttention": "gpt_j",
+    "GPTNeoSelfAttention": "gpt_neo",
+    "GPTNeoXJapaneseAttention": "gpt_neox_japanese",
+}
+OWN_FORWARDS = {
+    "BloomAttention": "bloom",
+    "FalconAttention": "falcon",
+    "MegatronBertSelfAttention": "bert",
+    "MptAttention": "mpt",
+    "RemBertSelfAttention": "bert",
+    "XGLMAttention": "xglm",
+}
 ALIBI = ("bloom", "mpt")  # families whose attention adds it
 # What an attention layer may pass along without meaning anything for the packed result.
 WITHOUT_EFFECT = (

@@ -1,4 +1,4 @@
-"""Locates the parts of a model: the transformers model in its wrappers, its decoder, and its own modules.
+"""Locates the parts of a model: the transformers model in its wrappers, its decoder, its own modules, their device.
 
 Also finds what shards or compiles them. Nothing here knows of packing.
 """
@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf.attention import PreTrainedModel
+from packing_core.extras import require
+
+require("transformers", extra="hf")
+
+from transformers import PreTrainedModel  # noqa: E402
 
 STATE = "_crosspack"  # the attribute under which a patched model keeps its state
 _ABSENT = object()
@@ -131,6 +137,19 @@ def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
         if not isinstance(module, PreTrainedModel):
             yield prefix + name, module
             yield from own_modules(module, f"{prefix}{name}.")
+
+
+def execution_device(model: nn.Module) -> torch.device:
+    """The device of the first layer's computation, even if its weights are elsewhere between calls.
+
+    accelerate's offloading leaves parameters on the ``meta`` device and loads them in a hook, which knows the device.
+    """
+    placed = (parameter.device for parameter in model.parameters() if parameter.device.type != "meta")
+    hooks: Iterator[Any] = (module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook"))
+    parts = (part for hook in hooks for part in getattr(hook, "hooks", (hook,)))  # several hooks are kept in one
+    loaded = (device for part in parts if (device := getattr(part, "execution_device", None)) is not None)
+    device = next(chain(placed, loaded), "meta")
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 def sharding_inside(layer: nn.Module) -> str | None:

@@ -7,17 +7,18 @@ experts before each call. Such adapters reach the kernels as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_backend.hf.anatomy.experts import find_experts, holds_4_bits, is_spread, layout_of, makes_weights
+from torch_backend.hf.anatomy.experts import holds_4_bits, is_spread, layout_of, makes_weights
+from torch_backend.hf.anatomy.layers import find_experts, passes_on
 from torch_backend.hf.anatomy.unchanged import has_foreign_hooks
 from torch_backend.hf.attention import DecoderLayer
-from torch_backend.hf.edits.mixers import passes_on, segments_passed_on
+from torch_backend.hf.edits.mixers import segments_passed_on
 from torch_backend.hf.entry import THREAD, run_with
 from torch_backend.hf.experts import LAYOUT, run_experts
 from torch_backend.hf.forward import forward_among
@@ -32,17 +33,14 @@ _DECORATOR = "transformers.integrations.moe"  # whose use_experts_implementation
 def reasons_against(decoder: nn.Module) -> dict[str, str]:
     """The modules of experts that keep the implementation they name, each with the reason."""
     inside = _inside_layers(decoder)
-    found = {}
-    for name, module in find_experts(decoder).items():
-        if (reason := _why_not(module, inside)) is not None:
-            found[name] = reason
-    return found
+    reasons = {name: _why_not(module, inside) for name, module in find_experts(decoder).items()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def experts_edits(decoder: nn.Module) -> Iterator[LayerOverride | Attribute]:
-    """The edits of a decoder whose experts run on our kernels in packed calls."""
+def experts_edits(decoder: nn.Module, experts: Mapping[str, nn.Module]) -> Iterator[LayerOverride | Attribute]:
+    """The edits of a decoder whose ``experts``, by name, run on our kernels in packed calls."""
     inside = _inside_layers(decoder)
-    served = {id(m) for m in find_experts(decoder).values() if _why_not(m, inside) is None}
+    served = {id(m) for m in experts.values() if _why_not(m, inside) is None}
     for module in decoder.modules():
         if id(module) in served or (type(module).__name__ == _WRAPPER and id(_innermost(module)) in served):
             yield from kernel_edits(module)

@@ -24,40 +24,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf.anatomy.families import INDEXERS
+from torch_backend.hf.anatomy.layers import selects
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.ops.attention.index_loss import IndexFactors
 from torch_backend.ops.attention.selected import LongDocuments, select, select_blocks, select_pooled
-
-
-def find_indexers(decoder: nn.Module) -> list[nn.Module]:
-    """The indexers inside a decoder, known by the names of their classes."""
-    return [module for module in decoder.modules() if _selects(module)]
-
-
-def _selects(module: nn.Module) -> str | None:
-    """Says what a module selects; None if it is no indexer. By the names of all base classes, as FSDP renames it."""
-    return next((INDEXERS[c.__name__] for c in type(module).__mro__ if c.__name__ in INDEXERS), None)
-
-
-def budget_of(indexer: Any) -> int:
-    """The length up to which a document selects all of its keys."""
-    match _selects(indexer):
-        case "tokens":
-            return int(indexer.index_topk)
-        case "blocks":
-            return int(indexer.topk_blocks * indexer.block_size)
-    return int((indexer.block_topk + 1) * indexer.compress_ratio - 1)  # a query also sees the block that it stands in
-
-
-def block_of(indexer: Any) -> int:
-    """The keys that an indexer selects together."""
-    match _selects(indexer):
-        case "tokens":
-            return 1
-        case "blocks":
-            return int(indexer.block_size)
-    return int(indexer.compress_ratio)
 
 
 def select_inside(indexer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +35,7 @@ def select_inside(indexer: nn.Module, call: Callable[..., Any], *args: Any, **kw
     forward = forward_among((*args, *kwargs.values()))
     if forward is None:
         return call(*args, **kwargs)
-    joined = _selects(indexer) == "pooled blocks"
+    joined = selects(indexer) == "pooled blocks"
     if forward.long is None and joined:
         return forward
     if forward.long is None:
@@ -84,7 +54,7 @@ def _selected(
     """Returns what an indexer selects, and what it scored by, with the graph of its weights, if its loss is wanted."""
     long = forward.long
     assert long is not None
-    if (kind := _selects(indexer)) == "blocks":
+    if (kind := selects(indexer)) == "blocks":
         with _Projections(last=1) as seen, suppress(_AllSeen):
             call(*(None if isinstance(x, PackedForward) else x for x in args), **kwargs)
         q, k = seen.q.transpose(1, 2).flatten(0, 1), seen.k.flatten(0, 1)

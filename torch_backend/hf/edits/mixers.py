@@ -28,14 +28,13 @@ from torch_backend.hf.anatomy.families import (
     FUSED_STEPS,
     MASK_PADDING,
     ONLY_WITH_A_CACHE,
-    PASS_ON,
     SCANS,
     SELECTIVE_SCAN,
-    STATEFUL_LAYERS,
     WITHIN_TOKENS,
     WITHIN_TOKENS_METHODS,
 )
-from torch_backend.hf.attention import causal_mask, uses_interface
+from torch_backend.hf.anatomy.layers import passes_on, uses_interface
+from torch_backend.hf.attention import causal_mask
 from torch_backend.hf.edits.row_layers import FORWARDS, with_fast_norms, without_triton
 from torch_backend.hf.edits.stand_ins import LayerSegments, convolve, no_fused_steps, scan, selective_scan
 from torch_backend.hf.entry import run_with
@@ -51,23 +50,6 @@ logger = logging.getLogger(__name__)
 # on keywords that it does not know
 _ROW_FORWARD, _OURS = "_crosspack_row_forward", "_crosspack_row_is_ours"
 _SCANS_ALONE, _TAKES_OTHERS = "_crosspack_scans_alone", "_crosspack_takes_others"
-
-
-def find_mixers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """The layers inside ``module`` that carry state along the row, by name, the outermost ones only.
-
-    They have a convolution of their own, or are known by the name of their class.
-    """
-    found = {}
-    for name, child in module.named_children():
-        convolves = any(isinstance(inner, nn.Conv1d) for inner in child.children())
-        # by the names of all base classes, because FSDP renames the class
-        known = any(STATEFUL_LAYERS[c.__name__](child) for c in type(child).__mro__ if c.__name__ in STATEFUL_LAYERS)
-        if convolves or known:
-            found[prefix + name] = child
-        else:
-            found |= find_mixers(child, f"{prefix}{name}.")
-    return found
 
 
 def mixer_edits(decoder: nn.Module, mixers: Iterable[nn.Module], others: Container[int]) -> Iterator[LayerOverride]:
@@ -87,11 +69,6 @@ def mixer_edits(decoder: nn.Module, mixers: Iterable[nn.Module], others: Contain
     for layer in decoder.modules():
         if passes_on(layer) and id(layer) not in others:
             yield LayerOverride(layer, segments_passed_on)
-
-
-def passes_on(layer: nn.Module) -> str | None:
-    """The argument of a decoder layer that alone brings segments to its mixer or indexer; None if others do."""
-    return next((PASS_ON[c.__name__] for c in type(layer).__mro__ if c.__name__ in PASS_ON), None)
 
 
 def why_not_on_the_row(layer: nn.Module) -> str | None:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_backend.hf.anatomy.families import ATTENTION_METHOD, OWN_FORWARDS, OWN_METHODS
+from torch_backend.hf.anatomy.layers import definer
 from torch_backend.hf.attention import packed_attention
 from torch_backend.hf.forward import PackedForward, forward_among
-from torch_backend.hf.override import Attribute, Edit, LayerOverride, has_own_forward, names, original_class
+from torch_backend.hf.override import Attribute, Edit, LayerOverride
 from torch_backend.ops.rope import apply_rope
 
-_METHOD = "_attn"
 _BIAS = "build_alibi_tensor"  # Bloom's decoder has it, which makes the bias for its layers
 _ON_ROW = "_crosspack_attention_forward"
 
@@ -35,7 +36,7 @@ def _attend(
 ) -> Any:
     """Stands in for a layer's ``_attn``: q, k, v [B, H, S, D] -> [B, H, S, D]."""
     if not isinstance(attention_mask, PackedForward):
-        return getattr(type(layer), _METHOD)(layer, query, key, value, attention_mask, *others)
+        return getattr(type(layer), ATTENTION_METHOD)(layer, query, key, value, attention_mask, *others)
     return [_attention(layer, query, key, value, attention_mask, **options(layer)).transpose(1, 2), None]
 
 
@@ -81,13 +82,12 @@ def _openai(layer: Any) -> dict[str, Any]:
     return {"dropout": layer.attn_dropout, "scaling": None if layer.scale else 1.0, "transposed": True}
 
 
-# class -> the options of a layer's attention
-_METHODS: dict[str, Options] = {
-    "Attention": _openai,
-    "CodeGenAttention": _gpt_j,
-    "GPTJAttention": _gpt_j,
-    "GPTNeoSelfAttention": _gpt_neo,
-    "GPTNeoXJapaneseAttention": _gpt_neox_japanese,
+# the options of a layer's attention
+_OPTIONS: dict[str, Options] = {
+    "gpt_j": _gpt_j,
+    "gpt_neo": _gpt_neo,
+    "gpt_neox_japanese": _gpt_neox_japanese,
+    "openai": _openai,
 }
 
 
@@ -95,7 +95,7 @@ _METHODS: dict[str, Options] = {
 
 
 def _forward_of(original: type[nn.Module]) -> dict[str, Any]:
-    return {_ON_ROW: _FORWARDS[_definer(original, "forward").__name__]}
+    return {_ON_ROW: _FORWARDS[OWN_FORWARDS[definer(original, "forward").__name__]]}
 
 
 def _forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -167,14 +167,13 @@ def _xglm(layer: Any, forward: PackedForward, hidden_states: Tensor, **others: A
     return layer.out_proj(out.flatten(2))
 
 
-# class -> its forward of a packed call: the layer, the segments and the arguments -> [B, S, E]
+# forwards of packed calls: the layer, the segments and the arguments -> [B, S, E]
 _FORWARDS: dict[str, Callable[..., Tensor]] = {
-    "BloomAttention": _bloom,
-    "FalconAttention": _falcon,
-    "MegatronBertSelfAttention": _bert,
-    "MptAttention": _mpt,
-    "RemBertSelfAttention": _bert,
-    "XGLMAttention": _xglm,
+    "bert": _bert,
+    "bloom": _bloom,
+    "falcon": _falcon,
+    "mpt": _mpt,
+    "xglm": _xglm,
 }
 
 
@@ -184,48 +183,15 @@ _FORWARDS: dict[str, Callable[..., Tensor]] = {
 def edits(decoder: nn.Module, layers: Iterable[nn.Module]) -> Iterator[Edit]:
     """The edits of layers that compute attention themselves, and of their decoder."""
     for layer in layers:
-        if _has_method(layer):
-            options = _METHODS[_definer(type(layer), _METHOD).__name__]
-            yield Attribute(layer, _METHOD, partial(_attend, options, layer))
+        if keeps_its_forward(layer):
+            options = _OPTIONS[OWN_METHODS[definer(type(layer), ATTENTION_METHOD).__name__]]
+            yield Attribute(layer, ATTENTION_METHOD, partial(_attend, options, layer))
         else:
             yield LayerOverride(layer, _forward, _forward_of)
     if hasattr(type(decoder), _BIAS):
         yield Attribute(decoder, _BIAS, partial(_build_bias, decoder))
 
 
-def passes_segments(decoder: nn.Module) -> bool:
-    """Returns whether a decoder passes the segments on where its mask would be, as those of transformers 5.0 do not."""
-    kind = original_class(decoder)
-    return "create_causal_mask" in names(kind.forward) or kind.__name__ == "OpenAIGPTModel"
-
-
-def computes_attention(layer: nn.Module) -> bool:
-    """Returns whether :func:`edits` knows a layer, whose class may be one of FSDP's around the known one."""
-    kind = original_class(layer)
-    forward = _definer(kind, "forward")
-    written = getattr(forward.forward, "__module__", None) == forward.__module__
-    if not written or not forward.__module__.startswith("transformers.models.") or _needs_its_own_code(layer):
-        return False
-    if _has_method(layer):
-        return forward.__name__ in _METHODS and _definer(kind, _METHOD) is forward
-    return forward.__name__ in _FORWARDS and not has_own_forward(layer)
-
-
 def keeps_its_forward(layer: nn.Module) -> bool:
     """Returns whether a layer's forward runs in packed calls, so that its rotation can be another."""
-    return _has_method(layer) or not computes_attention(layer)
-
-
-def _needs_its_own_code(layer: Any) -> bool:
-    """Returns whether a layer is Falcon's with ALiBi, which rounds positions, or Bloom's that splits its output."""
-    alibi = getattr(getattr(layer, "config", None), "alibi", False)
-    return bool(alibi or (getattr(layer, "slow_but_exact", False) and layer.pretraining_tp > 1))
-
-
-def _has_method(layer: nn.Module) -> bool:
-    return hasattr(type(layer), _METHOD)
-
-
-def _definer(kind: type[nn.Module], name: str) -> type[Any]:
-    """The class that defines a method of a layer's class."""
-    return next(each for each in kind.__mro__ if name in each.__dict__)
+    return hasattr(type(layer), ATTENTION_METHOD)

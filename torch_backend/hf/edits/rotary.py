@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.families import ROTATION
 from torch_backend.hf.entry import current_forward
@@ -136,35 +135,6 @@ def rounded_frequencies(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 # -- frequencies that depend on the batch --------------------------------------------------------------------------
-
-
-def has_position_axes(config: Any) -> bool:
-    """Returns whether a decoder rotates by positions on several axes (M-RoPE), as its config says."""
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    return "mrope_section" in rope
-
-
-def find_batch_dependent(decoder: nn.Module) -> dict[str, nn.Module]:
-    """Rotary modules of ``decoder`` whose frequencies depend on the batch, by name.
-
-    Raises:
-        UnsupportedModelError: one of them sits inside a layer, where gradient checkpointing would run it again without
-            its segments.
-    """
-    found = {name: module for name, module in decoder.named_modules() if _depends_on_batch(module)}
-    inside = [name for name in found if any(part.isdigit() for part in name.split("."))]
-    if inside:
-        raise UnsupportedModelError(
-            f"{inside[0]} chooses its rotary frequencies from the longest position in the batch inside a layer: "
-            "use rotary frequencies of a fixed kind (default, linear, yarn, llama3)"
-        )
-    return found
-
-
-def _depends_on_batch(module: nn.Module) -> bool:
-    kinds = getattr(module, "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def frequencies_per_document(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -30,9 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
+from torch_backend.hf.anatomy.layers import uses_interface
 from torch_backend.hf.anatomy.structure import with_values
 from torch_backend.hf.anatomy.vision import GRIDS
-from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, AttentionName, uses_interface
+from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, AttentionName
 from torch_backend.hf.edits.grids import of_grids
 from torch_backend.hf.edits.patches import override_rotation_of_patches, product_edits
 from torch_backend.hf.entry import Hook

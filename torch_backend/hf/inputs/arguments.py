@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.audio import FEATURES, require_encoder
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, PIXELS, exact_in_encoders
 from torch_backend.hf.inputs.boundaries import PAGED_CACHE, check_no_restart
@@ -226,6 +226,30 @@ def check_positions(
         return to_device(positions, packed.device).flatten() != packed.position_ids
 
     guard.check("position_ids beside boundaries", find, error)
+
+
+def check_table(packed: PackedMetadata, position_ids: Tensor, positions: range | None, model: str) -> None:
+    """Check that every document has a learned position for each token. Positions are read for long segments alone.
+
+    Args:
+        packed: the segments; a long one may be padding, so it proves nothing by itself.
+        position_ids: of all tokens.
+        positions: those that the ``model`` has learned vectors for; None without a table.
+
+    Raises:
+        CapacityError: a document is longer.
+    """
+    if positions is None or packed.max_seqlen <= len(positions) or not packed.readable:
+        return
+    if packed.lengths is not None and max(packed.lengths) <= len(positions):
+        return
+    if (last := int(position_ids.max())) >= positions.stop:
+        raise CapacityError(
+            f"a document has {last + 1 - positions.start:,} tokens and {model} learned positions for "
+            f"{len(positions):,}: cut documents when they are tokenised, or pack with capacity={len(positions)} and "
+            'overflow="split", "truncate" or "drop"',
+            option="overflow capacity",
+        )
 
 
 def check_labels(

@@ -26,8 +26,8 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.context_parallel.exchange import whole_tokens
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.hf.anatomy.encoders import is_encoder
 from torch_backend.hf.anatomy.families import M_ROPE, PIXELS
+from torch_backend.hf.anatomy.model import is_encoder
 from torch_backend.hf.anatomy.structure import causal_lm, with_values
 from torch_backend.hf.entry import THREAD
 from torch_backend.hf.inputs.arguments import CACHES
