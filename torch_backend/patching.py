@@ -75,9 +75,7 @@ def patch(
     except ContaminationError:
         unpatch(root)
         raise
-    patched = install(model, implementation, mesh=mesh, context_method=context_method)
-    fresh = state_of(root)
-    assert fresh is not None
+    fresh = install(model, implementation, mesh=mesh, context_method=context_method)
     fresh.prove = prove_now if verify else None
     try:
         if proves:
@@ -91,7 +89,7 @@ def patch(
         _warn_of_rounding(rounded)
     if fresh is not state and fresh.adds_softcap:
         logger.warning("%s: %s", type(root).__name__, fresh.adds_softcap)
-    return patched
+    return model
 
 
 def _warn_of_rounding(rounded: Mapping[str, torch.dtype]) -> None:

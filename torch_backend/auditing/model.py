@@ -27,7 +27,7 @@ from torch_backend.auditing.fingerprint import dtype_of, fingerprint
 from torch_backend.auditing.itself import measure_itself
 from torch_backend.auditing.probe import CUT, LONG, SHORT, RowLayout, measure
 from torch_backend.auditing.tiny import ROOM, tiny_config, tiny_model
-from torch_backend.hf.anatomy.additions import Part, Structure, added_objects, additions, parts_of
+from torch_backend.hf.anatomy.additions import Part, added_objects, additions, parts_of
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.anatomy.structure import causal_lm, execution_device, with_values
@@ -294,7 +294,7 @@ def _own(root: Any) -> frozenset[Part]:
 
 def _itself(root: Any, added: Mapping[str, nn.Module], *, marked: bool) -> dict[str, Any]:
     state = state_of(root)
-    unproved = [] if state is None else [(state, "prove", None), (state, "structure", Structure())]
+    unproved = [] if state is None else [(state, "prove", None), (state, "structure", None)]
     try:
         with with_values(unproved), torch.inference_mode(False), torch.enable_grad(), full_float32():
             return measure_itself(root, added.values(), marked=marked)

@@ -34,7 +34,7 @@ from torch_backend.hf.inputs.forests import OVER_RANKS, check_forest, refuse, wh
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.inputs.spans import add_spans
 from torch_backend.hf.inputs.unmarked import check_unmarked, refuse_other_marks, refuse_unread
-from torch_backend.hf.override import forward_names
+from torch_backend.hf.override import forward_names, keywords_named
 from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
 from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
@@ -64,7 +64,7 @@ class BatchReader:
         compiled: the attention requests of compiled layers, see ``steps.cuda_graph.compile_layers``.
         crosses: whether layers run as between ranks in batches too whose documents lie on one rank each.
         facts, parts: what of the model the edits rest on, and the modules and configs that they change.
-        structure: the model as a packed call last found that they fit; of no model before the first one.
+        structure: the model as a packed call last found that they fit; None before the first one.
         prove: proves what a packed call finds added, and what could not be proved before; None without proof.
         proved: the classes, functions and hooks that were added and proved; None before the first proof.
     """
@@ -83,12 +83,12 @@ class BatchReader:
         self.crosses = False
         self.guard = Guard()
         self.root_names, self.decoder_names = forward_names(self.root), forward_names(self.decoder)
-        self.reads = inputs.names_read(self.root)
+        self.reads = keywords_named(self.root)
         self.shifted = anatomy.head == "next token"
         parts = self.decoder, *self.rows.parts, *anatomy.layers.values(), *anatomy.rotaries.values()
         self.facts = anatomy.head, anatomy.route, anatomy.sizes
         self.parts = *parts, *(getattr(part, "config", None) for part in parts)
-        self.structure = Structure()
+        self.structure: Structure | None = None
         self.prove: Callable[[nn.Module], None] | None = None
         self.proved: tuple[Any, ...] | None = None
 
@@ -108,7 +108,7 @@ class BatchReader:
         Raises:
             UnsupportedModelError, or what :attr:`prove` raises of what was added.
         """
-        if not torch.compiler.is_compiling() and not self.structure.unchanged():
+        if not torch.compiler.is_compiling() and (self.structure is None or not self.structure.unchanged()):
             if not self.still_fits():
                 raise UnsupportedModelError(CHANGED)
             if self.prove is not None:

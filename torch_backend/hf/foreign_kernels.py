@@ -22,18 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.anatomy.families import ROTATION
+from torch_backend.hf.anatomy.structure import library_of
 from torch_backend.hf.override import OUTER, called, original_class
 
-LIBRARIES = {"liger_kernel": "Liger", "unsloth": "Unsloth"}
 _OF_LIGER = ("skip_logits", "return_token_accuracy")  # arguments that only its forwards of models take
-
-
-def library_of(value: Any) -> str | None:
-    """Names the library that a class, a function or a method comes from; None if it is none of :data:`LIBRARIES`."""
-    value = getattr(value, "__func__", value)
-    return LIBRARIES.get(str(getattr(value, "__module__", "")).partition(".")[0])
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------
@@ -77,22 +70,6 @@ def unknown_part(layers: Iterable[nn.Module]) -> str | None:
 def _is_plain_here(module: nn.Module, name: str, function: Any) -> bool:
     """Returns whether packed calls of a patched layer run another function under this name."""
     return name == ROTATION and plain_rotation(function) is not None and type(module) is not original_class(module)
-
-
-def refuse_replaced_layers(root: nn.Module) -> None:
-    """Check that no class of a model's own runs Unsloth's forward, which attends by itself and not as it is told.
-
-    Raises:
-        UnsupportedModelError: one does, as in every model after Unsloth's ``FastLanguageModel`` loaded one.
-    """
-    kinds = {original_class(m) for m in root.modules() if library_of(original_class(m)) is None}
-    name = min((kind.__name__ for kind in kinds if library_of(kind.forward) == "Unsloth"), default=None)
-    if name is not None:
-        raise UnsupportedModelError(
-            f"{name} runs Unsloth's forward, which computes attention by itself and would not keep the documents of a "
-            "row apart as crosspack.patch has it: load the model by transformers, in a process that does not load "
-            "Unsloth's FastLanguageModel"
-        )
 
 
 @contextmanager

@@ -35,6 +35,7 @@ STANDS_FOR = "_crosspack_kind"  # in a class that a module has for a while: the 
 Forward = Callable[..., Any]
 Prepare = Callable[[type[nn.Module]], Mapping[str, Any]]
 _copies = count()
+_FEATURES = ("get_image_features", "get_video_features", "get_audio_features")  # to which forwards hand their **kwargs
 
 
 # -- what a forward names ----------------------------------------------------------------------------------------------
@@ -45,6 +46,13 @@ def forward_names(module: nn.Module) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def keywords_named(model: nn.Module) -> frozenset[str]:
+    """Returns the keywords that a forward in a model names, or a method to which forwards hand their ``**kwargs``."""
+    kinds = {type(module) for module in model.modules()}
+    functions = [getattr(kind, method, None) for kind in kinds for method in ("forward", *_FEATURES)]
+    return frozenset(name for f in functions if f is not None for name in inspect.signature(f).parameters)
 
 
 def names(forward: Callable[..., Any]) -> set[str]:
@@ -135,9 +143,8 @@ def added_forward(layer: nn.Module) -> Any:
     Accelerate's hooks do not count.
     """
     own = layer.__dict__.get("_old_forward", layer.__dict__.get("forward"))
-    if own is not None and not _is_method_of(own, type(layer)):
-        return own
-    return layer.__dict__.get(OUTER) if _ACTIVE in layer.__dict__ else None
+    behind = layer.__dict__.get(OUTER) if _ACTIVE in layer.__dict__ else None
+    return behind if own is None or _is_method_of(own, type(layer)) else own
 
 
 def has_own_forward(layer: nn.Module) -> bool:
@@ -150,12 +157,10 @@ def is_reached(layer: nn.Module) -> bool:
 
     Wrappers that say what they wrap (``functools.wraps``, accelerate's) leave the override in force.
     """
-    own = layer.__dict__.get("_old_forward", layer.__dict__.get("forward"))
-    while own is not None and getattr(own, "__func__", own) is not type(layer).forward:
-        own = getattr(own, "__wrapped__", None)
-        if own is None:
-            return False
-    return True
+    own = wrapped = layer.__dict__.get("_old_forward", layer.__dict__.get("forward"))
+    while wrapped is not None and getattr(wrapped, "__func__", wrapped) is not type(layer).forward:
+        wrapped = getattr(wrapped, "__wrapped__", None)
+    return own is None or wrapped is not None
 
 
 @cache

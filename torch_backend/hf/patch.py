@@ -21,9 +21,15 @@ from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import AUTO, ContextGroup, context_group, draws_of_rank
 from torch_backend.hf import router
-from torch_backend.hf.anatomy.families import both_ways_of, media_keys
+from torch_backend.hf.anatomy.families import media_keys
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
-from torch_backend.hf.anatomy.structure import STATE, causal_lm, has_compiled_layers, refuse_sharding_inside
+from torch_backend.hf.anatomy.structure import (
+    STATE,
+    causal_lm,
+    has_compiled_layers,
+    refuse_replaced_layers,
+    refuse_sharding_inside,
+)
 from torch_backend.hf.attention import KIND, AttentionName, kind_of, register, softcap_of
 from torch_backend.hf.batch_reader import BatchReader
 from torch_backend.hf.blank_images import blank_media, media_edits
@@ -50,7 +56,6 @@ from torch_backend.hf.entry import (
 )
 from torch_backend.hf.experts import ExpertsChoice
 from torch_backend.hf.float8 import to_bfloat16
-from torch_backend.hf.foreign_kernels import refuse_replaced_layers
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.index_loss import with_index_loss
 from torch_backend.hf.inputs import arguments as inputs
@@ -64,8 +69,8 @@ _GENERATE = "init_continuous_batching"  # of a model: generate_batch, which take
 
 
 def install(
-    model: Model, implementation: str | Sequence[str] = "auto", *, mesh: Any = None, context_method: str = AUTO
-) -> Model:
+    model: nn.Module, implementation: str | Sequence[str] = "auto", *, mesh: Any = None, context_method: str = AUTO
+) -> Patched:
     """Apply the edits to a model, in place; a model that has them already gets those of another ``implementation``.
 
     Args:
@@ -73,6 +78,9 @@ def install(
         implementation: of attention.
         mesh: over whose ranks documents are cut; None for one rank, or for those of the last call.
         context_method: how attention crosses these ranks.
+
+    Returns:
+        The state that it leaves on the model, which is that of before if nothing had to change.
 
     Raises:
         UnsupportedModelError: the model, or an option of it, cannot be made exact; the model is left as it was.
@@ -84,15 +92,15 @@ def install(
     if mesh is not None:
         context = _context_of(anatomy_of(root), mesh, context_method)
     same = state is not None and state.implementation == wanted and state.context == context
-    if state is not None and same and state.in_force and state.still_fits():
-        return model
-    refuse_replaced_layers(root)
-    fresh = Patched(anatomy_of(root), wanted, context)
-    if state is not None:
-        fresh.unpadding = state.unpadding
-        state.remove()
-    fresh.install()
-    return model
+    if state is None or not (same and state.in_force and state.still_fits()):
+        refuse_replaced_layers(root)
+        fresh = Patched(anatomy_of(root), wanted, context)
+        if state is not None:
+            fresh.unpadding = state.unpadding
+            state.remove()
+        fresh.install()
+        state = fresh
+    return state
 
 
 def _context_of(anatomy: Anatomy, mesh: Any, method: str) -> ContextGroup | None:
@@ -225,7 +233,7 @@ class Patched(BatchReader):
         yield from self.rows.edits()
         if media_keys(self.root.config):
             yield from media_edits(self.root)
-        if both_ways_of(self.root.config) is not None:
+        if self.anatomy.both_ways is not None:
             between = self.root.base_model  # it would make masks [S, S] of every batch, for layers that read none
             yield Hook(between.register_forward_pre_hook, _hand_over, with_kwargs=True)
         for layer in self.anatomy.layers.values():
@@ -387,14 +395,14 @@ class Patched(BatchReader):
     @property
     def adds_softcap(self) -> str | None:
         """Describes how unpacked calls differ from those before the patch; None if they do not."""
-        changed = [name for name in self._attention_names() if name.over != name.before]
-        if not changed:
-            return None
-        return (
-            f"attention softcap {softcap_of(changed[0].config)}: transformers' {changed[0].before} leaves it out, or "
-            f"raises. Packed and unpacked calls apply it, as attn_implementation={changed[0].over!r} does, so outputs "
-            "differ from those before the patch"
+        changed = (
+            f"attention softcap {softcap_of(edit.config)}: transformers' {edit.before} leaves it out, or raises. "
+            f"Packed and unpacked calls apply it, as attn_implementation={edit.over!r} does, so outputs differ from "
+            "those before the patch"
+            for edit in self._attention_names()
+            if edit.over != edit.before
         )
+        return next(changed, None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -50,19 +50,16 @@ def head_of(root: Any) -> Head:
         UnsupportedModelError: its head has no meaning for several documents in a row.
     """
     name = type(root).__name__
-    for ending, reason in PER_ROW.items():
-        if _is_a(root, ending):
-            raise UnsupportedModelError(f"{name} cannot be trained packed, because {reason}: {WAY_OUT}")
-    if (known := _known(root)) is not None:
-        return known
-    if root.get_output_embeddings() is not None:
-        return "next token"
-    if root.base_model is root:
-        return "hidden states"
-    raise UnsupportedModelError(
-        f"{name} cannot be trained packed, because it is no language model, classifier or model without a head: "
-        f"{WAY_OUT}"
-    )
+    head, reason = _by_class(root), next((why for ending, why in PER_ROW.items() if _is_a(root, ending)), None)
+    if head is None and root.get_output_embeddings() is not None:
+        head = "next token"
+    elif head is None and root.base_model is root:
+        head = "hidden states"
+    if reason is None and head is None:
+        reason = "it is no language model, classifier or model without a head"
+    if reason is not None or head is None:
+        raise UnsupportedModelError(f"{name} cannot be trained packed, because {reason}: {WAY_OUT}")
+    return head
 
 
 def trains_first_token(model: Any) -> bool:
@@ -109,14 +106,14 @@ def takes_next_token_loss(root: Any) -> bool:
     return root.loss_function is ForCausalLMLoss
 
 
-def _known(model: nn.Module) -> Head | None:
+def _by_class(model: nn.Module) -> Head | None:
     return next((head for ending, head in ENDINGS.items() if _is_a(model, ending)), None)
 
 
 def _head_inside(model: Any) -> Head | None:
     """The head of the transformers models inside ``model``, where it is known by its class."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    found = (_known(module) for module in modules if isinstance(module, PreTrainedModel))
+    found = (_by_class(module) for module in modules if isinstance(module, PreTrainedModel))
     return next((head for head in found if head is not None), None)
 
 

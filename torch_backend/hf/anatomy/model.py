@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf.anatomy.families import MASK_PADDING, SEE_PADDING, Route, both_ways_of, route_of
+from torch_backend.hf.anatomy.families import MASK_PADDING, SEE_PADDING, BothWays, Route, both_ways_of, route_of
 from torch_backend.hf.anatomy.heads import Head, head_of
 from torch_backend.hf.anatomy.layers import (
     budget_of,
@@ -54,6 +54,7 @@ class Anatomy:
         indexers: the modules that select keys for attention.
         budget: the length up to which a document selects all of its keys in every layer; None where nothing selects.
         rotaries: rotary modules whose frequencies depend on the batch, by name.
+        both_ways: tokens that see each other in both directions; None if attention is causal throughout.
         numbering: counts positions as the decoder itself does; None if it takes them.
         positions: those that it has learned vectors for; None without a table.
         sizes: which documents run in one batch where a part runs per document.
@@ -71,6 +72,7 @@ class Anatomy:
     indexers: tuple[nn.Module, ...]
     budget: int | None
     rotaries: Mapping[str, nn.Module]
+    both_ways: BothWays | None
     numbering: PaddingOffset | None
     positions: range | None
     sizes: int
@@ -116,7 +118,8 @@ def anatomy_of(root: Any) -> Anatomy:
         )
     reason = why_not_adapters(root, decoder)
     # the layers of a prefix-LM say that they are not causal, and leave it to the mask above them
-    is_prefix = (both_ways := both_ways_of(root.config)) is not None and both_ways.prefix
+    both_ways = both_ways_of(root.config)
+    is_prefix = both_ways is not None and both_ways.prefix
     if reason is None and head == "next token" and not is_prefix and _sees_both_sides(attention.values()):
         reason = "its attention is not causal, and its head predicts the next token"
     if reason is not None:
@@ -140,6 +143,7 @@ def anatomy_of(root: Any) -> Anatomy:
         indexers=indexers,
         budget=min(map(budget_of, indexers), default=None),
         rotaries=rotaries,
+        both_ways=both_ways,
         numbering=numbering,
         positions=next(_position_tables(decoder, 0 if numbering is None else numbering.padding + 1), None),
         sizes=OWN if needs_own_sizes else FINE,

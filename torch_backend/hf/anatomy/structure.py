@@ -1,6 +1,6 @@
 """Locates the parts of a model: the transformers model in its wrappers, its decoder, its own modules, their device.
 
-Also finds what shards or compiles them. Nothing here knows of packing.
+Also finds what shards, compiles or replaces them. Nothing here knows of packing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ require("transformers", extra="hf")
 
 from transformers import PreTrainedModel  # noqa: E402
 
+from torch_backend.hf.override import original_class  # noqa: E402
+
 STATE = "_crosspack"  # the attribute under which a patched model keeps its state
 _ABSENT = object()
+LIBRARIES = {"liger_kernel": "Liger", "unsloth": "Unsloth"}
 DATA_PARALLEL = "DataParallel splits a batch in the middle of its documents: use DistributedDataParallel (torchrun)"
 
 
@@ -35,7 +38,11 @@ def causal_lm(model: nn.Module) -> Any:
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a transformers model, got {_named(model)}")
-    models = dict(_outermost(model, "", set()))
+    models = dict(_outermost(model, "", {id(model)}))
+    if not models:
+        raise UnsupportedModelError(
+            f"there is no transformers model in {type(model).__name__}: pass one, or a module that holds one"
+        )
     for name, module in models.items() if len(models) > 1 else ():
         if STATE not in module.__dict__:
             raise UnsupportedModelError(
@@ -43,25 +50,20 @@ def causal_lm(model: nn.Module) -> Any:
                 f"batches would run on it as one document. Call crosspack.patch(module.{name}), and so for each of "
                 f"{', '.join(models)}"
             )
-    for module in models.values():
-        return module
-    raise UnsupportedModelError(
-        f"there is no transformers model in {type(model).__name__}: pass one, or a module that holds one"
-    )
+    return next(iter(models.values()))
 
 
 def _outermost(module: nn.Module, name: str, visited: set[int]) -> Iterator[tuple[str, Any]]:
     """Yields the transformers models in a module that lie in no other one, by name."""
-    if id(module) in visited:
-        return
-    visited.add(id(module))
     if isinstance(module, nn.DataParallel):
         raise UnsupportedModelError(DATA_PARALLEL)
     if isinstance(module, PreTrainedModel):
         yield name, module
-        return
-    for child, inner in module.named_children():
-        yield from _outermost(inner, f"{name}.{child}" if name else child, visited)
+    else:
+        for child, inner in module.named_children():
+            if id(inner) not in visited:
+                visited.add(id(inner))
+                yield from _outermost(inner, f"{name}.{child}" if name else child, visited)
 
 
 @contextmanager
@@ -124,11 +126,9 @@ def decoder_of(root: Any) -> Any:
             "it, or patch the model of transformers inside it"
         ) from error
     inner = [m for m in root.modules() if isinstance(m, PreTrainedModel) and m is not root]
-    for found in (root.get_decoder(), root.base_model, *inner):
-        # a vision or audio model inside a decoder is not its decoder
-        if isinstance(found, PreTrainedModel) and found is not root and embedding in found.modules():
-            return found
-    return root
+    around = (m for m in (root.get_decoder(), root.base_model, *inner) if isinstance(m, PreTrainedModel))
+    # a vision or audio model inside a decoder is not its decoder
+    return next((m for m in around if m is not root and embedding in m.modules()), root)
 
 
 def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -150,6 +150,28 @@ def execution_device(model: nn.Module) -> torch.device:
     loaded = (device for part in parts if (device := getattr(part, "execution_device", None)) is not None)
     device = next(chain(placed, loaded), "meta")
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def library_of(value: Any) -> str | None:
+    """Names the library that a class, a function or a method comes from; None if it is none of :data:`LIBRARIES`."""
+    value = getattr(value, "__func__", value)
+    return LIBRARIES.get(str(getattr(value, "__module__", "")).partition(".")[0])
+
+
+def refuse_replaced_layers(root: nn.Module) -> None:
+    """Check that no class of a model's own runs Unsloth's forward, which attends by itself and not as it is told.
+
+    Raises:
+        UnsupportedModelError: one does, as in every model after Unsloth's ``FastLanguageModel`` loaded one.
+    """
+    kinds = {original_class(m) for m in root.modules() if library_of(original_class(m)) is None}
+    name = min((kind.__name__ for kind in kinds if library_of(kind.forward) == "Unsloth"), default=None)
+    if name is not None:
+        raise UnsupportedModelError(
+            f"{name} runs Unsloth's forward, which computes attention by itself and would not keep the documents of a "
+            "row apart as crosspack.patch has it: load the model by transformers, in a process that does not load "
+            "Unsloth's FastLanguageModel"
+        )
 
 
 def sharding_inside(layer: nn.Module) -> str | None:
@@ -188,17 +210,20 @@ def why_not_adapters(*models: Any) -> str | None:
 
     PEFT notes adapters in ``peft_config``, whoever added them and when. Most change weights, alike for every token.
     """
+    return next(_reaching_adapters(models), None)
+
+
+def _reaching_adapters(models: Iterable[Any]) -> Iterator[str]:
     for model in models:
         configs = getattr(model, "peft_config", None)
         for name, config in configs.items() if isinstance(configs, Mapping) else ():
             if getattr(config, "alora_invocation_tokens", None):
-                return (
+                yield (
                     f"adapter {name!r} (activated LoRA) starts at the last invocation tokens of a row and acts on all "
                     "documents after them: train it unpacked, or plain LoRA packed"
                 )
             if getattr(config, "peft_type", None) == "LILY":
-                return (
+                yield (
                     f"adapter {name!r} (LILY) mixes its experts by the mean over all tokens of a batch: train it "
                     "unpacked, or LoRA packed"
                 )
-    return None

@@ -42,10 +42,9 @@ Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 def why_own_rotation(layer: nn.Module) -> str | None:
     """Explains why an attention layer keeps its own rotation in packed calls; None if Triton's can stand in for it."""
-    if has_own_forward(layer):
-        return "somebody set a forward on this instance"
-    found = _rotated_forward(original_class(layer).forward)
-    return found if isinstance(found, str) else None
+    own = "somebody set a forward on this instance" if has_own_forward(layer) else None
+    rotated = own or _rotated_forward(original_class(layer).forward)
+    return rotated if isinstance(rotated, str) else None
 
 
 def rotation_attributes(original: type[nn.Module]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ What the segments themselves must be is in :mod:`.boundaries`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,21 +26,11 @@ from torch_backend.segments import PackedMetadata, to_device
 # Arguments that have a rule of their own, and those that say nothing about single documents; of every family.
 _RULED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", *BatchKey.ALL)
 HARMLESS = frozenset((*_RULED, "num_items_in_batch", "logits_to_keep", "cache_position"))
-_FEATURES = ("get_image_features", "get_video_features", "get_audio_features")  # forwards hand their **kwargs to these
 CACHES = (PAGED_CACHE, "past_key_values", "cache_params", "layer_past", "mems", "state")
+READ = frozenset((*HARMLESS, *CACHES)).union(*EXACT_KEYS.values())  # keywords that transformers' code is known to read
 
 Labels = Literal["next", "token", "document"]
 UNPACKED = "pack text alone, and give the model such documents unpacked: one to a row, without cu_seq_lens_q"
-
-
-def names_read(root: nn.Module) -> frozenset[str]:
-    """Returns the keywords that a forward in the model names, or that transformers' code is known to read."""
-    names = {*HARMLESS, *CACHES, *frozenset().union(*EXACT_KEYS.values())}
-    for kind in {type(module) for module in root.modules()}:
-        for method in ("forward", *_FEATURES):
-            if (function := getattr(kind, method, None)) is not None:
-                names.update(inspect.signature(function).parameters)
-    return frozenset(names)
 
 
 def as_keywords(

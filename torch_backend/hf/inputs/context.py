@@ -22,7 +22,7 @@ from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.context_parallel.exchange import own_tokens
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.hf.anatomy.families import ALIBI, both_ways_of
+from torch_backend.hf.anatomy.families import ALIBI
 from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.model import Anatomy
 from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
@@ -62,7 +62,7 @@ def _why_not(anatomy: Anatomy) -> str | None:
         return "its decoder numbers the tokens of its input itself"
     if any(getattr(module, "layerdrop", 0) for module in anatomy.decoder.modules()):
         return "it skips layers at random, and ranks would skip different ones (load it with layerdrop=0)"
-    if (both_ways := both_ways_of(anatomy.root.config)) is not None and both_ways.prefix:
+    if anatomy.both_ways is not None and anatomy.both_ways.prefix:
         return "the tokens of a document's prefix see each other both ways, and a rank may hold a part of them"
     if asks_for_router_loss(anatomy.root, {}) and (reason := why_not_over_ranks(anatomy.root)) is not None:
         return f"the loss of its router is not computed over ranks, {reason} (set config.output_router_logits = False)"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import LENGTHS, NUMBERS, OTHER_NAMES
 from packing_core.errors import LayoutError, PackingError
-from torch_backend.hf.inputs.arguments import CACHES, is_flag, place_of
+from torch_backend.hf.inputs.arguments import CACHES, READ, is_flag, place_of
 from torch_backend.hf.inputs.boundaries import PAGED_CACHE, WAY_OUT
 from torch_backend.hf.inputs.guard import Guard
 
@@ -46,14 +46,14 @@ def refuse_unread(kwargs: Mapping[str, Any], reads: Collection[str], model: str)
 
     Args:
         kwargs: all arguments of the model.
-        reads: see :func:`~.arguments.names_read`.
+        reads: keywords that the model's own forwards name.
         model: its name.
 
     Raises:
         LayoutError: names the keyword and the way out.
     """
     for name, value in kwargs.items():
-        if name not in reads and not is_flag(value):
+        if name not in reads and name not in READ and not is_flag(value):
             raise LayoutError(
                 f"{model} was called with {name}, which nothing in it reads: leave it out of the batch. If it says "
                 f"where documents lie, the row would run as one document: {WAY_OUT}"
