@@ -20,8 +20,8 @@ from torch_backend.auditing.model import verify as verify_kind
 from torch_backend.hf.anatomy.structure import causal_lm, execution_device
 from torch_backend.hf.edits.rotary import rounded_frequencies
 from torch_backend.hf.entry import lead_to_entry
-from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import install, refuse_context_of, state_of, unpatch
+from torch_backend.hf.unpadding import unpad_calls
 
 logger = logging.getLogger(__name__)
 __all__ = ["patch", "unpad", "unpatch"]

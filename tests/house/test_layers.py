@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -71,6 +73,22 @@ def test_no_modules_import_each_other(package: str) -> None:
         module: {name for name in imports_of(file, everywhere=module != package) if name in modules and name != module}
         for module, file in modules.items()
     }
+    require_one_direction(graph)
+
+
+def test_the_parts_of_hf_import_in_one_direction() -> None:
+    """A folder is a part, and so is a module beside the folders."""
+    graph = defaultdict[str, set[str]](set)
+    for file in files_of("torch_backend/hf"):
+        _, _, part, *_ = (*module_of(file).split("."), "")
+        for name in imports_of(file, everywhere=True):
+            if name.startswith("torch_backend.hf."):
+                graph[part] |= {name.split(".")[2]} - {part}
+    assert len(graph) > 10
+    require_one_direction(graph)
+
+
+def require_one_direction(graph: Mapping[str, set[str]]) -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as cycle:

@@ -36,8 +36,8 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.padded_images import image_keys
 from torch_backend.hf.inputs.sentence_trainers import transformers_in
 from torch_backend.hf.inputs.trl_trainers import generates
-from torch_backend.hf.inputs.unpadding import IDS, LENGTHS, Padded, lengths_of, padded_calls
 from torch_backend.hf.patch import context_of
+from torch_backend.hf.unpadding import IDS, LENGTHS, Padded, lengths_of, padded_calls
 
 SMALLEST_LOSS = 1.0  # a smaller loss is compared with this much: advantages, whose mean is 0, cancel in it
 _MARKS = ("position_ids", *BatchKey.ALL)

@@ -14,7 +14,7 @@ from packing_core.batches.keys import BatchKey
 from packing_core.protocol import Array, Batch, Document, Gradients, OperationCall, Place, takes_call
 from torch_backend.collate import PackedCollator
 from torch_backend.conformance.tensors import TensorMethods, to_numpy
-from torch_backend.hf.inputs.unpadding import LENGTHS, unpad_calls
+from torch_backend.hf.unpadding import LENGTHS, unpad_calls
 from torch_backend.losses.cross_entropy import normalise
 from torch_backend.losses.preference import dpo_loss
 from torch_backend.losses.token_logprobs import token_logprobs

@@ -20,9 +20,9 @@ from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.context_parallel.attention import NOT_CROSSED, MethodChoice, choose_method, context_attention
 from torch_backend.hf.anatomy.families import WITHOUT_EFFECT
-from torch_backend.hf.edits.latents import latent_of
 from torch_backend.hf.forward import AttentionChoice, PackedForward
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
+from torch_backend.hf.latents import latent_of
 from torch_backend.ops.attention import AttentionRequest, choose, request_of, run
 from torch_backend.ops.attention.index_loss import index_loss
 from torch_backend.ops.attention.selected import SelectedKeys, selected_attention, words_of

@@ -61,7 +61,7 @@ class _Thread(threading.local):
         call: the innermost call of a patched model.
         layer: the packed forward of the decoder layer that runs, for the experts in it.
         segments: those of the recurrent layer that runs, for a scan in it (:mod:`.edits.stand_ins`).
-        padded: the models whose calls stay padded (:mod:`.inputs.unpadding`).
+        padded: the models whose calls stay padded (:mod:`.unpadding`).
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,6 @@ from torch_backend.hf.blank_images import blank_media, media_edits
 from torch_backend.hf.edits import own_attention
 from torch_backend.hf.edits.clips import by_loss_function
 from torch_backend.hf.edits.indexers import select_inside
-from torch_backend.hf.edits.latents import latent_edits
 from torch_backend.hf.edits.mixers import mixer_edits, run_per_document
 from torch_backend.hf.edits.rotary import (
     frequencies_per_document,
@@ -61,6 +60,7 @@ from torch_backend.hf.index_loss import with_index_loss
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed, take_tokens
 from torch_backend.hf.inputs.context import refuse_context, with_loss_over_ranks
+from torch_backend.hf.latents import latent_edits
 from torch_backend.hf.override import Attribute, Edit, LayerOverride, is_reached
 from torch_backend.ops.attention import AttentionRequest
 
@@ -163,7 +163,7 @@ class Patched(BatchReader):
     Attributes:
         expert_choices: what each module of experts chose in the last packed forward, by id; for ``explain`` alone.
         own_rotation: attention layers that keep their modeling file's rotation, each with the reason.
-        unpadding: runs padded calls packed (:mod:`.inputs.unpadding`); None where nobody asked for it.
+        unpadding: runs padded calls packed (:mod:`.unpadding`); None where nobody asked for it.
         runner: ``output = runner(run, forward, kwargs)`` runs the layers of a packed call in place of ``run(forward,
             kwargs)``, faster (:mod:`torch_backend.steps.dynamic_compile`); None where nobody does.
         choices: what each layer chose in the last packed forward, by id; for ``explain`` alone.

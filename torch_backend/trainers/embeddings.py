@@ -1,7 +1,7 @@
 """``enable_packing`` for sentence-transformers' trainers of embeddings, sparse and late ones among them, and rerankers.
 
 A built trainer -> its transformers models are patched, and all their padded calls run packed, those of evaluators and
-``encode`` among them (:mod:`torch_backend.hf.inputs.unpadding`) -> where a loss calls the model on each column of a
+``encode`` among them (:mod:`torch_backend.hf.unpadding`) -> where a loss calls the model on each column of a
 batch (anchor, positive, negatives), the first of these calls runs all columns as one row (:class:`ColumnRows`). Pooling
 and the modules behind it, losses, samplers and the loop are the library's own. Losses that call the model on parts of a
 batch, as the cached ones do, have a row for each part.
@@ -22,8 +22,8 @@ from packing_core.errors import UnsupportedError, UnsupportedModelError
 from packing_core.extras import is_older
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.sentence_trainers import COLUMNS, PAIRS, sentence_trainer, transformers_in
-from torch_backend.hf.inputs.unpadding import LENGTHS, LengthsCollator, Padded, unpad_calls
 from torch_backend.hf.patch import state_of
+from torch_backend.hf.unpadding import LENGTHS, LengthsCollator, Padded, unpad_calls
 from torch_backend.trainers.callbacks import without_waiting
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.over_ranks import context_mesh

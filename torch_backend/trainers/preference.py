@@ -1,7 +1,7 @@
 """``enable_packing`` for TRL's trainers whose loss reads each document: DPO, KTO, reward models, GRPO and RLOO.
 
 A built trainer -> checks of its class, arguments and data -> its model and its reference model are patched, and their
-padded calls run packed (:mod:`torch_backend.hf.inputs.unpadding`) -> its collator tells the documents' lengths. The
+padded calls run packed (:mod:`torch_backend.hf.unpadding`) -> its collator tells the documents' lengths. The
 documents of a micro-batch, for DPO and reward models both answers of every pair, share one row without padding. The
 loss, the metrics, generation and the loop are the trainer's own, so every loss type keeps its meaning. Where nothing
 forbids it, the layers are compiled for these calls (:mod:`torch_backend.steps.dynamic_compile`).
@@ -32,9 +32,9 @@ from torch_backend.hf.anatomy.vision import vision_of
 from torch_backend.hf.inputs.forests import WAY_OUT
 from torch_backend.hf.inputs.prefixes import Sharing
 from torch_backend.hf.inputs.trl_trainers import kind_of, rows_of_example
-from torch_backend.hf.inputs.unpadding import IDS, LENGTHS, LengthsCollator, Padded, unpad_calls
 from torch_backend.hf.patch import state_of
 from torch_backend.hf.router import SWITCH, asks_for_router_loss
+from torch_backend.hf.unpadding import IDS, LENGTHS, LengthsCollator, Padded, unpad_calls
 from torch_backend.losses.distillation import divergence_and_entropy
 from torch_backend.ops.divisor import Divisor, quotient
 from torch_backend.steps.dynamic_compile import CompiledCalls

@@ -12,7 +12,7 @@ import torch_backend
 from packing_core.errors import PackingError, UnsupportedError
 from tests.torch_backend.sentence_trainers import LOSSES, TRIPLETS, embedder, embedding_trainer, packed, rows
 from tests.torch_backend.trainers.test_embedding_trainers import PAIR_LOSSES, reranker
-from torch_backend.hf.inputs import unpadding
+from torch_backend.hf import unpadding
 
 pytest.importorskip("sentence_transformers", reason="the trainers are those of sentence-transformers")
 

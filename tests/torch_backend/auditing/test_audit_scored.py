@@ -11,7 +11,7 @@ import torch_backend
 from packing_core.errors import PackingError, UnsupportedError
 from tests.torch_backend.preference import pairs
 from tests.torch_backend.scored_trainers import dpo, kto, policy
-from torch_backend.hf.inputs import unpadding
+from torch_backend.hf import unpadding
 from torch_backend.trainers.enable_packing import enable_packing
 
 BUILD = {

@@ -22,8 +22,8 @@ from torch_backend.context_parallel.group import draws_of_rank
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.edits import rotary
 from torch_backend.hf.inputs.context import refuse_context
-from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import state_of
+from torch_backend.hf.unpadding import unpad_calls
 from torch_backend.trainers import over_ranks
 from torch_backend.trainers.changes import Changes
 

@@ -27,8 +27,8 @@ from tests.torch_backend.models import (
 from torch_backend import explain, make_train_step, patch, unpatch
 from torch_backend.hf.anatomy.layers import find_indexers
 from torch_backend.hf.edits import indexers as edited
-from torch_backend.hf.edits.latents import latent_of
 from torch_backend.hf.inputs.context import refuse_context
+from torch_backend.hf.latents import latent_of
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.ops.attention import selected

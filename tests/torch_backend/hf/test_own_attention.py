@@ -147,7 +147,7 @@ def test_a_document_longer_than_the_table_of_angles_is_named() -> None:
 def test_shared_prefixes_take_distances_along_a_document(family: str) -> None:
     """A branch is far from its prefix in the row, and next to it in its document."""
     from tests.torch_backend.hf.test_shared_prefix_families import answers
-    from torch_backend.hf.inputs.unpadding import unpad_calls
+    from torch_backend.hf.unpadding import unpad_calls
 
     ids, mask = answers(80, 3, 5, 4)
     found: list[Tensor] = []

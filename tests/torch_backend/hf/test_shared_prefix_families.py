@@ -16,8 +16,8 @@ from tests.torch_backend.models import documents, error, in_float64, tiny
 from tests.torch_backend.steps.test_packed_calls import possible as possible
 from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.auditing.compare import differences
-from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import state_of
+from torch_backend.hf.unpadding import unpad_calls
 from torch_backend.steps import cuda_graph, dynamic_compile, fast_backward
 from torch_backend.steps.dynamic_compile import COMPILED, CompiledCalls
 

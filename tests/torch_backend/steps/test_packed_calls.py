@@ -24,8 +24,8 @@ from tests.torch_backend.preference import assert_same_training, trained
 from tests.torch_backend.scored_trainers import dpo, reward
 from tests.torch_backend.trainers.test_classification_trainer import trainer as classifying
 from torch_backend import PackedCollator, explain, make_train_step, patch
-from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import state_of
+from torch_backend.hf.unpadding import unpad_calls
 from torch_backend.segments import PackedMetadata
 from torch_backend.steps import dynamic_compile as packed_calls
 from torch_backend.steps.dynamic_compile import COMPILED, CompiledCalls

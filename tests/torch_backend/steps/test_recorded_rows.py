@@ -22,8 +22,8 @@ from tests.torch_backend.hf.test_encoders import encoder
 from tests.torch_backend.models import documents, error, tiny
 from tests.torch_backend.steps.test_packed_calls import possible as possible
 from torch_backend import patch
-from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import state_of
+from torch_backend.hf.unpadding import unpad_calls
 from torch_backend.steps import recorded_rows
 from torch_backend.steps.cuda_graph import record
 from torch_backend.steps.dynamic_compile import RECORDED, UNNEEDED, CompiledCalls
