@@ -75,7 +75,7 @@ class BatchReader:
         self.root, self.decoder = anatomy.root, anatomy.decoder
         self.implementation = implementation if isinstance(implementation, str) else tuple(implementation)
         candidates(self.device, implementation)  # an unknown name raises here
-        self.rows = HeadRows(self.root, self.decoder, anatomy.head, per_document=anatomy.route == "documents")
+        self.rows = HeadRows(anatomy)
         self.experts = list(experts_edits(self.decoder, anatomy.experts)) if anatomy.experts else []
         mixers = anatomy.mixers.items()
         self.divided = {name: m for name, m in mixers if anatomy.route == "documents" or why_not_on_the_row(m)}

@@ -1,4 +1,4 @@
-"""Locates the routed experts of a model and reads how their weights are laid out and what stands between them.
+"""Reads how the weights of routed experts are laid out and what stands between them.
 
 A module that transformers' ``use_experts_implementation`` has made -> :func:`layout_of` -> an :class:`ExpertsLayout`,
 or the reason why our kernels do not run it. Modeling files write their gates as code, so a gate is recognised by what
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.reference import ExpertActivation
+from torch_backend.hf.anatomy.layers import MARKS_OF_EXPERTS
 from torch_backend.hf.anatomy.unchanged import has_hooks
 from torch_backend.hf.override import names, original_class
 from torch_backend.ops.experts.plain import activated
 from torch_backend.ops.experts.products import Between
 from torch_backend.ops.mxfp4 import Mxfp4Weight
 
-_MARKS = ("has_gate", "has_bias", "is_transposed")  # what the decorator leaves on a module
 _SETTING = float | int | str | None | FunctionType | nn.Module
 _ALPHAS, _LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -74,7 +74,8 @@ def layout_of(module: Any) -> ExpertsLayout | str:
     activation = _activation_of(module, interleaved)
     if activation is None:
         return "what stands between its products is no activation that the kernels know"
-    read = names(original_class(module).forward) | names(getattr(module, "_apply_gate", int)) | {*_MARKS, "_apply_gate"}
+    gate = getattr(module, "_apply_gate", int)
+    read = names(original_class(module).forward) | names(gate) | {*MARKS_OF_EXPERTS, "_apply_gate"}
     settings = tuple((n, x) for n in sorted(read - {"training"}) if isinstance(x := _setting(module, n), _SETTING))
     return ExpertsLayout(activation, up, bool(module.is_transposed), interleaved, bool(module.has_bias), settings)
 

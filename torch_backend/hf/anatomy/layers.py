@@ -22,7 +22,8 @@ from torch_backend.hf.anatomy.families import (
 )
 from torch_backend.hf.override import has_own_forward, names, original_class
 
-_EXPERTS = ("has_gate", "has_bias", "is_transposed")  # what transformers' use_experts_implementation leaves on a module
+# what transformers' use_experts_implementation leaves on a module
+MARKS_OF_EXPERTS = ("has_gate", "has_bias", "is_transposed")
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def block_of(indexer: Any) -> int:
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of fused experts inside a model, by name."""
-    return {name: m for name, m in model.named_modules() if all(mark in m.__dict__ for mark in _EXPERTS)}
+    return {name: m for name, m in model.named_modules() if all(mark in m.__dict__ for mark in MARKS_OF_EXPERTS)}
 
 
 def find_batch_dependent(decoder: nn.Module) -> dict[str, nn.Module]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_backend.hf.anatomy.experts import holds_4_bits, is_spread, layout_of, makes_weights
+from torch_backend.hf.anatomy.experts import ExpertsLayout, holds_4_bits, is_spread, layout_of, makes_weights
 from torch_backend.hf.anatomy.layers import find_experts, passes_on
 from torch_backend.hf.anatomy.unchanged import has_foreign_hooks
 from torch_backend.hf.attention import DecoderLayer
@@ -32,29 +32,24 @@ _DECORATOR = "transformers.integrations.moe"  # whose use_experts_implementation
 
 def reasons_against(decoder: nn.Module) -> dict[str, str]:
     """The modules of experts that keep the implementation they name, each with the reason."""
-    inside = _inside_layers(decoder)
-    reasons = {name: _why_not(module, inside) for name, module in find_experts(decoder).items()}
-    return {name: reason for name, reason in reasons.items() if reason is not None}
+    layouts = _layouts(decoder, find_experts(decoder))
+    return {name: layout for name, layout in layouts.items() if isinstance(layout, str)}
 
 
 def experts_edits(decoder: nn.Module, experts: Mapping[str, nn.Module]) -> Iterator[LayerOverride | Attribute]:
-    """The edits of a decoder whose ``experts``, by name, run on our kernels in packed calls."""
-    inside = _inside_layers(decoder)
-    served = {id(m) for m in experts.values() if _why_not(m, inside) is None}
+    """The edits of a decoder whose ``experts``, by name, run on our kernels in packed calls.
+
+    Among them are PEFT's adapters of their parameters, which kernels take as they are.
+    """
+    layouts = {id(experts[name]): x for name, x in _layouts(decoder, experts).items() if not isinstance(x, str)}
     for module in decoder.modules():
-        if id(module) in served or (type(module).__name__ == _WRAPPER and id(_innermost(module)) in served):
-            yield from kernel_edits(module)
-        elif isinstance(module, DecoderLayer) and any(id(inner) in served for inner in module.modules()):
+        if id(module) in layouts:
+            yield Attribute(module, LAYOUT, layouts[id(module)])
+            yield LayerOverride(module, _experts_forward)
+        elif type(module).__name__ == _WRAPPER and id(_innermost(module)) in layouts:
+            yield LayerOverride(module, _adapter_forward)
+        elif isinstance(module, DecoderLayer) and any(id(inner) in layouts for inner in module.modules()):
             yield LayerOverride(module, _passing_layer_forward if passes_on(module) else _layer_forward)
-
-
-def kernel_edits(module: nn.Module) -> Iterator[LayerOverride | Attribute]:
-    """The edits of a module of experts, or of PEFT's adapter of their parameter, which kernels take as it is."""
-    if type(module).__name__ == _WRAPPER:
-        yield LayerOverride(module, _adapter_forward)
-        return
-    yield Attribute(module, LAYOUT, layout_of(module))
-    yield LayerOverride(module, _experts_forward)
 
 
 def why_experts_read(model: nn.Module) -> str | None:
@@ -82,14 +77,15 @@ def why_experts_read(model: nn.Module) -> str | None:
     return None
 
 
-def _inside_layers(decoder: nn.Module) -> set[int]:
+def _layouts(decoder: nn.Module, experts: Mapping[str, nn.Module]) -> dict[str, ExpertsLayout | str]:
+    """The layout of each module of experts, or the reason why it keeps the implementation that it names."""
     layers = (module for module in decoder.modules() if isinstance(module, DecoderLayer))
-    return {id(inner) for layer in layers for inner in layer.modules()}
+    inside = {id(inner) for layer in layers for inner in layer.modules()}
+    outside = "they are outside of a decoder layer"
+    return {name: _layout(module) if id(module) in inside else outside for name, module in experts.items()}
 
 
-def _why_not(module: nn.Module, inside: set[int]) -> str | None:
-    if id(module) not in inside:
-        return "they are outside of a decoder layer"
+def _layout(module: nn.Module) -> ExpertsLayout | str:
     if is_spread(module):
         return "expert parallelism spreads them over ranks"
     if has_own_forward(module):
@@ -97,8 +93,7 @@ def _why_not(module: nn.Module, inside: set[int]) -> str | None:
     kind = original_class(module)
     if getattr(kind.forward, "__globals__", {}).get("__name__") != _DECORATOR:
         return f"{kind.__name__} has another forward than the one that transformers hands to implementations"
-    layout = layout_of(module)
-    return layout if isinstance(layout, str) else None
+    return layout_of(module)
 
 
 def _layer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, UnsupportedModelError
-from torch_backend.hf.anatomy.heads import Head, reads_last_token, targets_among
+from torch_backend.hf.anatomy.heads import reads_last_token, targets_among
+from torch_backend.hf.anatomy.model import Anatomy
 from torch_backend.hf.attention import PreTrainedModel
 from torch_backend.hf.entry import Hook
 from torch_backend.hf.forward import PackedForward
@@ -29,20 +30,13 @@ NO_LOGITS = ("labels", "output_attentions", "output_hidden_states", "return_dict
 class HeadRows:
     """The head of one patched model.
 
-    Args:
-        root: the outermost transformers model, decoder: the one inside it that runs the layers; may be the same.
-        head: of ``root``.
-        per_document: whether ``decoder`` runs as a whole on batches of documents.
-
     Raises:
         UnsupportedModelError: the head needs a padding token, and the config has none.
     """
 
-    def __init__(self, root: Any, decoder: Any, head: Head, *, per_document: bool) -> None:
-        self.root = root
-        self.decoder = decoder
-        self.per_document = per_document
-        self.head = head
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.root, self.decoder, self.head = root, decoder, head = anatomy.root, anatomy.decoder, anatomy.head
+        self.per_document = anatomy.route == "documents"
         self.body = root.base_model if isinstance(root.base_model, PreTrainedModel) else decoder
         pooler = getattr(decoder, "pooler", None)
         self.pooler: nn.Module | None = pooler if isinstance(pooler, nn.Module) else None

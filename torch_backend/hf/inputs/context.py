@@ -6,7 +6,7 @@ with targets that were shifted before the cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -38,7 +38,7 @@ def refuse_context(anatomy: Anatomy) -> None:
     Raises:
         UnsupportedModelError: the reason.
     """
-    reason = _why_not(anatomy)
+    reason = next(_reasons_against(anatomy), None)
     if reason is not None:
         raise UnsupportedModelError(
             f"{type(anatomy.root).__name__} cannot be trained under context parallelism, because {reason}: "
@@ -46,27 +46,26 @@ def refuse_context(anatomy: Anatomy) -> None:
         )
 
 
-def _why_not(anatomy: Anatomy) -> str | None:
+def _reasons_against(anatomy: Anatomy) -> Iterator[str]:
     config = anatomy.decoder.config
     if anatomy.head != "next token" or not takes_next_token_loss(anatomy.root):
-        return "only the next-token loss of a causal language model is computed over ranks"
+        yield "only the next-token loss of a causal language model is computed over ranks"
     if anatomy.route == "documents":
-        return f"its decoder runs as a whole on batches of documents ({anatomy.why})"
+        yield f"its decoder runs as a whole on batches of documents ({anatomy.why})"
     if getattr(config, "attention_chunk_size", None):
-        return "its attention sees chunks of a document, which are not communicated"
+        yield "its attention sees chunks of a document, which are not communicated"
     if config.model_type in ALIBI:
-        return "its attention adds ALiBi, which is not computed over ranks"
+        yield "its attention adds ALiBi, which is not computed over ranks"
     if anatomy.indexers:
-        return "its indexers select among the keys of a whole document, which are not communicated"
+        yield "its indexers select among the keys of a whole document, which are not communicated"
     if anatomy.numbering is not None:
-        return "its decoder numbers the tokens of its input itself"
+        yield "its decoder numbers the tokens of its input itself"
     if any(getattr(module, "layerdrop", 0) for module in anatomy.decoder.modules()):
-        return "it skips layers at random, and ranks would skip different ones (load it with layerdrop=0)"
+        yield "it skips layers at random, and ranks would skip different ones (load it with layerdrop=0)"
     if anatomy.both_ways is not None and anatomy.both_ways.prefix:
-        return "the tokens of a document's prefix see each other both ways, and a rank may hold a part of them"
+        yield "the tokens of a document's prefix see each other both ways, and a rank may hold a part of them"
     if asks_for_router_loss(anatomy.root, {}) and (reason := why_not_over_ranks(anatomy.root)) is not None:
-        return f"the loss of its router is not computed over ranks, {reason} (set config.output_router_logits = False)"
-    return None
+        yield f"the loss of its router is not computed over ranks, {reason} (set config.output_router_logits = False)"
 
 
 def cut_batch(
