@@ -85,9 +85,7 @@ class BatchReader:
         self.root_names, self.decoder_names = forward_names(self.root), forward_names(self.decoder)
         self.reads = keywords_named(self.root)
         self.shifted = anatomy.head == "next token"
-        parts = self.decoder, *self.rows.parts, *anatomy.layers.values(), *anatomy.rotaries.values()
-        self.facts = anatomy.head, anatomy.route, anatomy.sizes
-        self.parts = *parts, *(getattr(part, "config", None) for part in parts)
+        self.facts, self.parts = _grounds(anatomy, self.rows)
         self.structure: Structure | None = None
         self.prove: Callable[[nn.Module], None] | None = None
         self.proved: tuple[Any, ...] | None = None
@@ -99,8 +97,9 @@ class BatchReader:
 
     def still_fits(self) -> bool:
         """Returns whether the edits are still those that this model needs."""
-        fresh = BatchReader(anatomy_of(self.root), self.implementation, None)
-        return fresh.facts == self.facts and list(map(id, fresh.parts)) == list(map(id, self.parts))
+        anatomy = anatomy_of(self.root)
+        facts, parts = _grounds(anatomy, HeadRows(anatomy))
+        return facts == self.facts and list(map(id, parts)) == list(map(id, self.parts))
 
     def require_fit(self) -> None:
         """Raise where the model was changed since it was patched, so that its documents could see each other.
@@ -306,3 +305,9 @@ class BatchReader:
         if not all(compiles_parents(request, self.implementation) for request in requests):
             return "no attention with lists that are made before serves them"
         return None
+
+
+def _grounds(anatomy: Anatomy, rows: HeadRows) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What of a model the edits rest on: facts, and the modules and configs that are changed."""
+    parts = anatomy.decoder, *rows.parts, *anatomy.layers.values(), *anatomy.rotaries.values()
+    return (anatomy.head, anatomy.route, anatomy.sizes), (*parts, *(getattr(part, "config", None) for part in parts))

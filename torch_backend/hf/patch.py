@@ -204,8 +204,9 @@ class Patched(BatchReader):
             self.edits.pop().undo()
 
     def _edits(self) -> Iterator[Edit]:
-        attention, own = self.anatomy.attention, self.anatomy.own
-        if self.anatomy.route == "attention":
+        anatomy = self.anatomy
+        attention, own = anatomy.attention, anatomy.own
+        if anatomy.route == "attention":
             by_name = () if own else (self.decoder, *attention.values())
             yield from map(AttentionName, {id(m.config): m.config for m in by_name}.values())
             yield from (Attribute(layer, KIND, kind_of(layer)) for layer in attention.values())
@@ -213,18 +214,16 @@ class Patched(BatchReader):
                 yield from own_attention.edits(self.decoder, own.values())
             if hasattr(self.root, _GENERATE):
                 yield Attribute(self.root, _GENERATE, partial(_init_continuous_batching, self.root, self.suspend))
-        for indexer in self.anatomy.indexers:
-            yield LayerOverride(indexer, select_inside)
-        if self.anatomy.indexers:
+        if anatomy.indexers:
+            yield from (LayerOverride(indexer, select_inside) for indexer in anatomy.indexers)
             yield from latent_edits(attention.values())
-        if self.anatomy.route != "documents" and (self.anatomy.mixers or self.anatomy.indexers):
+        if anatomy.route != "documents" and (anatomy.mixers or anatomy.indexers):
             around = {id(edit.layer) for edit in self.experts}
-            yield from mixer_edits(self.decoder, self.anatomy.mixers.values(), around)
+            yield from mixer_edits(self.decoder, anatomy.mixers.values(), around)
         yield from self.experts
-        for rotary in self.anatomy.rotaries.values():
-            yield LayerOverride(rotary, frequencies_per_document)
+        yield from (LayerOverride(rotary, frequencies_per_document) for rotary in anatomy.rotaries.values())
         for name, layer in attention.items():
-            if name not in self.anatomy.mixers and (name not in own or own_attention.keeps_its_forward(layer)):
+            if name not in anatomy.mixers and (name not in own or own_attention.keeps_its_forward(layer)):
                 if (reason := why_own_rotation(layer)) is None:
                     yield LayerOverride(layer, rotated_by_triton, rotation_attributes)
                 else:
@@ -233,10 +232,10 @@ class Patched(BatchReader):
         yield from self.rows.edits()
         if media_keys(self.root.config):
             yield from media_edits(self.root)
-        if self.anatomy.both_ways is not None:
+        if anatomy.both_ways is not None:
             between = self.root.base_model  # it would make masks [S, S] of every batch, for layers that read none
             yield Hook(between.register_forward_pre_hook, _hand_over, with_kwargs=True)
-        for layer in self.anatomy.layers.values():
+        for layer in anatomy.layers.values():
             if layer is not self.decoder:
                 yield Hook(layer.register_forward_pre_hook, _reach, as_it_is=True)
 
