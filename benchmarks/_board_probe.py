@@ -6,8 +6,7 @@ tokens. The same for the documents with one of them changed. What moves in the o
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,6 @@ class Cell:
             alone), ``refused`` or ``not run``.
         logits, loss: how far the others move, of the largest value, at most.
         gradients: difference from each document alone, of the worst parameter.
-        seconds: of one forward and backward of the larger batch, the best of several.
         reason: of ``refused`` and ``not run``.
     """
 
@@ -48,7 +46,6 @@ class Cell:
     logits: float = 0.0
     loss: float = 0.0
     gradients: float = 0.0
-    seconds: float = 0.0
     reason: str = ""
 
     def text(self) -> str:
@@ -71,8 +68,8 @@ def judge(model: nn.Module, documents: Sequence[Tensor], make: MakeBatches, alon
         alone: of the same weights, from :func:`each_alone`.
     """
     try:
-        found, losses, loss = packed(model, documents, make)
-        gradients = run(model, found, loss).gradients
+        right, losses, loss = packed(model, documents, make)
+        gradients = run(model, right, loss).gradients
         moved = {"logits": 0.0, "loss": 0.0}
         with torch.no_grad():
             for changed in range(len(documents)):
@@ -80,7 +77,7 @@ def judge(model: nn.Module, documents: Sequence[Tensor], make: MakeBatches, alon
                 logits, changed_losses, _ = packed(model, others, make)
                 for i in range(len(documents)):
                     if i != changed:
-                        moved["logits"] = max(moved["logits"], relative_error(logits[i], found[i].detach()))
+                        moved["logits"] = max(moved["logits"], relative_error(logits[i], right[i].detach()))
                         moved["loss"] = max(moved["loss"], relative_error(changed_losses[i], losses[i].detach()))
     except Exception as error:  # a stack may raise anything, and what it says is the result
         model.zero_grad()
@@ -127,21 +124,6 @@ def packed(
         raise LookupError(f"{len(lists) - len(logits)} of {len(lists)} documents are not in the batch")
     ordered = [losses[i] for i in range(len(lists))]
     return [logits[i] for i in range(len(lists))], ordered, torch.stack(ordered).sum() / counted
-
-
-def clock(model: nn.Module, batches: Sequence[Mapping[str, Any]], rounds: int = 3) -> float:
-    """Returns the seconds of a forward and backward of the batches, the best of ``rounds``."""
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        for batch in batches:
-            arguments = {name: value for name, value in batch.items() if name != "labels"}
-            labels = torch.as_tensor(batch["labels"])
-            logits = model(**arguments).logits
-            cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED).backward()
-        model.zero_grad()
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 def _find(document: list[int], tokens: list[int]) -> int | None:

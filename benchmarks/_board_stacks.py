@@ -1,4 +1,4 @@
-"""The rows of the board: how each stack's released code turns documents into batches, and plans rows.
+"""The rows of the board: how each stack's released code turns documents into batches.
 
 Documents are token lists; where a stack's data are text, every token is trained, as its own text data sets have it.
 Imports of a stack stand inside its functions, because each runs in a process of its own.
@@ -6,23 +6,27 @@ Imports of a stack stand inside its functions, because each runs in a process of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks._board_flash import NAME as FLASH
-from benchmarks._board_stubs import load
 from torch_backend.stacks.paths import placeholder_tokenizer
 
 Documents = list[list[int]]
 Batch = dict[str, Any]
-Lengths = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -33,24 +37,19 @@ class Stack:
         name: as the table shows it.
         packages: installed into a folder of their own, the first one's version is shown; empty for what is here anyway.
         batches: of some documents and the capacity of a row, for a model.
-        rows: real tokens that are trained and slots of all rows, of document lengths and a capacity; None if it plans
-            no rows.
         attention: of the model.
         prepare: called with the model type before the model is built, and its result, if any, with the model.
         cache: whether the model keeps its default ``use_cache``; the trainers of all stacks turn it off, a plain loop
             does not.
-        own_model: whether the model is one that the stack trains; its speed is measured then.
         note: what was run of the stack.
     """
 
     name: str
     packages: tuple[str, ...]
     batches: Callable[[Documents, int, Any], list[Batch]]
-    rows: Callable[[Lengths, int], tuple[int, int]] | None
     attention: str = "sdpa"
     prepare: Callable[[str], Callable[[Any], Any] | None] = lambda family: None
     cache: bool = False
-    own_model: bool = True
     note: str = ""
 
 
@@ -82,11 +81,6 @@ def _trl_padding_free(documents: Documents, capacity: int, model: Any) -> list[B
     return [_trl_collator()([{"input_ids": tokens} for tokens in documents])]
 
 
-def _trl_rows(lengths: Lengths, capacity: int) -> tuple[int, int]:
-    rows = _trl_packed([[0] * n for n in lengths.tolist()], capacity)
-    return sum(len(row["input_ids"]) for row in rows), len(rows) * capacity
-
-
 # axolotl ------------------------------------------------------------------------------------------------------------
 def _axolotl(documents: Documents, capacity: int, model: Any, *, flash: bool) -> list[Batch]:
     batching = load("axolotl.utils.collators.batching")
@@ -94,19 +88,9 @@ def _axolotl(documents: Documents, capacity: int, model: Any, *, flash: bool) ->
     features = [  # the attention mask is dropped, as ``sample_packing_drop_attention_mask`` does
         {"input_ids": tokens, "labels": tokens, "position_ids": list(range(len(tokens)))} for tokens in documents
     ]
-    rows = _axolotl_bins(np.array([len(tokens) for tokens in documents]), capacity)
+    lengths, multipack = np.array([len(tokens) for tokens in documents]), load("axolotl.utils.samplers.multipack")
+    rows = multipack.pack_parallel(lengths, capacity, 100_000, 1_000_000, num_processes=1)
     return [dict(collator([[features[i] for i in row]])) for row in rows]
-
-
-def _axolotl_bins(lengths: Lengths, capacity: int) -> list[list[int]]:
-    multipack = load("axolotl.utils.samplers.multipack")
-    bins: list[list[int]] = multipack.pack_parallel(lengths, capacity, 100_000, 1_000_000, num_processes=1)
-    return bins
-
-
-def _axolotl_rows(lengths: Lengths, capacity: int) -> tuple[int, int]:
-    kept = lengths[lengths <= capacity]  # ``excess_length_strategy: drop``, its default
-    return int(kept.sum()), len(_axolotl_bins(kept, capacity)) * capacity
 
 
 def _axolotl_patches(family: str) -> None:
@@ -153,12 +137,6 @@ def _llamafactory(documents: Documents, capacity: int, model: Any, *, neat: bool
     return [dict(collator([{k: v for k, v in row.items() if k not in unseen}])) for row in rows]
 
 
-def _llamafactory_rows(lengths: Lengths, capacity: int) -> tuple[int, int]:
-    packer = load("llamafactory.data.processor.processor_utils", stubs=["torchaudio"])
-    kept = lengths[lengths <= capacity]  # longer ones are dropped, with a warning
-    return int(kept.sum()), len(packer.greedy_knapsack(kept.tolist(), capacity)) * (capacity + 1)
-
-
 # ms-swift -----------------------------------------------------------------------------------------------------------
 SWIFT_STUBS = ["modelscope", "json_repair", "aiohttp"]
 
@@ -172,20 +150,9 @@ def _swift(documents: Documents, capacity: int, model: Any) -> list[Batch]:
     encoded = [  # as ``Template.encode`` leaves them: the first label is -100
         {"input_ids": tokens, "labels": [-100, *tokens[1:]], "length": len(tokens)} for tokens in documents
     ]
-    rows = _swift_bins(np.array([len(tokens) for tokens in documents]), capacity)
-    return [dict(made.data_collator([[encoded[i] for i in row]])) for row in rows]
-
-
-def _swift_bins(lengths: Lengths, capacity: int) -> list[list[int]]:
     packing = load("swift.dataset.packing", stubs=SWIFT_STUBS)
-    rows, _ = packing.calculate_matched_group(list(enumerate(lengths.tolist())), capacity)
-    return [[i for i, _ in row] for row in rows]
-
-
-def _swift_rows(lengths: Lengths, capacity: int) -> tuple[int, int]:
-    kept = lengths[lengths <= capacity]  # ``truncation_strategy: delete``, its default
-    batches = np.split(kept, range(1000, len(kept), 1000))  # PackingDataset.PACKING_BATCH_SIZE
-    return int(kept.sum()), sum(len(_swift_bins(batch, capacity)) for batch in batches) * capacity
+    rows, _ = packing.calculate_matched_group([(i, len(tokens)) for i, tokens in enumerate(documents)], capacity)
+    return [dict(made.data_collator([[encoded[i] for i, _ in row]])) for row in rows]
 
 
 # Unsloth ------------------------------------------------------------------------------------------------------------
@@ -205,7 +172,7 @@ def _import_unsloth(family: str) -> None:
 MAXTEXT_STUBS = ["sentencepiece", "tiktoken", "pathwaysutils"]
 
 
-def _maxtext_rows_of(documents: Documents, capacity: int, bins: int = 1) -> list[dict[str, Any]]:
+def _maxtext(documents: Documents, capacity: int, model: Any) -> list[Batch]:
     import grain
 
     processing = load("maxtext.input_pipeline.data_processing_utils", stubs=MAXTEXT_STUBS)
@@ -217,23 +184,13 @@ def _maxtext_rows_of(documents: Documents, capacity: int, bins: int = 1) -> list
         grain_use_elastic_iterator=False,
     )
     data = grain.MapDataset.source([{"inputs": np.array(t), "targets": np.array(t)} for t in documents])
-    packed = processing.format_and_batch(data.to_iter_dataset(), settings, bins, 0, ["inputs", "targets"], None)
-    return list(packed)
-
-
-def _maxtext(documents: Documents, capacity: int, model: Any) -> list[Batch]:
+    packed = processing.format_and_batch(data.to_iter_dataset(), settings, 1, 0, ["inputs", "targets"], None)
     batches = []
-    for row in _maxtext_rows_of(documents, capacity):
+    for row in packed:
         labels = np.where(row["targets_segmentation"] != 0, row["targets"], -100)  # what its loss counts
         unshifted = np.concatenate([np.full((len(labels), 1), -100), labels[:, :-1]], 1)
         batches.append(_honoured(row["inputs"], row["inputs_segmentation"], unshifted))
     return batches
-
-
-def _maxtext_rows(lengths: Lengths, capacity: int) -> tuple[int, int]:
-    documents = [[1] * min(n, capacity) for n in lengths.tolist()]  # ``truncate_to_max_allowable_length``
-    batches = _maxtext_rows_of(documents, capacity, bins=32)  # as many bins are open as a batch has rows
-    return sum(map(len, documents)), sum(batch["inputs"].size for batch in batches)
 
 
 def _easydel_packed(documents: Documents, capacity: int) -> list[Any]:
@@ -250,11 +207,6 @@ def _easydel(documents: Documents, capacity: int, model: Any) -> list[Batch]:
         segments = np.where(row.attention_mask != 0, row.segment_ids + 1, 0)
         batches.append(_honoured(row.input_ids[None], segments[None], labels[None]))
     return batches
-
-
-def _easydel_rows(lengths: Lengths, capacity: int) -> tuple[int, int]:
-    rows = _easydel_packed([[3] * n for n in lengths.tolist()], capacity)
-    return int(lengths.sum()), sum(len(row.input_ids) for row in rows)
 
 
 def _honoured(tokens: Any, segments: Any, labels: Any) -> Batch:
@@ -281,13 +233,62 @@ def _crosspack(documents: Documents, capacity: int, model: Any) -> list[Batch]:
     return [dict(PackedCollator(model, capacity=capacity)([{"input_ids": tokens} for tokens in documents]))]
 
 
-def _crosspack_rows(lengths: Lengths, capacity: int) -> tuple[int, int]:
-    from packing_core import plan
+# imports ------------------------------------------------------------------------------------------------------------
+def load(module: str, *, stubs: Sequence[str] = (), bare: Sequence[str] = ()) -> Any:
+    """Imports one module of a released package without what it does not need here.
 
-    made = plan(lengths, capacity, overflow="split")
-    return made.n_tokens, made.n_rows * capacity
+    A collator is a few lines of Python, and the package around it imports audio, cloud and GPU libraries. A stub stands
+    for such a library at import. Code that calls it gets a mock, so only modules that do not are loaded this way.
+
+    Args:
+        module: its dotted name.
+        stubs: top-level packages to put stubs for where they are not installed.
+        bare: its parent packages whose ``__init__`` is not to run.
+    """
+    missing = [name for name in stubs if find_spec(name) is None]
+    if missing:
+        sys.meta_path.append(_Stubs(missing))
+    for name in bare:
+        _put_bare(name)
+    return import_module(module)
 
 
+def _put_bare(name: str) -> None:
+    parent, _, last = name.rpartition(".")
+    folders = sys.modules[parent].__path__ if parent else sys.path
+    found = next((str(Path(folder, last)) for folder in folders if Path(folder, last).is_dir()), None)
+    if found is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    package = types.ModuleType(name)
+    package.__path__ = [found]
+    sys.modules[name] = package
+
+
+class _Stub(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = type(name, (), {}) if name[:1].isupper() else MagicMock(name=name)  # classes are inherited from
+        setattr(self, name, value)
+        return value
+
+
+class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = frozenset(names)
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        stubbed = fullname.partition(".")[0] in self.names
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if stubbed else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Stub(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__version__ = "0"  # type: ignore[attr-defined]
+
+
+# the table ----------------------------------------------------------------------------------------------------------
 AXOLOTL = (
     "its bins, collator and model patches, on plain text (`type: completion`), whose labels are its tokens; where the "
     "prompt is masked, no first token is trained"
@@ -296,66 +297,30 @@ FACTORY = "its packed processor and collator; the first token of a document is i
 EVERYTHING = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 TRAINED_BATCH = "its released packer and loss mask, in our patched model with its segments: its own model was not run"
 STACKS = {
-    "crosspack": Stack("crosspack", (), _crosspack, _crosspack_rows, prepare=_patched, cache=True),
-    "flattening": Stack("transformers, DataCollatorWithFlattening", (), _flattening, None, cache=True),
+    "crosspack": Stack("crosspack", (), _crosspack, prepare=_patched, cache=True),
+    "flattening": Stack("transformers, DataCollatorWithFlattening", (), _flattening, cache=True),
     "flattening-all": Stack(
-        "transformers, flattening with everything passed", (), partial(_flattening, **EVERYTHING), None, cache=True
+        "transformers, flattening with everything passed", (), partial(_flattening, **EVERYTHING), cache=True
     ),
-    "flattening-flash": Stack(
-        "transformers, flattening with everything passed, flash",
-        (),
-        partial(_flattening, **EVERYTHING),
-        None,
-        FLASH,
-        cache=True,
-    ),
-    "trl": Stack("TRL, packing", (), _trl, _trl_rows),
-    "trl-flash": Stack("TRL, packing, flash", (), _trl, _trl_rows, FLASH),
-    "trl-padding-free": Stack("TRL, padding-free", (), _trl_padding_free, None),
+    "trl": Stack("TRL, packing", (), _trl),
+    "trl-padding-free": Stack("TRL, padding-free", (), _trl_padding_free),
     "axolotl": Stack(
         "axolotl, sample_packing",
         ("axolotl", "numba", "llvmlite"),
         partial(_axolotl, flash=False),
-        _axolotl_rows,
         prepare=_axolotl_patches,
         note=AXOLOTL,
     ),
-    "axolotl-flash": Stack(
-        "axolotl, sample_packing, flash",
-        ("axolotl", "numba", "llvmlite"),
-        partial(_axolotl, flash=True),
-        _axolotl_rows,
-        FLASH,
-        _axolotl_patches,
-        note=AXOLOTL,
-    ),
     "llamafactory": Stack(
-        "LLaMA-Factory, packing",
-        ("llamafactory",),
-        partial(_llamafactory, neat=False),
-        _llamafactory_rows,
-        note=FACTORY,
+        "LLaMA-Factory, packing", ("llamafactory",), partial(_llamafactory, neat=False), note=FACTORY
     ),
     "llamafactory-neat": Stack(
-        "LLaMA-Factory, neat_packing",
-        ("llamafactory",),
-        partial(_llamafactory, neat=True),
-        _llamafactory_rows,
-        note=FACTORY,
-    ),
-    "llamafactory-flash": Stack(
-        "LLaMA-Factory, neat_packing, flash",
-        ("llamafactory",),
-        partial(_llamafactory, neat=True, flash=True),
-        _llamafactory_rows,
-        FLASH,
-        note=FACTORY,
+        "LLaMA-Factory, neat_packing", ("llamafactory",), partial(_llamafactory, neat=True), note=FACTORY
     ),
     "ms-swift": Stack(
         "ms-swift, packing, flash",
         ("ms-swift", "binpacking"),
         _swift,
-        _swift_rows,
         FLASH,
         note="its bins and its template's collator; it refuses other attention",
     ),
@@ -363,26 +328,25 @@ STACKS = {
         "Unsloth, packing",
         ("unsloth", "unsloth_zoo"),
         _unsloth,
-        _trl_rows,
         prepare=_import_unsloth,
         note="its wrapped collator and attention, in transformers' model classes",
     ),
-    "maxtext": Stack(
-        "MaxText, first_fit",
-        ("maxtext",),
-        _maxtext,
-        _maxtext_rows,
-        prepare=_patched,
-        own_model=False,
-        note=f"{TRAINED_BATCH}; rows of a batch of 32",
-    ),
+    "maxtext": Stack("MaxText, first_fit", ("maxtext",), _maxtext, prepare=_patched, note=TRAINED_BATCH),
     "easydel": Stack(
         "EasyDeL, first_fit",
         ("easydel",),
         _easydel,
-        _easydel_rows,
         prepare=_patched,
-        own_model=False,
         note=f"{TRAINED_BATCH}; documents longer than a row make longer rows",
     ),
+}
+WITH_FLASH: dict[str, dict[str, Any]] = {  # what differs besides attention
+    "flattening-all": {},
+    "trl": {},
+    "axolotl": {"batches": partial(_axolotl, flash=True)},
+    "llamafactory-neat": {"batches": partial(_llamafactory, neat=True, flash=True)},
+}
+STACKS |= {
+    f"{name}-flash": replace(STACKS[name], name=f"{STACKS[name].name}, flash", attention=FLASH, **more)
+    for name, more in WITH_FLASH.items()
 }

@@ -28,6 +28,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +41,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import crosspack
 from benchmarks._matter_figures import WAYS, common_seeds, interval, reached_by_all, runs_of, tokens_to
-from benchmarks._matter_tasks import Task, retrieval, text
-from benchmarks._report import machine, table, versions
+from benchmarks.report import machine, table, versions
+from benchmarks.workload import GSM8K
+from crosspack.encoding.tokenizer import train_tokenizer
 from packing_core import PackedBatch, plan
 from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.training.schedule import Corpus, Schedule
+from packing_core.training.schedule import Corpus, Document, Schedule
 
-PLACES = [Path(__file__).parents[up] / "shared" / "data" / "gsm8k_train.jsonl" for up in (1, 2)]
-GSM8K = PLACES[0] if PLACES[0].exists() else PLACES[1]
 PEAK, PEAK_TRAINED = 3e-3, 2e-5  # learning rates, of random weights and of trained ones
 WARMUP = 0.1  # the part of the steps in which the rate rises
+KEYS, VALUES = 16, 8  # of the retrieval task
+PAIRS = 4, 12  # fewest and most pairs of a document
+VOCABULARY = 512  # of the tokenizer of the text
 
 Inputs = tuple[dict[str, Tensor], Tensor]  # arguments of the model, and unshifted targets
 
@@ -108,8 +113,8 @@ def _kept(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the runs of earlier calls with the same settings."""
     if not path.exists():
         return []
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [record for record in found if all(record.get(name) == value for name, value in settings.items())]
+    records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [record for record in records if all(record.get(name) == value for name, value in settings.items())]
 
 
 def _task(name: str, chosen: argparse.Namespace) -> Task:
@@ -117,6 +122,83 @@ def _task(name: str, chosen: argparse.Namespace) -> Task:
         return retrieval(chosen.held_out, 128)
     tokenizer = AutoTokenizer.from_pretrained(chosen.model) if chosen.model else None
     return text(chosen.data, chosen.held_out, 512, tokenizer)
+
+
+# -- the data ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """Documents of one kind.
+
+    Attributes:
+        vocabulary: number of token ids.
+        capacity: tokens of a row.
+        held_out: documents that are never trained.
+        draw: as many new documents as asked for, from a random generator.
+    """
+
+    vocabulary: int
+    capacity: int
+    held_out: Corpus
+    draw: Callable[[np.random.Generator, int], Iterator[Document]]
+
+
+def retrieval(held_out: int, capacity: int) -> Task:
+    """Pairs of a key and a value, each one token, then every key again in another order, followed by its pair.
+
+    Only the pairs that follow a key are trained. Other documents have the same keys with other values, so a model that
+    sees them may take a wrong one.
+    """
+
+    def draw(random: np.random.Generator, count: int) -> Iterator[Document]:
+        for _ in range(count):
+            size = int(random.integers(PAIRS[0], PAIRS[1] + 1))
+            keys = random.permutation(KEYS)[:size]
+            pairs = KEYS + keys * VALUES + random.integers(0, VALUES, size)
+            again = random.permutation(size)
+            asked = np.stack([keys[again], pairs[again]], axis=1).reshape(-1)
+            answers = np.append(np.zeros(size, np.bool_), np.arange(2 * size) % 2 == 1)
+            yield Document(np.append(pairs, asked).astype(np.int32), answers)
+
+    return Task(KEYS + KEYS * VALUES, capacity, Corpus.collect(draw(np.random.default_rng(10**6), held_out)), draw)
+
+
+def text(data: Path, held_out: int, capacity: int, tokenizer: Any = None) -> Task:
+    """Questions and answers of GSM8K, of which the answers are trained.
+
+    Args:
+        tokenizer: of a trained model; by default a byte-level BPE of the training part.
+    """
+    with data.open(encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines]
+    order = np.random.default_rng(10**6).permutation(len(records))
+    held, trained = order[:held_out], order[held_out:]
+    if tokenizer is None:
+        some = (f"{records[n]['prompt']}\n{records[n]['completion']}" for n in islice(trained.tolist(), 2000))
+        tokenizer = train_tokenizer(some, VOCABULARY)
+
+    @cache
+    def document(number: int) -> Document:
+        prompt = tokenizer(records[number]["prompt"] + "\n", add_special_tokens=False)["input_ids"]
+        answer = tokenizer(records[number]["completion"], add_special_tokens=False)["input_ids"]
+        ids = np.array([*prompt, *answer, tokenizer.eos_token_id], np.int32)[:capacity]
+        return Document(ids, np.arange(len(ids)) >= len(prompt))
+
+    def draw(random: np.random.Generator, count: int) -> Iterator[Document]:
+        for number in islice(_endless(random, trained), count):
+            if document(number).has_target:
+                yield document(number)
+
+    return Task(len(tokenizer), capacity, Corpus.collect(map(document, held.tolist())), draw)
+
+
+def _endless(random: np.random.Generator, numbers: np.ndarray) -> Iterator[int]:
+    while True:
+        yield from random.permutation(numbers).tolist()
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
 class Run:

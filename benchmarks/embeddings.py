@@ -37,7 +37,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 import crosspack
 from benchmarks import _board_flash
-from benchmarks.gpu_workload import GSM8K
+from benchmarks.workload import GSM8K
 
 STARTED, WARM_UP = time.perf_counter(), 3
 MINILM = {"hidden_size": 384, "intermediate_size": 1_536, "num_hidden_layers": 6}

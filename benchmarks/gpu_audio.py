@@ -20,9 +20,8 @@ record alone in transformers' own model; without that nothing has a figure.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -31,26 +30,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.gpu import collected, parsed, parser, survived
-from benchmarks.gpu_clock import (
-    DEVICE,
-    QUICK,
-    TOY,
-    Result,
-    failed,
-    free,
-    gated,
-    highest_gib,
-    seconds_left,
-    synchronize,
-    wanted,
-)
+from benchmarks.clock import DEVICE, QUICK, TOY, StepClock, header
+from benchmarks.harness import NOTE, Figures, measured, parsed, parser
+from benchmarks.report import Result, collected
+from benchmarks.workload import RATE, on_device
 from torch_backend import PackedCollator, explain, make_train_step, patch
 from torch_backend.collate.vision import VisionReader
 from torch_backend.hf.anatomy.audio import audio_of
 
 AUDIO, TEXT = 95, (4, 90) if TOY else (4, 150_000)  # the token of clips, tokens of text
-BINS, PADDED, RATE = 8 if TOY else 128, 8, "real tokens/s"
+BINS, PADDED = 8 if TOY else 128, 8
 ROW, LONG_ROW = (256, 512) if TOY else (8_192, 16_384)
 PER_SECOND, LONGEST = (4, 30) if TOY else (100, 30)  # frames a second, seconds
 LIMIT = 1e-3  # of float32 sums in another order, by kernels whose products may be TF32
@@ -160,10 +149,10 @@ def shorten(model: Any) -> None:
 def error(clips: str) -> float:
     """The largest relative error of the loss and of a gradient of a packed row, against each record alone."""
     model, examples = make_model(1, 2, torch.float32), records(clips)[:6]
-    alone = [_on_device(batch) for batch in padded_batches(examples, 1, longest=False)]
+    alone = [on_device(batch) for batch in padded_batches(examples, 1, longest=False)]
     right = _update(model, alone)
     patch(model, verify=False)
-    ours = _update(model, [_on_device(packed_batches(model, examples, 1)[0])])
+    ours = _update(model, [on_device(packed_batches(model, examples, 1)[0])])
     parts = {name: "loss" if name == "loss" else "audio" if "audio" in name else "text" for name in right}
     largest = {
         part: max(float(x.norm()) for name, x in right.items() if parts[name] == part) for part in parts.values()
@@ -185,18 +174,15 @@ def _update(model: Any, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {"loss": total, **gradients}
 
 
-def _on_device(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.to(DEVICE, non_blocking=True) if isinstance(x, Tensor) else x for name, x in batch.items()}
-
-
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-def train(contender: str, layers: int, encoder_layers: int, clips: str, steps: int) -> tuple[dict[str, float], str]:
+def train(contender: str, layers: int, encoder_layers: int, clips: str, steps: int) -> Figures:
     """Returns the figures of a contender, and how its step runs."""
-    model, note = make_model(layers, encoder_layers, torch.bfloat16), ""
+    torch._dynamo.reset()
+    model, ours = make_model(layers, encoder_layers, torch.bfloat16), contender in (OURS, LONG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    if contender in (OURS, LONG):
+    if ours:
         patch(model, verify=False)
         step = make_train_step(model, optimizer, max_grad_norm=1.0)
         batches = packed_batches(model, records(clips), steps, LONG_ROW if contender == LONG else ROW)
@@ -206,7 +192,7 @@ def train(contender: str, layers: int, encoder_layers: int, clips: str, steps: i
             shorten(model)
 
         def step(batch: dict[str, Any]) -> Any:
-            loss = model(**_on_device(batch)).loss
+            loss = model(**on_device(batch)).loss
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -214,59 +200,36 @@ def train(contender: str, layers: int, encoder_layers: int, clips: str, steps: i
             return {"loss": loss}
 
     batches = list(DataLoader(batches, batch_size=None, pin_memory=not TOY))
-    if not TOY:
-        torch.cuda.reset_peak_memory_stats()
-    for number in range(steps):  # the timed batches, so that cuDNN and the allocator know their shapes
-        sums = step(batches[number % len(batches)])
-    synchronize()
-    begin, tokens, clips_seen, room = time.perf_counter(), 0, 0, 0
-    for number in range(steps):
-        batch = batches[number % len(batches)]
-        sums = step(batch)
-        tokens += _real_tokens(batch) if contender in (OURS, LONG) else int(batch["attention_mask"].sum())
-        clips_seen, room = clips_seen + len(batch["input_features"]), room + batch["labels"].numel()
-    synchronize()
-    seconds = time.perf_counter() - begin
-    if contender in (OURS, LONG):
-        note = "; ".join(f"{part} {what}" for part, what in step.parts.items())
-        note += "; " + "; ".join(line for line in explain(step).notes if "audio" in line)
-    figures = {RATE: tokens / seconds, "clips/s": clips_seen / seconds, "% full": 100 * tokens / room}
-    figures |= {
-        "ms per step": seconds / steps * 1e3,
-        "GiB at most": highest_gib(),
+    clock = StepClock(steps, steps)  # the timed batches first, so that cuDNN and the allocator know their shapes
+    sums = clock.loop(step, (batches[number % steps % len(batches)] for number in range(2 * steps)))
+    timed = [batches[number % len(batches)] for number in range(steps)]
+    tokens = sum(_real_tokens(batch) for batch in timed)
+    how = [f"{part} {what}" for part, what in step.parts.items()] if ours else []
+    how += [line for line in explain(step).notes if "audio" in line] if ours else []
+    return {
+        RATE: tokens / clock.seconds,
+        "clips/s": sum(len(batch["input_features"]) for batch in timed) / clock.seconds,
+        "% full": 100 * tokens / sum(batch["labels"].numel() for batch in timed),
+        "ms per step": clock.ms,
+        "GiB at most": clock.peak,
         "last loss": float(sums["loss"].detach()),
+        NOTE: "; ".join(how),
     }
-    return figures, note
 
 
 def _real_tokens(batch: dict[str, Any]) -> int:
-    """Tokens of the documents of a packed batch."""
+    """Tokens of the documents of a batch."""
+    if "attention_mask" in batch:
+        return int(batch["attention_mask"].sum())
     return sum(batch["packed_lengths"][number] for document in batch["packed_documents"] for number in document)
 
 
-def run(layers: int = 16, encoder_layers: int = 32, clips: str = "speech", steps: int = 8) -> Iterator[Result]:
-    if TOY:
-        layers, encoder_layers, steps = 2, 2, 2
+def run(layers: int, encoder_layers: int, clips: str, steps: int) -> Iterator[Result]:
     section = f"audio, {'toy' if TOY else f'Qwen2-Audio shape, {layers} layers'}, full fine-tuning"
-    case = f"clips of 2 to 30 seconds, {clips}"
-    checked, why = gated(lambda: error(clips), LIMIT, lambda: {"checked": 1.0})
-    free()
+    check = cache(partial(error, clips))  # of the packed row, once
     for contender in (OURS, *PADDED_TO, LONG):
-        if not wanted(contender) or seconds_left() < 0:
-            continue
-        if not checked:
-            yield Result(section, case, contender, None, RATE, why)
-            continue
-        try:
-            figures, note = train(contender, layers, encoder_layers, clips, steps)
-        except Exception as failure:
-            yield failed(section, case, contender, RATE, failure)
-            continue
-        finally:
-            torch._dynamo.reset()
-            free()
-        for unit, value in figures.items():
-            yield Result(section, case, contender, value, unit, f"{why}; {note}" if contender in (OURS, LONG) else note)
+        measure = partial(train, contender, layers, encoder_layers, clips, steps)
+        yield from measured(section, f"clips of 2 to 30 seconds, {clips}", contender, RATE, measure, check, LIMIT)
 
 
 def verdict(results: Sequence[Result]) -> str:
@@ -279,13 +242,13 @@ def verdict(results: Sequence[Result]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
-    options.add_argument("--layers", type=int, default=16, help="of the decoder")
-    options.add_argument("--encoder-layers", type=int, default=32)
+    options.add_argument("--layers", type=int, default=2 if TOY else 16, help="of the decoder")
+    options.add_argument("--encoder-layers", type=int, default=2 if TOY else 32)
     options.add_argument("--clips", choices=("speech", "even"), default="speech")
-    options.add_argument("--steps", type=int, default=8, help="timed, after the warm-up")
+    options.add_argument("--steps", type=int, default=2 if TOY else 8, help="timed, after the warm-up")
     chosen = parsed(options, arguments)
-    figures = survived("audio", run(chosen.layers, chosen.encoder_layers, chosen.clips, chosen.steps))
-    results = collected(figures, chosen.output, "gpu_audio")
+    figures = run(chosen.layers, chosen.encoder_layers, chosen.clips, chosen.steps)
+    results = collected(figures, header(), chosen.output, "gpu_audio")
     print(verdict(results), flush=True)
     return results
 

@@ -25,7 +25,8 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -33,15 +34,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks._launch import add_options, compared, launch, trained
-from benchmarks.gpu import collected, parsed, parser
-from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize, waits
-from benchmarks.gpu_workload import DTYPE, falcon_mamba, llama3, qwen2, qwen35
+from benchmarks.clock import DEVICE, TOY, StepClock, allocated_gib, header, waits
+from benchmarks.harness import NOTE, Figures, parsed, parser
+from benchmarks.launch import add_options, compared, trained
+from benchmarks.report import Result, collected
+from benchmarks.shapes import config
+from benchmarks.workload import RATE, random_model
 from packing_core import Cost, context_plan, pack
 from torch_backend import PackedCollator, explain, make_train_step, patch
 
-SHAPES = {"llama": qwen2 if TOY else llama3, "hybrid": qwen35, "mamba": falcon_mamba}
-LAYERS = {"llama": 2 if TOY else 4, "hybrid": 4 if TOY else 8, "mamba": 2 if TOY else 8}
+# name -> shape, layers
+SHAPES = {
+    "llama": ("Qwen2-0.5B" if TOY else "Llama-3-8B", 4),
+    "hybrid": ("Qwen3.5", 8),
+    "mamba": ("Falcon-Mamba", 8),
+}
 METHODS = ("auto", "keys", "heads")
 SIGMA = 1.55  # of the logarithm of a document's length
 
@@ -64,24 +71,6 @@ class Contender:
     def name(self) -> str:
         which = "one rank" if self.ranks == 1 else f"{self.ranks} ranks, {self.method}"
         return which if self.compiled else f"{which}, layers as they are"
-
-
-@dataclass
-class Measured:
-    """The results of a contender's processes.
-
-    Attributes:
-        ms: of a step; host_ms: until the call of a step returns, on rank 0.
-        peak: the largest of a rank, in GiB.
-    """
-
-    ms: float
-    host_ms: float
-    peak: float
-    waits: int | None
-    loss: float
-    layers: str
-    crossing: str
 
 
 def contenders(ranks: int) -> list[Contender]:
@@ -107,19 +96,14 @@ class SGDThatKeepsGradients(torch.optim.SGD):
         super().zero_grad(set_to_none=set_to_none)
 
 
-def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
+def train(contender: Contender, chosen: argparse.Namespace) -> Figures:
     """Run by every process of a contender."""
-    from transformers import AutoModelForCausalLM
-
     mesh = None
     if contender.ranks > 1:
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         dist.init_process_group("gloo" if TOY else "nccl")
         mesh = init_device_mesh(DEVICE.type, (contender.ranks,), mesh_dim_names=("cp",))
-    config = config_of(chosen)
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+    model = random_model(config(SHAPES[chosen.shape][0], layers=chosen.layers))
     model = patch(model.train(), verify=False, mesh=mesh, context_method=contender.method)
     wrapped = model
     if mesh is not None:
@@ -131,46 +115,36 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
         capture=False,
         memory=chosen.memory,
     )
-    batch = batch_of(model, lengths_of(chosen.row, chosen.mean, chosen.sigma), config.vocab_size)
-    for _ in range(1 if chosen.short else 2):  # compile, and DDP makes its buckets anew
-        step(batch)
-    held = 0 if TOY else torch.cuda.memory_allocated()
-    if not TOY:
-        torch.cuda.reset_peak_memory_stats()
-    on_host = []
-    if mesh is not None:
-        dist.barrier()
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(chosen.steps):
+    lengths = lengths_of(chosen.row, chosen.mean, chosen.sigma)
+    batch = batch_of(model, lengths, model.config.vocab_size)
+    clock = StepClock(1 if chosen.short else 2, chosen.steps)  # compile, and DDP makes its buckets anew
+    on_host, held = list[float](), 0.0
+
+    def timed(batch: Any) -> Any:
+        nonlocal held
+        if len(on_host) == clock.warm_up:
+            held = allocated_gib()
         begin = time.perf_counter()
-        loss = step(batch)["loss"]
+        sums = step(batch)
         on_host.append(time.perf_counter() - begin)
-    synchronize()
-    seconds = (time.perf_counter() - start) / chosen.steps
-    peak = torch.tensor(0 if TOY else torch.cuda.max_memory_allocated() - held, device=DEVICE)
+        return sums
+
+    loss = clock.loop(timed, repeat(batch))["loss"]
+    peak = torch.tensor(clock.timed_peak - held, device=DEVICE)
     if mesh is not None:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
     crossing = next((layer.request for layer in explain(model).layers if "straddl" in layer.request), "")
-    return Measured(
-        ms=seconds * 1e3,
-        host_ms=statistics.median(on_host) * 1e3,
-        peak=float(peak) / 2**30,
-        waits=None if chosen.short else waits(lambda: step(batch)),
-        loss=float(loss),
-        layers=step.parts["layers"],
-        crossing=crossing.rpartition("; ")[2],
-    )
-
-
-def config_of(chosen: argparse.Namespace) -> Any:
-    config, layers = SHAPES[chosen.shape](True), chosen.layers
-    if chosen.shape == "hybrid":
-        config.layer_types = (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4)
-    elif chosen.shape == "llama" and getattr(config, "layer_types", None):
-        config.layer_types = ["full_attention"] * layers
-    config.num_hidden_layers = layers
-    return config
+    imbalance = context_plan(lengths, contender.ranks, cost=Cost.from_config(model.config)).imbalance
+    cost = f"slowest rank at {imbalance:.3f} of the mean, by cost"
+    notes = f"loss {float(loss):.6f}", cost, f"layers {step.parts['layers']}", crossing.rpartition("; ")[2]
+    return {
+        RATE: chosen.row / clock.ms * 1e3,
+        "ms per step": clock.ms,
+        "ms of the host in the call": statistics.median(on_host[clock.warm_up :]) * 1e3,
+        "GiB of activations": float(peak),
+        **({} if chosen.short else {"host waits": waits(lambda: step(batch))}),
+        NOTE: "; ".join(filter(None, notes)),
+    }
 
 
 def batch_of(model: Any, lengths: list[int], vocabulary: int) -> dict[str, Any]:
@@ -179,37 +153,9 @@ def batch_of(model: Any, lengths: list[int], vocabulary: int) -> dict[str, Any]:
     return PackedCollator(model)([rows[0]])
 
 
-def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
-    """Starts the processes of a contender; its figures, or why it has none."""
-    names = ("shape", "row", "mean", "layers", "steps", "memory", "sigma")
-    arguments = [text for name in names for text in (f"--{name}", str(getattr(chosen, name)))]
-    arguments += ["--short"] * chosen.short
-    limit = min(chosen.limit, seconds_left())
-    section = f"context parallelism, {chosen.shape} shape of {chosen.layers} layers" + " as a toy" * TOY
-    lengths = lengths_of(chosen.row, chosen.mean, chosen.sigma)
-    documents = f"{len(lengths)} documents" if len(lengths) > 1 else "one document"
-    case = f"{chosen.row:,} tokens, {documents}, memory={chosen.memory}"
-    found = launch("benchmarks.gpu_context", contender.ranks, asdict(contender), arguments, limit)
-    if isinstance(found, str):
-        return [Result(section, case, contender.name, None, "real tokens/s", found)]
-    measured = Measured(**found)
-    plan = context_plan(lengths, contender.ranks, cost=Cost.from_config(config_of(chosen)))
-    figures = {
-        "real tokens/s": chosen.row / measured.ms * 1e3,
-        "ms per step": measured.ms,
-        "ms of the host in the call": measured.host_ms,
-        "GiB of activations": measured.peak,
-    }
-    if measured.waits is not None:
-        figures["host waits"] = measured.waits
-    cost = f"slowest rank at {plan.imbalance:.3f} of the mean, by cost"
-    note = "; ".join(filter(None, (f"loss {measured.loss:.6f}", cost, f"layers {measured.layers}", measured.crossing)))
-    return [Result(section, case, contender.name, value, unit, note) for unit, value in figures.items()]
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
-    add_options(options)
+    add_options(options, limit=150)
     options.add_argument("--shape", choices=SHAPES, default="llama")
     options.add_argument("--row", type=int, default=512 if TOY else 65_536, help="tokens")
     options.add_argument("--mean", type=int, help="tokens of a document; a sixteenth of the row if left out")
@@ -220,14 +166,17 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         "--steps", type=int, default=2 if TOY else 6, help="timed ones, after two others and before one"
     )
     options.add_argument("--short", action="store_true", help="one step before the timed ones, and none after them")
-    options.add_argument("--limit", type=float, default=150, help="seconds for a contender")
     chosen = parsed(options, arguments)
     chosen.mean = chosen.mean or chosen.row // 16
-    chosen.layers = chosen.layers or LAYERS[chosen.shape]
+    chosen.layers = chosen.layers or SHAPES[chosen.shape][1]
     if trained(chosen, lambda contender: train(Contender(**contender), chosen)):
         return []
-    found = compared(contenders(chosen.ranks), lambda contender: launched(contender, chosen))
-    return collected(found, chosen.output, "context")
+    lengths = lengths_of(chosen.row, chosen.mean, chosen.sigma)
+    section = f"context parallelism, {chosen.shape} shape of {chosen.layers} layers" + " as a toy" * TOY
+    count = f"{len(lengths)} documents" if len(lengths) > 1 else "one document"
+    case = f"{chosen.row:,} tokens, {count}, memory={chosen.memory}"
+    results = compared("benchmarks.gpu_context", section, case, contenders(chosen.ranks), chosen)
+    return collected(results, header(), chosen.output, "context")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Mixtures of experts on one GPU: the layer, and the layer with adapters. For the step see :mod:`.gpu_moe_step`.
 
     python -m benchmarks.gpu_moe                                  # all of it; without a GPU tiny, to see that it runs
-    python -m benchmarks.gpu_moe --only layer --budget 240        # one section; ends within 240 seconds
+    python -m benchmarks.gpu_moe --only layer --budget 240        # one section; nothing is measured after 240 seconds
     python -m benchmarks.gpu_moe --only step --match 'grouped_mm' # some contenders
     python -m benchmarks.gpu_moe --only step --limit 90           # the most seconds that a contender may take
     python -m benchmarks.gpu_moe --shapes Qwen3 gpt-oss           # shapes whose name begins so
@@ -18,41 +18,48 @@
 
 Useful FLOPs of a layer are those of the products of each token with the experts that it visits: two products forward,
 and per product its input's gradient and, where weights train, theirs. Errors are relative, in the 2-norm, against
-float64, one expert at a time; the largest is of the gradient that the note names.
+float64 by transformers' loop over experts; the largest is of the gradient that the note names.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import collected, parsed, parser, survived
-from benchmarks.gpu_clock import (
+from benchmarks.clock import (
     DEVICE,
+    DTYPE,
     QUICK,
     TOY,
-    Result,
-    ending_within,
-    free,
-    gated,
     gpu_ms,
     graph_ms,
+    header,
     matrix_rate,
     peak_gib,
-    set_limit,
+    relative_error,
     waits,
-    wall_ms,
-    wanted,
 )
-from benchmarks.gpu_moe_shapes import PEFT, SHAPES, Experts, adapted, available
-from benchmarks.gpu_moe_step import run_adapted_step, run_step, run_trainer, run_whole
-from benchmarks.gpu_workload import DTYPE
+from benchmarks.gpu_moe_step import (
+    PEFT,
+    SHAPES,
+    Experts,
+    adapted,
+    available,
+    run_adapted_step,
+    run_step,
+    run_trainer,
+    run_whole,
+)
+from benchmarks.harness import NOTE, Figures, in_turn, measured, parsed, parser
+from benchmarks.report import Result, collected
+from torch_backend.hf.anatomy.experts import layout_of
 from torch_backend.hf.edits.experts import kernel_edits
 from torch_backend.hf.entry import run_with
 from torch_backend.hf.experts import LAYOUT
@@ -107,34 +114,33 @@ def run_layer(shapes: Sequence[Experts]) -> Iterator[Result]:
 
 
 def run_lora(_: Sequence[Experts]) -> Iterator[Result]:
-    yield from layers(PEFT, PEFT_TOKENS, f"experts with adapters, {PEFT.name}", lora=True)
+    yield from layers(PEFT, PEFT_TOKENS, "experts with adapters, PEFT's layer", lora=True)
 
 
 def layers(shape: Experts, tokens: int, section: str, lora: bool = False) -> Iterator[Result]:
     """Every implementation on the same case."""
-    held = cache(lambda: make_case(shape, tokens, lora))  # made when the first contender wants it
-    label = f"{tokens:,} tokens, {tokens * shape.top_k // shape.experts:,} per expert"
-    for name in filter(wanted, IMPLEMENTATIONS):
-        found: dict[str, float] = {}
-        figures, note = gated(
-            partial(_of, held, worst, name, found),
-            LIMIT,
-            partial(_of, held, timed, name, shape, tokens),
-        )
-        free()
-        if found:
-            note = f"{note}, of {max(found, key=lambda n: found[n])}"
-        if not figures:
-            yield Result(section, label, name, None, "ms forward and backward", note)
-            continue
-        figures["error of the result"] = found.pop("result")
-        figures["largest error of a gradient"] = max(found.values())
-        for unit, value in figures.items():
-            yield Result(section, label, name, value, unit, note)
+    experts, top_k, *_ = shape.sizes
+    label = f"{tokens:,} tokens, {tokens * top_k // experts:,} per expert"
+    case = cache(lambda: make_case(shape, tokens, lora))  # made when the first contender wants it
+    right = cache(lambda: exact(case()))
+    for name in IMPLEMENTATIONS:
+        errors: dict[str, float] = {}
 
+        def check(name: str = name, errors: dict[str, float] = errors) -> float:
+            exact = right()  # before the module is changed
+            result, gradients = chosen_for(case(), name).both()
+            trained = [part for part, p in case().module.named_parameters() if p.requires_grad]
+            parts = zip(["result", "tokens", "routing weights", *trained], [result, *gradients], exact, strict=True)
+            errors |= {part: relative_error(x, y.to(DEVICE)) for part, x, y in parts}
+            return max(errors.values())
 
-def _of(held: Callable[[], Case], measure: Callable[..., Any], *arguments: Any) -> Any:
-    return measure(held(), *arguments)
+        def measure(name: str = name, errors: dict[str, float] = errors) -> Figures:
+            worst = max(errors, key=lambda part: errors[part])
+            of_result = {"error of the result": errors.pop("result")}
+            of_gradients = {"largest error of a gradient": max(errors.values()), NOTE: f"of {worst}"}
+            return timed(case(), name, shape, tokens) | of_result | of_gradients
+
+        yield from measured(section, label, name, "ms forward and backward", measure, check, LIMIT)
 
 
 def make_case(shape: Experts, tokens: int, lora: bool, dtype: torch.dtype = DTYPE) -> Case:
@@ -143,26 +149,25 @@ def make_case(shape: Experts, tokens: int, lora: bool, dtype: torch.dtype = DTYP
     module = shape.make_experts().to(dtype)
     if lora:
         module = adapted(module)
-    width, device = shape.width, DEVICE
-    x = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
+    experts, top_k, width, _ = shape.sizes
+    x = torch.randn(tokens, width, device=DEVICE, dtype=dtype, requires_grad=True)
     # As after some training: no expert is as popular as another.
-    logits = torch.randn(tokens, shape.experts, device=device) + 0.5 * torch.randn(shape.experts, device=device)
-    values, indices = logits.topk(shape.top_k)
+    logits = torch.randn(tokens, experts, device=DEVICE) + 0.5 * torch.randn(experts, device=DEVICE)
+    values, indices = logits.topk(top_k)
     weights = values.softmax(-1).to(dtype).requires_grad_()
-    out = torch.randn(tokens, width, device=device, dtype=dtype)
+    out = torch.randn(tokens, width, device=DEVICE, dtype=dtype)
     return Case(module, x, indices, weights, out, [p for p in module.parameters() if p.requires_grad])
 
 
-def timed(case: Case, name: str, shape: Experts, tokens: int) -> dict[str, float]:
-    case = chosen_for(case, name)
-    forward, both = _milliseconds(case.forward), _milliseconds(case.both)
-    products = 2 * tokens * shape.top_k * shape.products * shape.width * shape.inner
-    full = case.trained[0].ndim == 3
-    rate = products * (3 if full else 2) / both * 1e3
-    return {
-        "ms forward": forward,
-        "ms forward and backward": both,
-        **_in_a_graph(case),
+def timed(case: Case, name: str, shape: Experts, tokens: int) -> dict[str, Any]:
+    case, (_, top_k, width, inner) = chosen_for(case, name), shape.sizes
+    forward, both = gpu_ms(case.forward), gpu_ms(case.both)
+    products = 2 * tokens * top_k * shape.products * width * inner
+    rate = products * (3 if case.trained[0].ndim == 3 else 2) / both * 1e3
+    figures = {"ms forward": forward, "ms forward and backward": both}
+    with suppress(RuntimeError):  # without gaps between launches, as in a captured step; not of one that reads
+        figures["ms in a CUDA graph"] = graph_ms(case.both)
+    return figures | {
         "GiB at most": peak_gib(case.both),
         "useful TFLOP/s": rate / 1e12,
         "share of the measured matrix rate": rate / matrix_rate(),
@@ -170,26 +175,16 @@ def timed(case: Case, name: str, shape: Experts, tokens: int) -> dict[str, float
     }
 
 
-def _in_a_graph(case: Case) -> dict[str, float]:
-    """Milliseconds without gaps between launches, as in a captured step; nothing for a contender that reads."""
-    try:
-        return {"ms in a CUDA graph": graph_ms(case.both)}
-    except RuntimeError:
-        return {}
-
-
-def _milliseconds(call: Callable[[], object]) -> float:
-    first = wall_ms(call, 1)
-    return gpu_ms(call, max(1, min(10, int(300 / first))))
-
-
 def chosen_for(case: Case, name: str) -> Case:
     """The case on an implementation by its name in transformers; ours as in a packed call of a patched model."""
+    experts: Any = next(m for m in case.module.modules() if hasattr(m, "_apply_gate"))
     if name == OURS:
+        layout = layout_of(experts)
+        assert not isinstance(layout, str), layout
         for module in case.module.modules():
             is_stock = LAYOUT not in module.__dict__ and hasattr(module, "_apply_gate")
             if is_stock or type(module).__name__ == "ParamWrapper":
-                for edit in kernel_edits(module):
+                for edit in kernel_edits(module, layout):
                     edit.apply()
         tokens = len(case.x)
         return replace(case, packed=PackedForward(PackedMetadata.from_lengths([tokens], device=DEVICE), (1, tokens)))
@@ -197,103 +192,18 @@ def chosen_for(case: Case, name: str) -> Case:
         if original_class(module) is not type(module):
             restore(module)
             module.__dict__.pop(LAYOUT, None)
-    experts = next(m for m in case.module.modules() if hasattr(m, "_apply_gate"))
     experts.config._experts_implementation = available(name)
     return case
 
 
-def worst(case: Case, name: str, found: dict[str, float]) -> float:
-    """The largest error against float64, of all in ``found``."""
-    result, gradients = chosen_for(case, name).both()
-    free()
-    found |= errors(case, result.detach(), gradients)
-    return max(found.values())
-
-
-def errors(case: Case, result: Tensor, gradients: list[Tensor]) -> dict[str, float]:
-    """Relative errors by name. Each expert in float64 by itself: its share of the result, and its gradients.
-
-    Gradients of weights are compared expert by expert, so that float64 takes the memory of one.
-    """
-    module = next(m for m in case.module.modules() if hasattr(m, "_apply_gate"))
-    names = [name for name, _ in module.named_parameters()]
-    factors = _adapters(case.module)
-    right = {"result": torch.zeros_like(result, dtype=torch.float64)}
-    right["tokens"] = torch.zeros_like(right["result"])
-    right["routing weights"] = torch.zeros_like(case.weights, dtype=torch.float64)
-    missed: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=result.device, dtype=torch.float64))
-    whole: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=result.device, dtype=torch.float64))
-    trained = dict(zip([id(p) for p in case.trained], gradients[2:]))
-    for expert in range(module.num_experts):
-        token, slot = torch.where(case.indices == expert)
-        weight = {name: _leaf(getattr(module, name)[expert]) for name in names}
-        leaves = {name: (_leaf(of_a(expert)), _leaf(of_b(expert))) for name, (of_a, of_b, _) in factors.items()}
-        used = dict(weight)
-        for name, (a, b) in leaves.items():
-            delta = factors[name][2] * (b @ a)  # [out, in]
-            used[name] = used[name] + (delta.T if module.is_transposed else delta)
-        x, share = _leaf(case.x[token]), _leaf(case.weights[token, slot])
-        product = _one_expert(module, x, used) * share[:, None]
-        found = dict(
-            zip(
-                ["x", "share", *weight, *((n, i) for n in leaves for i in (0, 1))],
-                torch.autograd.grad(
-                    (product * case.out[token].double()).sum(),
-                    [x, share, *weight.values(), *(leaf for pair in leaves.values() for leaf in pair)],
-                ),
-            )
-        )
-        right["result"].index_add_(0, token, product.detach())
-        right["tokens"].index_add_(0, token, found["x"])
-        right["routing weights"][token, slot] = found["share"]
-        for name in names:
-            if (gradient := trained.get(id(getattr(module, name)))) is not None:
-                missed[name] += (gradient[expert].double() - found[name]).square().sum()
-                whole[name] += found[name].square().sum()
-        for name, parts in factors.items():
-            for i, factor in enumerate(parts[:2]):
-                gradient = factor(expert, trained)
-                missed[f"{name}.lora_{'AB'[i]}"] += (gradient.double() - found[name, i]).square().sum()
-                whole[f"{name}.lora_{'AB'[i]}"] += found[name, i].square().sum()
-    measured = {"result": result, "tokens": gradients[0], "routing weights": gradients[1]}
-    errors = {n: float((measured[n].double() - right[n]).norm() / right[n].norm()) for n in right}
-    errors |= {n: float((missed[n] / whole[n]).sqrt()) for n in missed}
-    return {n: e if e == e else float("inf") for n, e in errors.items()}
-
-
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().double().requires_grad_()
-
-
-def _one_expert(module: Any, x: Tensor, weight: dict[str, Tensor]) -> Tensor:
-    """[n, D] through one expert of transformers' layout, in the dtype of its arguments."""
-
-    def product(x: Tensor, name: str) -> Tensor:
-        w = weight[name]
-        y = x @ (w if module.is_transposed else w.T)
-        return y + weight[f"{name}_bias"] if module.has_bias else y
-
-    inner = product(x, "gate_up_proj" if module.has_gate else "up_proj")
-    return product(module._apply_gate(inner) if module.has_gate else module.act_fn(inner), "down_proj")
-
-
-def _adapters(module: Any) -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], float]]:
-    """Returns functions by parameter with an adapter: one expert's A [r, in] and B [out, r], or their gradients."""
-    found = {}
-    for wrapper in module.modules():
-        name = getattr(wrapper, "parameter_name", None)
-        if name is not None:
-            a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
-            experts = wrapper.num_experts
-
-            def part_a(expert: int, of: Any = None, a: Tensor = a, n: int = experts) -> Tensor:
-                return (a if of is None else of[id(a)]).reshape(n, -1, a.shape[-1])[expert]
-
-            def part_b(expert: int, of: Any = None, b: Tensor = b, n: int = experts) -> Tensor:
-                return (b if of is None else of[id(b)]).reshape(b.shape[0], -1, n)[:, :, expert]
-
-            found[name] = (part_a, part_b, wrapper.scaling["default"])
-    return found
+def exact(case: Case) -> list[Tensor]:
+    """The result and the gradients in float64, by transformers' loop over experts, kept on the host."""
+    leaves = [x.detach().double().requires_grad_() for x in (case.x, case.weights)]
+    module = deepcopy(case.module).double()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    twin = Case(module, leaves[0], case.indices, leaves[1], case.out.double(), trained)
+    result, gradients = chosen_for(twin, "eager").both()
+    return [x.detach().float().cpu() for x in (result, *gradients)]
 
 
 SECTIONS: dict[str, Callable[[Sequence[Experts]], Iterator[Result]]] = {
@@ -306,24 +216,12 @@ SECTIONS: dict[str, Callable[[Sequence[Experts]], Iterator[Result]]] = {
 }
 
 
-def run() -> Iterator[Result]:
-    """All sections, the most important first."""
-    for section in SECTIONS.values():
-        yield from section(SHAPES)
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
-    options = parser(__doc__)
-    options.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    options = parser(__doc__, [*SECTIONS])
     options.add_argument("--shapes", nargs="+", default=[""], metavar="NAME", help="only shapes whose name begins so")
-    options.add_argument("--limit", type=float, metavar="SECONDS", help="the most that a contender may take")
     chosen = parsed(options, arguments)
     shapes = [shape for shape in SHAPES if shape.name.startswith(tuple(chosen.shapes))]
-    if chosen.limit:
-        set_limit(chosen.limit)
-    with ending_within(chosen.budget):
-        found = (result for name in chosen.only for result in survived(name, SECTIONS[name](shapes)))
-        return collected(found, chosen.output, "moe")
+    return collected(in_turn(chosen.only, SECTIONS, shapes), header(), chosen.output, "moe")
 
 
 if __name__ == "__main__":

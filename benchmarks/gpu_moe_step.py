@@ -7,26 +7,121 @@ Models train in full, or by adapters of rank 16 on attention and experts. Rules 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_clock import QUICK, TOY, Result, free, wanted
-from benchmarks.gpu_moe_shapes import Experts, available
+from benchmarks.clock import DEVICE, QUICK, TOY
 from benchmarks.gpu_step import Contender, Loss, ours_alone, ours_compiled, race, stock, stock_liger
-from benchmarks.gpu_trainer_runs import measure
+from benchmarks.gpu_trainers import TRAINER, measure
+from benchmarks.report import Result
+from benchmarks.shapes import SHAPES as MODELS
+from benchmarks.shapes import config
+from benchmarks.workload import Shape
 
 ROWS = (256,) if TOY else (8_192,) if QUICK else (8_192, 16_384)
-TRAINER = "Trainer, enable_packing"
 WHOLE_LAYERS = 2 if TOY else 24  # of gpt-oss-20b
 OURS = Contender("ours, compiled and captured", ours_compiled, "fixed", captured=True)
 RECOMPUTED = Contender(
     "ours, compiled and captured, layers recomputed", partial(ours_compiled, memory="full"), "fixed", captured=True
 )
 TOY_RUNS = {"ours", "ours, grouped_mm", "padded, grouped_mm"}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A model with experts.
+
+    Attributes:
+        layers, lora_layers: of the step, in full and with adapters.
+        products: matrices of a token's width x an expert's in an expert.
+        attention: what transformers runs on each document alone.
+    """
+
+    name: str
+    layers: int = 2
+    lora_layers: int = 2
+    products: int = 3
+    attention: str = "sdpa"
+
+    @property
+    def shape(self) -> str:
+        return self.name.partition(",")[0]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Experts, those that a token visits, the width of a token and that inside an expert."""
+        whole = config(self.shape)
+        inner = getattr(whole, "moe_intermediate_size", None) or whole.intermediate_size
+        return getattr(whole, MODELS[self.shape].count), whole.num_experts_per_tok, whole.hidden_size, inner
+
+    def make_experts(self) -> Any:
+        """The experts of one layer, with random weights."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config(self.shape, layers=MODELS[self.shape].few))
+        experts = next(m for m in model.modules() if hasattr(m, "_apply_gate")).to_empty(device=DEVICE)
+        for parameter in experts.parameters():
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        return experts
+
+    @cache  # noqa: B019  one shape a process, so that what is right for it is computed once
+    def step(self, rows: Sequence[int], lora: bool, whole: int | None = None) -> Shape:
+        """The training step: a model of some or ``whole`` layers; the checked one has fewer layers and experts."""
+        layers = whole or (self.lora_layers if lora else self.layers)
+        make, name = partial(config, self.shape, layers=layers), f"{self.name}, {layers} layers{', LoRA' * lora}"
+        return Shape(name, make, rows, lora=lora, steps=4, attention=self.attention, adapters=adapted_model)
+
+
+SHAPES = [
+    Experts("Qwen3-30B-A3B", 6, 12),
+    Experts("gpt-oss-20b", 4, 8, attention="eager"),
+    Experts("Qwen3.5-35B-A3B", 4, 8),
+    Experts("DeepSeek-V3, 64 experts", 2, 3),
+]
+PEFT = Experts("Qwen3-30B-A3B, PEFT's layer")
+
+
+def available(name: str) -> str:
+    """The name, if transformers has an implementation of experts of that name."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if name != "eager" and name not in ALL_EXPERTS_FUNCTIONS:
+        raise LookupError(f"transformers has no experts implementation {name!r}")
+    return name
+
+
+def adapted(experts: Any) -> Any:
+    """Experts under PEFT, with adapters of rank 16 on both projections; the weights themselves do not train."""
+    from peft import LoraConfig, get_peft_model
+
+    class Alone(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = experts
+
+        def forward(self, *arguments: Any) -> Any:
+            return self.experts(*arguments)
+
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    config = LoraConfig(r=16, target_modules=[], target_parameters=parameters, init_lora_weights=False)
+    return get_peft_model(Alone(), config).to(experts.down_proj.dtype)
+
+
+def adapted_model(model: Any) -> Any:
+    """The model under PEFT, with adapters of rank 16 on attention and on both projections of the experts."""
+    from peft import LoraConfig, get_peft_model
+
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+    config = LoraConfig(
+        r=16, target_modules=attention, target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        init_lora_weights=False,
+    )  # fmt: skip
+    return get_peft_model(model, config).to(model.dtype)
 
 
 def with_experts(name: str, prepare: Callable[[Any], Loss]) -> Callable[[Any], Loss]:
@@ -89,10 +184,7 @@ def run_adapted_step(shapes: Sequence[Experts]) -> Iterator[Result]:
 def run_trainer(shapes: Sequence[Experts]) -> Iterator[Result]:
     """``Trainer`` after ``enable_packing`` on the same rows, in full and with adapters."""
     for shape, lora in product(shapes, (False, True)):
-        if wanted(TRAINER):
-            yield from measure(shape.step(ROWS, lora), TRAINER, ROWS[0], epochs=1, repeat=1)
-            torch._dynamo.reset()
-            free()
+        yield from measure(shape.step(ROWS, lora), TRAINER, ROWS[0], epochs=1, repeat=1)
 
 
 def run_whole(shapes: Sequence[Experts]) -> Iterator[Result]:

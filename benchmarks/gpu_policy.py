@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_policy --shape 4B --row 65536
     python -m benchmarks.gpu_policy --rollouts FILE      # a line of JSON for each answer
     python -m benchmarks.gpu_policy --full --shape 0.5B  # all weights, and a reference model beside
-    python -m benchmarks.gpu_policy --profile            # two more updates: GPU idle by gap, host time by function
+    python -m benchmarks.gpu_policy --profile            # one more update: GPU busy, gaps, kernels
     python -m benchmarks.gpu_policy --tiny               # every contender on the CPU; its times mean nothing
 
 A rollout is ``{"prompt_ids", "completion_ids", "logprobs", "reward"}``, the log-probabilities of its sampler; eight in
@@ -18,19 +18,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
-from benchmarks.gpu import collected, parsed, parser
-from benchmarks.gpu_clock import DEVICE, TOY, Result, free, seconds_left, wanted
-from benchmarks.gpu_preference import SHAPES, WARM_UP, Contender, tokenizer, trainer_run, verdict
-from benchmarks.gpu_workload import DTYPE
-from torch_backend import enable_packing
+from benchmarks.clock import TOY, header
+from benchmarks.gpu_preference import SHAPES, Contender, add_options, trainer_run, verdict
+from benchmarks.harness import measured, parsed, parser
+from benchmarks.report import Result, collected
+from benchmarks.shapes import config
+from benchmarks.workload import random_model, tokenizer, trainer_options
 
 SECTION = "policy" if not TOY else "policy, toy"
 GROUP, MICRO_BATCHES, TOKENS = 8, 2, "tokens/s"
@@ -64,26 +65,33 @@ def made_up(count: int) -> list[dict[str, Any]]:
 
 
 def build(
-    contender: Contender, make: Any, rollouts: list[dict[str, Any]], full: bool, folder: str, updates: int, clock: Any
+    contender: Contender,
+    shape: str,
+    rollouts: list[dict[str, Any]],
+    full: bool,
+    answers: int,
+    folder: str,
+    updates: int,
+    callback: Any,
 ) -> Any:
-    """A GRPOTrainer over random weights that takes its rollouts from a list, by ``rollout_func``."""
+    """A GRPOTrainer over random weights that takes its rollouts from a list, by ``rollout_func``.
+
+    Args:
+        full: train all weights.
+        answers: of an update.
+    """  # fmt: skip
     import trl
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(make(False), attn_implementation="sdpa", dtype=DTYPE)
+    model = random_model(config(SHAPES[shape]))
     if full:  # the trainer loads its reference from where the model came from
         model.save_pretrained(folder)
         model.config._name_or_path = folder
-    answers = len(rollouts) // updates
-    arguments = trl.GRPOConfig(
-        folder, max_steps=updates, per_device_train_batch_size=contender.micro, num_generations=GROUP,
-        gradient_accumulation_steps=answers // contender.micro, learning_rate=1e-6, lr_scheduler_type="constant",
-        optim="adamw_torch_fused", gradient_checkpointing=contender.checkpointing, beta=0.04, bf16=not TOY,
-        logging_steps=updates, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=TOY, shuffle_dataset=False,
+    options = trainer_options(
+        updates, per_device_train_batch_size=contender.micro, num_generations=GROUP, learning_rate=1e-6, beta=0.04,
+        gradient_accumulation_steps=answers // contender.micro, gradient_checkpointing=contender.checkpointing,
+        bf16=not TOY, logging_steps=updates, shuffle_dataset=False,
     )  # fmt: skip
 
     def recorded(prompts: list[str], _: Any) -> dict[str, list[Any]]:
@@ -91,7 +99,8 @@ def build(
         return {name: [rollout[name] for rollout in taken] for name in taken[0]}
 
     trainer: Any = trl.GRPOTrainer(
-        model, lambda reward, **_: reward, args=arguments, processing_class=tokenizer(), callbacks=[clock],
+        model, lambda reward, **_: reward, args=trl.GRPOConfig(folder, **options), processing_class=tokenizer(),
+        callbacks=[callback],
         train_dataset=Dataset.from_list([{"prompt": str(i)} for i in range(len(rollouts) // GROUP)]),
         rollout_func=recorded,
         peft_config=None if full else LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
@@ -99,41 +108,32 @@ def build(
     # As if vLLM had made them: the trainer compares its log-probabilities with theirs.
     trainer.use_vllm, trainer._last_loaded_step = True, -1
     trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
-    return enable_packing(trainer, verify=False, fast=contender.fast) if contender.packed else trainer
+    return trainer
 
 
 def run(chosen: Any) -> Iterator[Result]:
-    updates, all_contenders = chosen.warm_up + chosen.updates + 2 * chosen.profile, contenders(chosen.row)
+    updates, all_contenders = chosen.warm_up + chosen.updates + chosen.profile, contenders(chosen.row)
     answers = MICRO_BATCHES * all_contenders[0].micro  # of an update
     lines = chosen.rollouts.read_text().splitlines() if chosen.rollouts else ()
     rollouts = list(islice(cycle(map(json.loads, lines)), answers * updates)) or made_up(answers * updates)
     timed = rollouts[answers * chosen.warm_up :][: answers * chosen.updates]
     tokens = sum(len(x["prompt_ids"]) + len(x["completion_ids"]) for x in timed) / chosen.updates
     for shape in chosen.shape:
+        case = f"{shape}, {'all weights' if chosen.full else 'LoRA'}, rows of {chosen.row:,}"
         for contender in all_contenders:
-            if not wanted(contender.name) or seconds_left() < 0:
-                continue
-
-            def make(*rest: Any, who: Contender = contender, shape: str = shape, data: Any = rollouts) -> Any:
-                return build(who, SHAPES[shape], data, chosen.full, *rest)
-
-            case = f"{shape}, {'all weights' if chosen.full else 'LoRA'}, rows of {chosen.row:,}"
-            counts = chosen.updates, 2 * chosen.profile, chosen.warm_up
-            yield from trainer_run(SECTION, case, contender, make, (tokens, TOKENS), *counts)
-            free()
+            make = partial(build, contender, shape, rollouts, chosen.full, answers)
+            measure = partial(trainer_run, contender, make, (tokens, TOKENS), chosen)
+            yield from measured(SECTION, case, contender.name, TOKENS, measure)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
-    options.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
+    add_options(options)
     options.add_argument("--row", type=int, default=ROW, help="tokens of a micro-batch, about")
-    options.add_argument("--updates", type=int, default=1 if TOY else 4, help="timed, after the warm-up")
-    options.add_argument("--warm-up", type=int, default=WARM_UP, help="updates before those")
     options.add_argument("--rollouts", type=Path, help="a file of them; again from its beginning where it ends")
     options.add_argument("--full", action="store_true", help="train all weights, beside a reference model")
-    options.add_argument("--profile", action="store_true", help="two more updates, and what the host did in them")
     chosen = parsed(options, arguments)
-    results = collected(run(chosen), chosen.output, "gpu_policy")
+    results = collected(run(chosen), header(), chosen.output, "gpu_policy")
     for case in dict.fromkeys(result.case for result in results):
         print(verdict(case, results, TOKENS), flush=True)
     return results

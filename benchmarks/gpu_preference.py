@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_preference --shape 4B --match "sdpa, group_by_length, micro-batches of (2|4)"
     python -m benchmarks.gpu_preference --match "^enable_packing.*of 8$"  # layers compiled, and as they are
     python -m benchmarks.gpu_preference --lora               # adapters of rank 16 on all linear layers, no second model
-    python -m benchmarks.gpu_preference --profile            # two more updates: GPU idle by gap, host time by function
+    python -m benchmarks.gpu_preference --profile            # one more update: GPU busy, gaps, kernels
     python -m benchmarks.gpu_preference --budget 500         # begin no contender after so many seconds
     python -m benchmarks.gpu_preference --tiny               # every contender on the CPU; its times mean nothing
 
@@ -22,20 +22,20 @@ TRL is needed (``pip install trl``); where it cannot be installed, unpack its wh
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import torch
 
-from benchmarks.gpu import collected, parsed, parser, survived
-from benchmarks.gpu_clock import DEVICE, TOY, Result, failed, free, highest_gib, seconds_left, synchronize, wanted
-from benchmarks.gpu_profile import DeviceProfile, HostProfile
-from benchmarks.gpu_workload import DTYPE, qwen2
+from benchmarks.clock import TOY, StepClock, header
+from benchmarks.harness import Figures, measured, parsed, parser
+from benchmarks.report import Result, collected
+from benchmarks.shapes import config
+from benchmarks.workload import random_model, tokenizer, trainer_options
 from torch_backend import enable_packing
 
 SECTION = "preference" if not TOY else "preference, toy"
@@ -74,32 +74,13 @@ class Contender:
 def contenders() -> list[Contender]:
     """Packed ones first, so that their result survives a run that is cut short."""
     sizes = (2,) if TOY else (1, 2, 4, 8, 16)
-    found = [
-        Contender(True, micro, checkpointing, fast=fast)
-        for fast in (True, False)
-        for checkpointing in (False, True)
-        for micro in sizes
-    ]
-    for attention in ("sdpa", "flash_attention_2"):
-        for sampling in ("random", "group_by_length"):
-            found += [Contender(False, micro, c, sampling, attention) for c in (False, True) for micro in sizes]
-    return found
+    runs = [(micro, checkpointing) for checkpointing in (False, True) for micro in sizes]
+    packed = [Contender(True, *options, fast=fast) for fast in (True, False) for options in runs]
+    stock = product(("sdpa", "flash_attention_2"), ("random", "group_by_length"), runs)
+    return packed + [Contender(False, *options, sampling, attention) for attention, sampling, options in stock]
 
 
-def qwen3_4b(few: bool) -> Any:
-    """The shape of Qwen3-4B."""
-    from transformers import Qwen3Config
-
-    if TOY:
-        return qwen2(few)
-    return Qwen3Config(
-        hidden_size=2_560, intermediate_size=9_728, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        num_hidden_layers=2 if few else 36, vocab_size=151_936, tie_word_embeddings=True,
-        max_position_embeddings=32_768,
-    )  # fmt: skip
-
-
-SHAPES = {"0.5B": qwen2, "4B": qwen3_4b}
+SHAPES = {"0.5B": "Qwen2-0.5B", "4B": "Qwen3-4B"}
 
 
 def preference_pairs(count: int) -> list[dict[str, Any]]:
@@ -111,126 +92,65 @@ def preference_pairs(count: int) -> list[dict[str, Any]]:
         ids: list[int] = generator.integers(4, 190 if TOY else 100_000, int(np.clip(length, 4, most))).tolist()
         return ids
 
-    found = []
+    pairs = []
     for _ in range(count):
         prompt = tokens(PROMPT, LONGEST // 2)
         chosen, rejected = (tokens(ANSWER, LONGEST - len(prompt)) for _ in range(2))
         longest = len(prompt) + max(len(chosen), len(rejected))
-        found.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected, "length": longest})
-    return found
+        pairs.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected, "length": longest})
+    return pairs
 
 
-def build(
-    contender: Contender, make: Any, pairs: Any, folder: str, updates: int, clock: Any, *, lora: bool = False
-) -> Any:
+def build(contender: Contender, shape: str, pairs: Any, lora: bool, folder: str, updates: int, callback: Any) -> Any:
     """A DPOTrainer over random weights, whose pairs are tokens already."""
     import trl
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM
 
     class Tokenised(trl.DPOTrainer):
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
             return dataset
 
-    def model(seed: int) -> Any:
-        torch.manual_seed(seed)
-        attention = "sdpa" if contender.packed else contender.attention
-        with torch.device(DEVICE):
-            return AutoModelForCausalLM.from_config(make(False), attn_implementation=attention, dtype=DTYPE)
-
-    arguments = trl.DPOConfig(
-        folder, max_steps=updates, per_device_train_batch_size=contender.micro,
-        gradient_accumulation_steps=PAIRS_PER_UPDATE // contender.micro, learning_rate=1e-6,
-        lr_scheduler_type="constant", optim="adamw_torch_fused", gradient_checkpointing=contender.checkpointing,
-        train_sampling_strategy=contender.sampling, length_column_name="length", max_length=None, bf16=not TOY,
-        logging_steps=updates, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=TOY,
-        remove_unused_columns=False,
+    attention = "sdpa" if contender.packed else contender.attention
+    models = [random_model(config(SHAPES[shape]), attention, seed=seed) for seed in range(1 if lora else 2)]
+    options = trainer_options(
+        updates, per_device_train_batch_size=contender.micro, learning_rate=1e-6, bf16=not TOY, logging_steps=updates,
+        gradient_accumulation_steps=PAIRS_PER_UPDATE // contender.micro, remove_unused_columns=False,
+        gradient_checkpointing=contender.checkpointing, train_sampling_strategy=contender.sampling,
+        length_column_name="length", max_length=None,
     )  # fmt: skip
-    adapters = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
-    trainer = Tokenised(
-        model(0), None if lora else model(1), args=arguments, train_dataset=pairs, processing_class=tokenizer(),
-        callbacks=[clock], peft_config=adapters,
+    return Tokenised(
+        *models, args=trl.DPOConfig(folder, **options), train_dataset=pairs,
+        processing_class=tokenizer(), callbacks=[callback],
+        peft_config=LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
     )  # fmt: skip
-    if not contender.packed:
-        return trainer
-    return enable_packing(trainer, verify=False, fast=contender.fast)
-
-
-def measure(
-    contender: Contender, shape: str, updates: int, profiled: int = 0, *, warm_up: int = WARM_UP, lora: bool = False
-) -> Iterator[Result]:
-    """Times a run of one contender, and profiles ``profiled`` updates after those that are timed."""
-    from datasets import Dataset
-
-    data = Dataset.from_list(preference_pairs(PAIRS_PER_UPDATE * (warm_up + updates + profiled)))
-
-    def make(folder: str, total: int, clock: Any) -> Any:
-        return build(contender, SHAPES[shape], data, folder, total, clock, lora=lora)
-
-    case = f"{shape}, LoRA" if lora else shape
-    yield from trainer_run(SECTION, case, contender, make, (PAIRS_PER_UPDATE, "pairs/s"), updates, profiled, warm_up)
 
 
 def trainer_run(
-    section: str,
-    case: str,
-    contender: Any,
-    make: Callable[[str, int, Any], Any],
-    of_update: tuple[float, str],
-    updates: int,
-    profiled: int,
-    warm_up: int = WARM_UP,
-) -> Iterator[Result]:
-    """Times ``updates`` of a trainer after ``warm_up``, and profiles ``profiled`` more.
+    contender: Contender, make: Callable[[str, int, Any], Any], of_update: tuple[float, str], chosen: Any
+) -> Figures:
+    """Times updates of a trainer after the warm-up, and profiles one more if ``--profile`` is chosen.
 
     Args:
-        contender: with a ``name``, and ``packed``.
         make: a folder, the number of updates and a callback -> the trainer.
         of_update: what an update has, and the unit of that per second.
     """
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        began = first = warm = ended = 0.0
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.began = time.perf_counter()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 1:
-                synchronize()
-                self.first = time.perf_counter()
-            if state.global_step in (warm_up, warm_up + updates):
-                synchronize()
-                self.warm, self.ended = self.ended, time.perf_counter()
-            if profiled and state.global_step in (total - 1, total):
-                profiles[state.global_step == total].__exit__(None, None, None)
-            if profiled and state.global_step in (total - 2, total - 1):
-                profiles[state.global_step == total - 1].__enter__()
-
-    clock, total = Clock(), warm_up + updates + profiled
-    profiles: tuple[Any, Any] = DeviceProfile(), HostProfile()
+    clock, profiled = StepClock(chosen.warm_up, chosen.updates), chosen.profile
+    with TemporaryDirectory() as folder:
+        trainer = make(folder, clock.last + profiled, clock.callback(profiled))
+        if contender.packed:
+            enable_packing(trainer, verify=False, fast=contender.fast)
+        trainer.train()
+        if contender.packed:
+            print(contender.name, trainer.packed_step.parts, flush=True)
+        loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+        trainer.accelerator.free_memory()
     amount, unit = of_update
-    if not TOY:
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        with TemporaryDirectory() as folder:
-            trainer = make(folder, total, clock)
-            trainer.train()
-            if contender.packed:
-                print(contender.name, trainer.packed_step.parts, flush=True)
-            if profiled:
-                print(contender.name, *profiles, sep="\n", flush=True)
-            loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-            trainer.accelerator.free_memory()
-            del trainer
-    except Exception as failure:
-        yield failed(section, case, contender.name, unit, failure)
-        return
-    yield Result(section, case, contender.name, amount * updates / (clock.ended - clock.warm), unit)
-    yield Result(section, case, contender.name, highest_gib(), "GiB at most")
-    yield Result(section, case, contender.name, float(loss), "mean loss")
-    yield Result(section, case, contender.name, clock.first - clock.began, "s to the first update")
+    return {
+        unit: amount * clock.timed / clock.seconds,
+        "GiB at most": clock.peak,
+        "mean loss": float(loss),
+        "s to the first update": clock.first,
+    }
 
 
 def verdict(shape: str, results: Sequence[Result], unit: str = "pairs/s") -> str:
@@ -239,8 +159,8 @@ def verdict(shape: str, results: Sequence[Result], unit: str = "pairs/s") -> str
     for result in results:
         if result.case == shape and result.value is not None:
             figures.setdefault(result.contender, {})[result.unit] = result.value
-    stock = {name: found for name, found in figures.items() if name.startswith("stock")}
-    packed = {name: found for name, found in figures.items() if not name.startswith("stock")}
+    stock = {name: of for name, of in figures.items() if name.startswith("stock")}
+    packed = {name: of for name, of in figures.items() if not name.startswith("stock")}
     if not stock or not packed:
         return f"{shape}: nothing to compare"
     best = max(stock, key=lambda name: stock[name][unit])
@@ -258,38 +178,37 @@ def _figures(figures: dict[str, float], unit: str) -> str:
     return f"{figures[unit]:,.2f} {unit}, {figures['GiB at most']:.1f} GiB"
 
 
-def tokenizer() -> Any:
-    """Builds the tokenizer that a trainer asks for; the pairs are tokens already."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(4)}, unk_token="<3>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<0>", eos_token="<2>", unk_token="<3>")
+def add_options(options: argparse.ArgumentParser) -> None:
+    """Add those of runs of trainers by updates."""
+    options.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
+    options.add_argument("--updates", type=int, default=1 if TOY else 4, help="timed, after the warm-up")
+    options.add_argument("--warm-up", type=int, default=WARM_UP, help="updates that are not timed")
+    options.add_argument("--profile", action="store_true", help="one more update: GPU busy, gaps and kernels")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
-    options.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
-    options.add_argument("--updates", type=int, default=1 if TOY else 4, help="timed, after the warm-up")
-    options.add_argument("--warm-up", type=int, default=WARM_UP, help="updates that are not timed")
+    add_options(options)
     options.add_argument(
         "--lora", action="store_true", help="train adapters, whose reference is the model without them"
     )
-    options.add_argument("--profile", action="store_true", help="two more updates, and what the host did in them")
     chosen = parsed(options, arguments)
-    results = collected(_run(chosen), chosen.output)
+    results = collected(run(chosen), header(), chosen.output, "gpu")
     for case in dict.fromkeys(result.case for result in results):
         print(verdict(case, results), flush=True)
     return results
 
 
-def _run(chosen: argparse.Namespace) -> Iterator[Result]:
-    options = {"warm_up": chosen.warm_up, "lora": chosen.lora}
+def run(chosen: Any) -> Iterator[Result]:
+    from datasets import Dataset
+
+    updates = chosen.warm_up + chosen.updates + chosen.profile
+    pairs = Dataset.from_list(preference_pairs(PAIRS_PER_UPDATE * updates))
     for shape, contender in product(chosen.shape, contenders()):
-        if wanted(contender.name) and seconds_left() > 0:
-            figures = measure(contender, shape, chosen.updates, 2 * chosen.profile, **options)
-            yield from survived(contender.name, figures)
-            free()
+        make = partial(build, contender, shape, pairs, chosen.lora)
+        measure = partial(trainer_run, contender, make, (PAIRS_PER_UPDATE, "pairs/s"), chosen)
+        case = f"{shape}, LoRA" if chosen.lora else shape
+        yield from measured(SECTION, case, contender.name, "pairs/s", measure)
 
 
 if __name__ == "__main__":

@@ -24,46 +24,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu import collected, parsed, parser, survived
-from benchmarks.gpu_clock import TOY, Result, free, wanted
-from benchmarks.gpu_moe_shapes import adapted_model, gpt_oss
-from benchmarks.gpu_trainer_runs import measure, packed_trainer, sft
-from benchmarks.gpu_workload import DTYPE, Shape, qwen2, with_adapters
+from benchmarks.clock import DTYPE, TOY, header, reset_peak
+from benchmarks.gpu_moe_step import adapted_model
+from benchmarks.gpu_trainers import SFT, TRAINER, measure, sft, trainer
+from benchmarks.harness import free, parsed, parser
+from benchmarks.report import Result, collected
+from benchmarks.shapes import config
+from benchmarks.workload import RATE, Shape, with_adapters
 from torch_backend.hf.anatomy.layers import find_experts
 from torch_backend.ops.mxfp4 import GROUP, Mxfp4Weight
 
-ROW, RATE = 256 if TOY else 8_192, "real tokens/s"
-STOCK, PACKED = "SFTTrainer(packing=True), stock SDPA", "SFTTrainer(packing=True), enable_packing"
-TRAINER = "Trainer, enable_packing"
+ROW = 256 if TOY else 8_192
+STOCK = "SFTTrainer(packing=True), stock SDPA"
 STACKED = ("gate_up_proj", "down_proj")  # of experts
 AGAIN, AUTO = ", checkpointing", '(memory="auto")'
 CONTENDERS = {
-    PACKED + AGAIN: partial(sft, checkpointing=True),
-    PACKED: sft,
-    PACKED + AUTO: partial(sft, memory="auto"),
+    SFT + AGAIN: partial(sft, checkpointing=True),
+    SFT: sft,
+    SFT + AUTO: partial(sft, memory="auto"),
     STOCK + AGAIN: partial(sft, packed=False, checkpointing=True),
     STOCK: partial(sft, packed=False),
 }
 ON_EXPERTS = {  # TRL would add the router's loss
-    TRAINER + AGAIN: partial(packed_trainer, memory="full"),
-    TRAINER: packed_trainer,
-    TRAINER + AUTO: partial(packed_trainer, memory="auto"),
+    TRAINER + AGAIN: partial(trainer, memory="full"),
+    TRAINER: trainer,
+    TRAINER + AUTO: partial(trainer, memory="auto"),
 }
-
-
-def dense(family: str, heads: int, vocabulary: int, *, tied: bool = False, **sizes: int) -> Callable[[int, bool], Any]:
-    """A shape without experts: layers, few or all of them -> the config."""
-    from transformers import AutoConfig
-
-    def config(layers: int, few: bool) -> Any:
-        if TOY:
-            return qwen2(few)
-        return AutoConfig.for_model(
-            family, **sizes, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
-            vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=40_960,
-        )  # fmt: skip
-
-    return config
 
 
 def in_nf4(model: Any) -> None:
@@ -99,31 +85,22 @@ class Workload:
     """A shape, and the weights in fewer bits that stand beside bfloat16.
 
     Attributes:
-        config: layers, few or all of them -> the config.
         bits: the name of these weights; quantise: makes them of a model, in place.
         adapters: model -> the model under PEFT.
     """
 
-    config: Callable[[int, bool], Any]
-    bits: str
-    quantise: Callable[[Any], None]
-    adapters: Callable[[Any], Any]
+    shape: str
+    bits: str = "NF4"
+    quantise: Callable[[Any], None] = in_nf4
+    adapters: Callable[[Any], Any] = with_adapters
     contenders: Mapping[str, Any] = field(default_factory=lambda: CONTENDERS)
     attention: str = "sdpa"
 
 
-SHAPES = {  # as published: all layers are 40, 32, 16 and 28
-    "Qwen3-14B": dense("qwen3", 40, 151_936, hidden_size=5_120, intermediate_size=17_408, head_dim=128),
-    "Llama-3-8B": dense("llama", 32, 128_256, hidden_size=4_096, intermediate_size=14_336, head_dim=128),
-    "Llama-3.2-1B": dense("llama", 32, 128_256, hidden_size=2_048, intermediate_size=8_192, head_dim=64, tied=True),
-    "Qwen3-0.6B": dense("qwen3", 16, 151_936, hidden_size=1_024, intermediate_size=3_072, head_dim=128, tied=True),
-}
-WORKLOADS = {name: Workload(config, "NF4", in_nf4, with_adapters) for name, config in SHAPES.items()}
-WORKLOADS["gpt-oss-20b"] = Workload(
-    lambda layers, few: gpt_oss(2 if TOY else layers, 4 if TOY else 32),
-    "MXFP4", in_mxfp4, adapted_model, ON_EXPERTS, "eager",
-)  # fmt: skip
-WORKLOADS["gpt-oss-20b, attention"] = replace(WORKLOADS["gpt-oss-20b"], adapters=with_adapters)
+# as published, all layers are 40, 32, 16, 28 and 24
+WORKLOADS = {name: Workload(name) for name in ("Qwen3-14B", "Llama-3-8B", "Llama-3.2-1B", "Qwen3-0.6B")}
+ROUTED = Workload("gpt-oss-20b", "MXFP4", in_mxfp4, adapted_model, ON_EXPERTS, "eager")
+WORKLOADS |= {"gpt-oss-20b": ROUTED, "gpt-oss-20b, attention": replace(ROUTED, adapters=with_adapters)}
 
 
 def in_4_bits(workload: Workload, gib: float | None, model: Any) -> Any:
@@ -135,7 +112,7 @@ def in_4_bits(workload: Workload, gib: float | None, model: Any) -> Any:
     workload.quantise(model)
     free()
     if not TOY:  # a checkpoint is loaded without the values of all weights
-        torch.cuda.reset_peak_memory_stats()
+        reset_peak()
         _allow(gib)
     return workload.adapters(model)
 
@@ -147,17 +124,15 @@ def _allow(gib: float | None) -> None:
 
 def run(chosen: str, layers: int, rows: int, epochs: int, gib: float | None) -> Iterator[Result]:
     workload = WORKLOADS[chosen]
-    make = partial(workload.config, layers)
+    make = partial(config, workload.shape, layers=layers)
     name = "toy" if TOY else f"{chosen}, {layers} layers" + (f" in {gib:g} GiB" if gib else "")
     for weights, adapters in ((workload.bits, partial(in_4_bits, workload, gib)), ("bfloat16", workload.adapters)):
         shape = Shape(
             f"{name}, LoRA, {weights}", make, (rows,), lora=True, attention=workload.attention, adapters=adapters
         )
         for contender in workload.contenders:
-            if wanted(contender) and (weights == workload.bits or not contender.startswith(STOCK)):
+            if weights == workload.bits or not contender.startswith(STOCK):
                 yield from measure(shape, contender, rows, epochs, 1, contenders=workload.contenders)
-                torch._dynamo.reset()
-                free()
                 if not TOY:
                     _allow(None)
 
@@ -168,7 +143,7 @@ def verdict(results: Sequence[Result]) -> str:
     lines = []
     for (weights, name), ours in rates.items():
         if weights != "bfloat16" and not name.startswith(STOCK):
-            others = (weights, name.replace(PACKED, STOCK)), ("bfloat16", name)
+            others = (weights, name.replace(SFT, STOCK)), ("bfloat16", name)
             for what, other in zip(("stock packed rows", "bfloat16 weights"), others, strict=True):
                 if other != (weights, name) and other in rates:
                     lines.append(f"{ours / rates[other]:.2f} times the rate of {what}: {name}")
@@ -184,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--gib", type=float, help="memory that training over 4-bit weights may take")
     chosen = parsed(options, arguments)
     figures = run(chosen.shape, chosen.layers, chosen.rows, chosen.epochs, chosen.gib)
-    results = collected(survived("QLoRA", figures), chosen.output, "gpu_qlora")
+    results = collected(figures, header(), chosen.output, "gpu_qlora")
     print(verdict(results), flush=True)
     return results
 

@@ -1,7 +1,7 @@
 """Sparse attention on one GPU: the step of short documents, attention of long ones by operation, and blocks of keys.
 
     python -m benchmarks.gpu_sparse                               # all of it; without a GPU tiny, to see that it runs
-    python -m benchmarks.gpu_sparse --only step --budget 240      # one section; ends within 240 seconds
+    python -m benchmarks.gpu_sparse --only step --budget 240      # one section; nothing is measured after that
     python -m benchmarks.gpu_sparse --only attention --limit 90   # the most seconds that a contender may take
     python -m benchmarks.gpu_sparse --output results              # where sparse.json goes, renewed with every figure
 
@@ -11,7 +11,7 @@
   length, as these families ran before.
 - ``attention``: one document that is longer than the budget; scores and choice of its keys, attention over them in
   Triton, from the latent vectors that its keys and values are projections of, and in plain torch, and dense attention
-  of our Triton kernel, forward and backward; and the loss that trains an indexer. What is selected is held to float32
+  of our Triton kernel, forward and backward. What is selected is held to float32
   on a shorter document.
 - ``blocks``: forward and backward of an attention layer of Qwen 4, whose indexer chooses blocks of keys, on a document
   of 4,096 to 16,384 tokens; beside it the stock layer, whose indexer loops over queries, on the same hidden states,
@@ -21,7 +21,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,29 +32,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import collected, parsed, parser, survived
-from benchmarks.gpu_clock import (
-    DEVICE,
-    QUICK,
-    TOY,
-    Result,
-    ending_within,
-    free,
-    gated,
-    gpu_ms,
-    peak_gib,
-    relative_error,
-    set_limit,
-    synchronize,
-    wall_ms,
-    wanted,
-)
-from benchmarks.gpu_moe_shapes import deepseek
+from benchmarks.clock import DEVICE, DTYPE, QUICK, TOY, gpu_ms, header, once_ms, peak_gib, relative_error, wall_ms
 from benchmarks.gpu_step import NOISE, Contender, Loss, ours_alone, ours_compiled, race, stock
-from benchmarks.gpu_workload import DTYPE, Shape, batches, make_model
+from benchmarks.harness import Figures, in_turn, measured, parsed, parser
+from benchmarks.report import Result, collected
+from benchmarks.shapes import config
+from benchmarks.workload import Shape, batches, make_model
 from torch_backend.hf.anatomy.families import DOCUMENTS
 from torch_backend.ops.attention import attention, request_of
-from torch_backend.ops.attention.index_loss import IndexFactors, index_loss
 from torch_backend.ops.attention.reference import scores_attention
 from torch_backend.ops.attention.selected import (
     Latent,
@@ -83,21 +67,6 @@ CHECKED_BLOCKS, CHECKED_BUDGET = (40, 8) if TOY else (700, 128)
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-def sparse(layers: int, experts: int) -> Any:
-    """The config of deepseek_v32 in the sizes of :func:`deepseek`."""
-    from transformers import DeepseekV32Config
-
-    names = set(DeepseekV32Config().to_dict()) - {"model_type", "architectures", "transformers_version"}
-    same = {name: value for name, value in deepseek(layers, experts).to_dict().items() if name in names}
-    kinds = ["dense"] + ["sparse"] * (layers - 1)
-    index = {"index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_WIDTH, "index_topk": 2_048}
-    return DeepseekV32Config(**same | index, mlp_layer_types=kinds)
-
-
-def shape(name: str, config: Callable[[int, int], Any]) -> Shape:
-    return Shape(name, lambda few: config(2 if few or TOY else 3, 8 if TOY else 32), ROWS, steps=4)  # in 8 groups
-
-
 def by_documents(model: Any) -> Loss:
     """The whole decoder on batches of documents."""
     with replaced.dict(DOCUMENTS, {model.config.model_type: "as before"}):
@@ -109,8 +78,9 @@ def run_step() -> Iterator[Result]:
     ours.append(Contender("ours", ours_alone))
     before = [Contender("ours, whole decoder on batches of documents", by_documents)]
     padded = [Contender("padded, SDPA", stock, "padded")]
-    yield from race(shape("DeepSeek-V3.2, 3 layers, 32 experts", sparse), [*ours, *before, *padded])
-    yield from race(shape("DeepSeek-V3, 3 layers, 32 experts", deepseek), ours)
+    for name, racing in (("DeepSeek-V3.2", [*ours, *before, *padded]), ("DeepSeek-V3", ours)):
+        make = partial(config, name, layers=3, experts=32)  # in 8 groups
+        yield from race(Shape(f"{name}, 3 layers, 32 experts", make, ROWS, steps=4), racing)
 
 
 # -- attention of long documents ---------------------------------------------------------------------------------------
@@ -179,15 +149,6 @@ class Case:
         keys = SelectedKeys(selected, self.long, request, latent=latent, implementation=implementation)
         return selected_attention(*self.heads, keys)
 
-    def index_loss(self, selected: Tensor) -> list[Tensor]:
-        """The gradients of the loss that trains the indexer."""
-        latent, request = Latent(self.compressed, self.rotated, self.weight), request_of(*self.heads, self.packed)
-        factors = [x.detach().requires_grad_() for x in self.index]
-        implementation = "sdpa" if TOY else "triton"
-        keys = SelectedKeys(selected, self.long, request, latent=latent, implementation=implementation)
-        loss = index_loss(IndexFactors(*factors), self.q, self.k, keys)
-        return list(torch.autograd.grad(loss.sum(), factors))
-
     def dense(self) -> Tensor:
         return attention(*self.heads, self.packed, implementation="sdpa" if TOY else "triton")
 
@@ -220,57 +181,36 @@ def error(implementation: str) -> float:
 
 
 def run_attention() -> Iterator[Result]:
-    contenders: dict[str, tuple[Callable[[], float], Callable[[int], dict[str, float]]]] = {
+    contenders: dict[str, tuple[Callable[[], float] | None, Callable[[int], Figures]]] = {
         "selected keys, triton": (partial(error, "triton"), partial(timed_sparse, "triton")),
-        "all keys, triton": (lambda: 0.0, timed_dense),
+        "all keys, triton": (None, timed_dense),
         "selected keys, plain torch": (partial(error, "sdpa"), partial(timed_sparse, "sdpa")),
     }
     for tokens in LONG:
         case = f"a document of {tokens:,}, {HEADS} heads of {WIDTH}, values of {VALUES}"
         for name, (check, measure) in contenders.items():
-            if not wanted(name):
-                continue
-            figures, note = gated(check, LIMIT, partial(measure, tokens))
-            free()
-            if not figures:
-                yield Result("attention", case, name, None, BOTH, note)
-            for unit, value in figures.items():
-                yield Result("attention", case, name, value, unit, note)
+            yield from measured("attention", case, name, BOTH, partial(measure, tokens), check, LIMIT)
 
 
-def timed_sparse(implementation: str, tokens: int) -> dict[str, float]:
+def timed_sparse(implementation: str, tokens: int) -> Figures:
     case = Case.of(tokens)
     selected = case.selected()
     forward = partial(case.sparse, selected, implementation)
-    figures = {"ms scores and choice": _milliseconds(case.selected), "GiB at most, of these": _gib(case.selected)}
+    figures = {"ms scores and choice": gpu_ms(case.selected), "GiB at most, of these": peak_gib(case.selected)}
     in_triton = implementation == "triton" and not TOY
-    figures |= _both(case, forward, case.latent if in_triton else case.heads)
-    if implementation != "triton":
-        return figures
-    loss = partial(case.index_loss, selected)
-    return figures | {"ms loss of the indexer and its gradients": _milliseconds(loss), "GiB at most, of it": _gib(loss)}
+    return figures | _both(case, forward, case.latent if in_triton else case.heads)
 
 
-def timed_dense(tokens: int) -> dict[str, float]:
+def timed_dense(tokens: int) -> Figures:
     case = Case.of(tokens)
     return _both(case, case.dense, case.heads)
 
 
 def _both(case: Case, forward: Callable[[], Tensor], leaves: list[Tensor]) -> dict[str, float]:
     with torch.no_grad():
-        ahead = _milliseconds(forward)
+        ahead = gpu_ms(forward)
     both = partial(case.both, forward, leaves)
-    return {"ms forward": ahead, BOTH: _milliseconds(both), "GiB at most": _gib(both)}
-
-
-def _gib(call: Callable[[], object]) -> float:
-    return 0.0 if TOY else peak_gib(call)
-
-
-def _milliseconds(call: Callable[[], object]) -> float:
-    call()
-    first = once_ms(call)
-    return first if TOY else gpu_ms(call, max(1, min(10, int(300 / first))))
+    return {"ms forward": ahead, BOTH: gpu_ms(both), "GiB at most": peak_gib(both)}
 
 
 # -- blocks of keys ----------------------------------------------------------------------------------------------------
@@ -345,50 +285,27 @@ def norm_error(results: list[Tensor], right: list[Tensor]) -> float:
     return max(relative_error(x, y) for x, y in zip(results, right, strict=True) if y.any())
 
 
-def once_ms(call: Callable[[], object]) -> float:
-    """Milliseconds of a call that takes seconds."""
-    synchronize()
-    begin = time.perf_counter()
-    call()
-    synchronize()
-    return (time.perf_counter() - begin) * 1e3
-
-
 def run_blocks() -> Iterator[Result]:
     for tokens in BLOCKS:
         for name, ours in (("ours", True), ("stock", False)):
-            if not wanted(name):
-                continue
 
             def check(ours: bool = ours) -> float:
                 return norm_error(Blocks(ours, CHECKED_BLOCKS, CHECKED_BUDGET)(), right_blocks()[0])
 
-            def measure(ours: bool = ours, tokens: int = tokens) -> dict[str, float]:
+            def measure(ours: bool = ours, tokens: int = tokens) -> Figures:
                 layer = Blocks(ours, tokens)
                 return {BOTH: wall_ms(layer) if ours else once_ms(layer)}
 
-            figures, note = gated(check, lambda: 1e-5 if TOY else NOISE * right_blocks()[1], measure)
-            free()
-            case = f"a document of {tokens:,}"
-            if not figures:
-                yield Result("blocks", case, name, None, BOTH, note)
-            for unit, value in figures.items():
-                yield Result("blocks", case, name, value, unit, note)
+            limit = 1e-5 if TOY else lambda: NOISE * right_blocks()[1]
+            yield from measured("blocks", f"a document of {tokens:,}", name, BOTH, measure, check, limit)
 
 
 SECTIONS = {"step": run_step, "attention": run_attention, "blocks": run_blocks}
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
-    options = parser(__doc__)
-    options.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    options.add_argument("--limit", type=float, metavar="SECONDS", help="the most that a contender may take")
-    chosen = parsed(options, arguments)
-    if chosen.limit:
-        set_limit(chosen.limit)
-    with ending_within(chosen.budget):
-        figures = (result for name in chosen.only for result in survived(name, SECTIONS[name]()))
-        return collected(figures, chosen.output, "sparse")
+    chosen = parsed(parser(__doc__, [*SECTIONS]), arguments)
+    return collected(in_turn(chosen.only, SECTIONS), header(), chosen.output, "sparse")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import inspect
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -25,35 +25,24 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 
-from benchmarks.gpu_clock import (
+from benchmarks.clock import (
     DEVICE,
+    DTYPE,
     QUICK,
     TOY,
-    Result,
-    free,
-    gated,
+    StepClock,
+    allocated_gib,
     matrix_rate,
     relative_error,
-    synchronize,
     waits,
-    wanted,
 )
-from benchmarks.gpu_workload import (
-    DTYPE,
-    LONGEST,
-    Batch,
-    Shape,
-    batches,
-    documents,
-    llama3,
-    make_model,
-    qwen2,
-    qwen35,
-)
+from benchmarks.harness import Figures, free, measured
+from benchmarks.report import Result
+from benchmarks.shapes import config
+from benchmarks.workload import LONGEST, RATE, Batch, Shape, batches, documents, make_model
 from torch_backend import patch
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.packed_tokens import plain
-from torch_backend.segments import PackedMetadata
 from torch_backend.steps.cuda_graph import CapturedStep, compile_layers
 from torch_backend.steps.memory import Level, level_layers, set_level
 
@@ -87,48 +76,33 @@ class Contender:
 
 def run() -> Iterator[Result]:
     """The shape that the targets are about."""
-    if TOY:
-        yield from race(Shape("toy", qwen2, (256,)), [c for c in CONTENDERS if c.name in TOY_RUNS])
-    else:
-        yield from race(Shape("Qwen2-0.5B", qwen2, (16_384, 65_536)), CONTENDERS)
-
-
-def run_others() -> Iterator[Result]:
-    """Larger and other shapes."""
-    if TOY:
-        yield from race(Shape("toy, LoRA", qwen2, (256,), lora=True), [c for c in CONTENDERS if c.name in TOY_RUNS])
-        return
-    few = [c for c in CONTENDERS if c.name in LORA_RUNS]
-    yield from race(Shape("Llama-3-8B, LoRA", llama3, (8_192,), lora=True, steps=6), few)
+    shape = Shape("toy" if TOY else "Qwen2-0.5B", partial(config, "Qwen2-0.5B"), (256,) if TOY else (16_384, 65_536))
+    yield from race(shape, [c for c in CONTENDERS if not TOY or c.name in TOY_RUNS])
 
 
 def run_hybrid() -> Iterator[Result]:
     """The Qwen3.5 shape, 8 layers of which 6 scan; stock scans by ``fla`` if it is there, in plain torch otherwise."""
     for contender in HYBRID_CONTENDERS:
         steps = 8 if contender.name.startswith("ours") and not TOY else 2  # a scan in plain torch takes seconds a step
-        yield from race(Shape("Qwen3.5 hybrid, 8 layers", qwen35, HYBRID_ROWS, steps=steps), [contender])
+        shape = Shape("Qwen3.5 hybrid, 8 layers", partial(config, "Qwen3.5"), HYBRID_ROWS, steps=steps)
+        yield from race(shape, [contender])
 
 
 def race(shape: Shape, contenders: Sequence[Contender]) -> Iterator[Result]:
+    """Every contender at every capacity of the shape that it takes."""
     for contender in contenders:
-        if not wanted(contender.name):
-            continue
-        for capacity in (0,) if contender.rows == "padded" else contender.capacities or shape.capacities:
+        capacities = (0,) if contender.rows == "padded" else contender.capacities or shape.capacities
+        for capacity in capacities:
             if capacity and capacity not in shape.capacities:
                 continue
-            case = f"padded, batches of {shape.padded}" if not capacity else f"rows of {capacity:,}"
+            case = f"rows of {capacity:,}" if capacity else f"padded, batches of {shape.padded}"
             with _left_as_it_was(shape):
-                figures, note = gated(
-                    lambda contender=contender, capacity=capacity: error(shape, contender, capacity),
-                    lambda: allowed(shape),
-                    lambda contender=contender, capacity=capacity: _train(shape, contender, capacity),
-                )
-            torch._dynamo.reset()
-            free()
-            if not figures:
-                yield Result(f"step, {shape.name}", case, contender.name, None, "real tokens/s", note)
-            for unit, value in figures.items():
-                yield Result(f"step, {shape.name}", case, contender.name, value, unit, note)
+                yield from measured(
+                    f"step, {shape.name}", case, contender.name, RATE,
+                    partial(_train, shape, contender, capacity),
+                    partial(error, shape, contender, capacity),
+                    partial(allowed, shape),
+                )  # fmt: skip
 
 
 # -- the contenders ----------------------------------------------------------------------------------------------------
@@ -139,15 +113,12 @@ def stock(model: Any) -> Loss:
 
 
 def stock_liger(model: Any, **options: bool) -> Loss:
-    _liger(model, rope=True, fused_linear_cross_entropy=True, **options)
+    from liger_kernel.transformers import monkey_patch
+
+    apply = getattr(monkey_patch, f"apply_liger_kernel_to_{model.config.model_type}")
+    fused = {"rms_norm": True, "swiglu": True, "rope": True, "fused_linear_cross_entropy": True}
+    apply(model=model, **{"cross_entropy": False, **fused, **options})
     return stock(model)
-
-
-def stock_checkpointing(model: Any, *, liger: bool = True) -> Loss:
-    """As stock, under the gradient checkpointing of transformers."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    return stock_liger(model) if liger else stock(model)
 
 
 def ours(model: Any, implementation: str) -> Loss:
@@ -165,41 +136,16 @@ def ours_alone(model: Any) -> Loss:
     return ours(model, "sdpa" if TOY else "triton")
 
 
-def ours_liger(model: Any) -> Loss:
-    _liger(model, rope=False, fused_linear_cross_entropy=False)
-    return ours(model, "triton")
-
-
-def ours_compiled(
-    model: Any, recompute: bool = True, alone: Callable[[Any], Loss] = ours_alone, memory: Level = "none"
-) -> Loss:
+def ours_compiled(model: Any, alone: Callable[[Any], Loss] = ours_alone, memory: Level = "none") -> Loss:
     loss = alone(model)
     with torch.no_grad():
         loss(batches("fixed", documents()[:8], 8 * LONGEST)[0])  # asks the implementations
     set_level(model, memory)
     backend = lookup_backend("aot_eager") if TOY else "inductor"
-    compile_layers(model, recompute=recompute, backend=backend, memory=memory)
+    compile_layers(model, backend=backend, memory=memory)
     for layer in level_layers(model):
         layer.gradient_checkpointing = False  # compiled layers recompute by themselves
     return loss
-
-
-def ours_kept(model: Any) -> Loss:
-    return ours_compiled(model, recompute=False)
-
-
-def ours_rebuilt(model: Any) -> Loss:
-    loss = ours_alone(model)
-
-    def forgetful(batch: Mapping[str, Any]) -> Tensor:
-        derived = PackedMetadata.derived
-        PackedMetadata.derived = lambda packed, key, make: make(packed)  # type: ignore[method-assign]
-        try:
-            return loss(batch)
-        finally:
-            PackedMetadata.derived = derived  # type: ignore[method-assign]
-
-    return forgetful
 
 
 def without_fla(loss: Callable[[Any], Loss]) -> Callable[[Any], Loss]:
@@ -219,15 +165,10 @@ BEST_STOCK = "best stock: flash-attn-4, metadata, Liger"
 CONTENDERS = [
     Contender("ours, compiled and captured", ours_compiled, "fixed", captured=True),
     Contender(BEST_STOCK, stock_liger, "stock", "flash_attention_4"),
-    Contender(
-        "ours, compiled and captured, more activations kept", ours_kept, "fixed", captured=True, capacities=(65_536,)
-    ),
     Contender("ours, torch alone", ours_alone, capacities=(16_384, 8_192, 256)),
     Contender("ours, captured", ours_alone, "fixed", captured=True, capacities=(16_384, 256)),
-    Contender("ours with Liger's norms and MLP, captured", ours_liger, "fixed", captured=True),
     Contender("padded, SDPA", stock, "padded"),
     Contender("stock packed, SDPA", stock, "stock", capacities=(16_384, 256)),
-    Contender("ours, work lists rebuilt in every layer", ours_rebuilt, capacities=(16_384, 256)),
 ]
 HYBRID_CONTENDERS = [
     Contender("ours, compiled and captured", ours_compiled, "fixed", captured=True),
@@ -237,15 +178,7 @@ HYBRID_CONTENDERS = [
     Contender("padded, SDPA, scan as installed", stock, "padded"),
     Contender("padded, SDPA, scan in plain torch", without_fla(stock), "padded"),
 ]
-LORA_RUNS = {BEST_STOCK, "ours, compiled and captured", "ours with Liger's norms and MLP, captured"}
 TOY_RUNS = {c.name for c in CONTENDERS if "Liger" not in c.name}
-
-
-def _liger(model: Any, **options: bool) -> None:
-    from liger_kernel.transformers import monkey_patch
-
-    apply = getattr(monkey_patch, f"apply_liger_kernel_to_{model.config.model_type}")
-    apply(model=model, **{"cross_entropy": False, "rms_norm": True, "swiglu": True, **options})
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -268,8 +201,8 @@ def _gradients_alone(shape: Shape, dtype: torch.dtype) -> Tensor:
     for document in docs:
         ids = torch.from_numpy(document)[None].to(DEVICE)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss * (len(document) - 1) / total
-        found = torch.autograd.grad(loss, _trained(model), materialize_grads=True)  # indexers have none
-        gradients = [x + y for x, y in zip(gradients, found)] if gradients else [x.float() for x in found]
+        more = torch.autograd.grad(loss, _trained(model), materialize_grads=True)  # indexers have none
+        gradients = [x + y for x, y in zip(gradients, more)] if gradients else [x.float() for x in more]
     return torch.cat([x.flatten() for x in gradients])
 
 
@@ -305,15 +238,9 @@ def _trained(model: Any) -> list[Tensor]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def prepared(
-    shape: Shape, contender: Contender, capacity: int
-) -> tuple[CapturedStep, list[Batch], Callable[[], dict[str, float]]]:
-    """A contender's step, the batches to time it on, and what gives its figures besides speed, memory from here on."""
+def _train(shape: Shape, contender: Contender, capacity: int) -> Figures:
     free()
-    held = 0
-    if not TOY:
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+    before = allocated_gib()
     model = make_model(shape, contender.attention, few=QUICK)
     loss = contender.loss(model)
     optimizer = torch.optim.AdamW(_trained(model), lr=1e-5, fused=True, capturable=not TOY)
@@ -325,42 +252,21 @@ def prepared(
         optimizer.step()
         return value.detach()
 
-    def memory() -> dict[str, float]:
-        if TOY:
-            return {}
-        return {
-            "GiB allocated at most": (torch.cuda.max_memory_allocated() - held) / 2**30,
-            "GiB reserved": (torch.cuda.memory_reserved() - held) / 2**30,
-            "operations per token": _operations(model, shape, 1),
-        }
-
     run = CapturedStep(step, enabled=contender.captured and not TOY)
     timed = batches(contender.rows, documents(), capacity, shape.padded)[: min(shape.steps, 3 if QUICK else 16)]
-    return run, timed, memory
-
-
-def _train(shape: Shape, contender: Contender, capacity: int) -> dict[str, float]:
-    run, timed, memory = prepared(shape, contender, capacity)
-    for i in range(min(WARM_UP, shape.steps + 2)):
-        run(timed[i % len(timed)])
-    synchronize()
-    rounds = max(1, min(8, shape.steps) // len(timed))
-    begin = time.perf_counter()
-    for _ in range(rounds):
-        for batch in timed:
-            value = run(batch)
-    synchronize()
-    seconds = (time.perf_counter() - begin) / rounds
+    clock = StepClock(min(WARM_UP, shape.steps + 2), max(1, min(8, shape.steps) // len(timed)) * len(timed))
+    value = clock.loop(run, cycle(timed))
     if not bool(torch.isfinite(value)):
         raise FloatingPointError("the loss is not finite after training")
-    real = sum(_real_tokens(batch) for batch in timed)
-    figures = {"real tokens/s": real / seconds, "ms per step": seconds / len(timed) * 1e3}
+    rate = clock.in_timed([_real_tokens(batch) for batch in timed]) / clock.seconds
+    figures = {RATE: rate, "ms per step": clock.ms}
     if not TOY:
-        figures |= memory()
-        figures["share of the measured matrix rate"] = (
-            figures.pop("operations per token") * real / seconds / matrix_rate()
-        )
-        figures |= _inspect(run, timed[0])
+        figures |= {
+            "GiB allocated at most": clock.peak - before,
+            "GiB reserved": torch.cuda.memory_reserved() / 2**30 - before,
+            "share of the measured matrix rate": _operations(model, shape) * rate / matrix_rate(),
+            **_inspect(run, timed[0]),
+        }
     return figures | {"last loss": float(value)}
 
 
@@ -373,8 +279,8 @@ def _real_tokens(batch: Batch) -> int:
     return int(trained.sum()) + len(segment[trained].unique())
 
 
-def _operations(model: Any, shape: Shape, tokens: int) -> float:
-    """Counts the FLOPs of products with weights: forward, gradients of activations and of trained weights.
+def _operations(model: Any, shape: Shape) -> float:
+    """Counts a token's FLOPs of products with weights: forward, gradients of activations and of trained weights.
 
     Of a layer of experts, only the weights that a token visits count, and of their adapters likewise.
     """
@@ -389,7 +295,7 @@ def _operations(model: Any, shape: Shape, tokens: int) -> float:
     trained = sum(sizes[name] for name, p in matrices.items() if p.requires_grad)
     if not shape.lora:
         trained = size
-    return 2.0 * tokens * (2 * size + trained)
+    return 2.0 * (2 * size + trained)
 
 
 def _visited(config: Any) -> float:
@@ -401,9 +307,8 @@ def _visited(config: Any) -> float:
 def _inspect(run: CapturedStep, batch: Batch) -> dict[str, float]:
     """Launches from the host and synchronisations of one step."""
     waited = waits(lambda: run(batch))
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    ) as seen:
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as seen:
         run(batch)
         torch.cuda.synchronize()
     launches = sum(e.count for e in seen.key_averages() if "Launch" in e.key and e.key.startswith("cu"))

@@ -14,18 +14,15 @@ Sections, each of one to four minutes:
                 best stock step
     memory      SFTTrainer after enable_packing at every level of memory, and with gradient checkpointing without the
                 fast step, rows of 16,384
-    liger       Trainer and SFTTrainer after enable_packing without Liger, with use_liger_kernel=True, and without it in
-                the process that Liger changed, rows of 16,384; needs liger-kernel
     lora        Trainer with LoRA adapters on the Llama-3-8B shape, rows of 8,192, beside the best stock step
-    lora_full   the same, both recomputing their layers: memory="full", and gradient checkpointing of the stock steps
     train       crosspack train on the Qwen2-0.5B shape, float32 weights under autocast and bfloat16 weights
 
-Contenders of "trainers", "sft", "lora" and "lora_full" train on the same packed rows, one row a step: 480 documents
-of mean 243 and at most 2,048 tokens, in the fewest rows, evened out so that the rows are full. Tokens per second count
-real tokens.
-Memory is the most that was allocated over the whole run, and over the timed epochs alone. Losses are printed so that
-contenders can be compared; that they are exact is tested elsewhere (``benchmarks.gpu --only step``,
-``tests/torch_backend``). The best stock step is that of ``benchmarks.gpu_step``, by hand and on the same documents.
+Contenders of "trainers", "sft" and "lora" train on the same packed rows, one row a step: 480 documents of mean 243 and
+at most 2,048 tokens, in the fewest rows, evened out so that the rows are full. The first epochs warm up (they compile,
+find the shapes and record), the next ones are timed as a whole. Tokens per second count real tokens. Memory is the most
+that was allocated over the whole run, and over the timed epochs alone. Losses are printed so that contenders can be
+compared; that they are exact is tested elsewhere (``benchmarks.gpu --only step``, ``tests/torch_backend``). The best
+stock step is that of ``benchmarks.gpu_step``, by hand and on the same documents.
 """
 
 from __future__ import annotations
@@ -35,120 +32,270 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.gpu import collected, parsed, parser, survived
-from benchmarks.gpu_clock import TOY, Result, free, wanted
-from benchmarks.gpu_step import BEST_STOCK, Contender, race, stock, stock_checkpointing, stock_liger
-from benchmarks.gpu_trainer_runs import CONTENDERS, measure
-from benchmarks.gpu_workload import Shape, llama3, qwen2
+from benchmarks.clock import TOY, StepClock, header
+from benchmarks.gpu_step import BEST_STOCK, Contender, race, stock, stock_liger
+from benchmarks.harness import NOTE, Figures, in_turn, measured, parsed, parser
+from benchmarks.report import Result, collected
+from benchmarks.shapes import config
+from benchmarks.workload import (
+    LEARNING_RATE,
+    RATE,
+    Shape,
+    documents,
+    make_model,
+    tight,
+    tokenizer,
+    trainer_options,
+    with_adapters,
+)
+from packing_core import PackedDataset
+from torch_backend import PackedCollator, enable_packing, explain, make_train_step, patch
+from torch_backend.steps.memory import LEVELS
 
-SMALL = Shape("toy" if TOY else "Qwen2-0.5B", qwen2, (256,) if TOY else (16_384, 65_536))
-LARGE = Shape("toy, LoRA", qwen2, (256,), lora=True) if TOY else Shape("Llama-3-8B, LoRA", llama3, (8_192,), lora=True)
+WARM_UP = 14  # steps at least, in two or more whole epochs
+
+
+@dataclass
+class Run:
+    """The data of a contender, and its clock.
+
+    Attributes:
+        rows: one a step.
+        epochs: timed.
+        losses: the first and the last one, which trainers average over an epoch.
+    """
+
+    documents: Sequence[Any]
+    rows: PackedDataset
+    epochs: int
+    losses: list[float] = field(default_factory=list)
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        self.set_rows(len(self.rows))
+
+    def set_rows(self, count: int) -> None:
+        """Sets the rows of an epoch, where a trainer makes rows of its own."""
+        self.row_count = count
+        self.clock = StepClock(max(2, -(-WARM_UP // count)) * count, self.epochs * count)
+
+
+# -- the contenders ----------------------------------------------------------------------------------------------------
+
+
+def trainer(run: Run, model: Any, *, packed: bool = True, memory: Any = None) -> None:
+    """Stock: rows with restarting positions, which transformers turns into a mask that keeps documents apart."""
+    from transformers import Trainer, TrainingArguments
+
+    with TemporaryDirectory() as folder:
+        arguments = TrainingArguments(folder, **_options(run, "sequential"), remove_unused_columns=False)
+        rows: Any = run.rows if packed else StockRows(run.rows)
+        made = Trainer(model, arguments, train_dataset=rows, callbacks=[run.clock.callback()])
+        if packed:
+            enable_packing(made, verify=False, memory=memory)
+        _train(run, made, packed)
+
+
+def train_step(run: Run, model: Any) -> None:
+    patch(model, verify=False).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    step = make_train_step(model, optimizer, max_grad_norm=1.0)
+    loader = DataLoader(run.rows, batch_size=1, collate_fn=PackedCollator(model), pin_memory=not TOY)
+    run.losses.append(float(run.clock.loop(step, chain.from_iterable(repeat(loader)))["loss"]))
+    run.note = "; ".join(f"{part}: {what}" for part, what in step.parts.items())
+
+
+def sft(
+    run: Run,
+    model: Any,
+    *,
+    packed: bool = True,
+    fast: bool = True,
+    checkpointing: bool = False,
+    packing: bool = True,
+    memory: Any = None,
+) -> None:
+    """TRL packs the documents in rows of the same length, or leaves it to Crosspack; checkpointing is its default."""
+    import datasets
+    import trl
+
+    data = datasets.Dataset.from_dict({"input_ids": [document.tolist() for document in run.documents]})
+    with TemporaryDirectory() as folder:
+        arguments = trl.SFTConfig(
+            folder, **_options(run, "sequential" if packing else "random"), packing=packing,
+            max_length=run.rows.plan.capacity, bf16=not TOY, gradient_checkpointing=checkpointing,
+        )  # fmt: skip
+        made = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer())
+        if packed:
+            enable_packing(made, verify=False, fast=fast, memory=memory)
+        run.set_rows(len(made.get_train_dataloader()))
+        made.add_callback(run.clock.callback())
+        arguments.max_steps, arguments.logging_steps = run.clock.last, run.row_count
+        _train(run, made, packed)
+
+
+TRAINER, SFT = "Trainer, enable_packing", "SFTTrainer(packing=True), enable_packing"
+SFT_FULL = "SFTTrainer(packing=False), enable_packing"
+CONTENDERS: dict[str, Callable[[Run, Any], None]] = {
+    "make_train_step": train_step,
+    TRAINER: trainer,
+    SFT: sft,
+    SFT_FULL: partial(sft, packing=False),
+    f"{SFT}, checkpointing": partial(sft, checkpointing=True),
+    **{f'{SFT}(memory="{level}")': partial(sft, memory=level) for level in LEVELS},
+    f"{SFT}(fast=False)": partial(sft, fast=False),
+    f"{SFT}(fast=False), checkpointing": partial(sft, fast=False, checkpointing=True),
+    "SFTTrainer(packing=True), stock SDPA": partial(sft, packed=False),
+    "Trainer, stock SDPA": partial(trainer, packed=False),
+}
+
+
+class StockRows(Dataset[Any]):
+    """The same rows as a stock model takes them: without padding, positions that restart, no target at a start."""
+
+    def __init__(self, rows: PackedDataset) -> None:
+        self.rows, self.collate = rows, PackedCollator(padding_free=True)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        batch = self.collate(self.rows[index])
+        return {name: batch[name][0] for name in ("input_ids", "labels", "position_ids")}
+
+
+def _options(run: Run, order: str) -> dict[str, Any]:
+    rows = {"per_device_train_batch_size": 1, "train_sampling_strategy": order, "logging_steps": run.row_count}
+    return trainer_options(run.clock.last, **rows)
+
+
+def _train(run: Run, trainer: Any, packed: bool) -> None:
+    trainer.train()
+    run.losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if packed and hasattr(trainer, "packed_step"):
+        run.note = "; ".join(note for note in explain(trainer).notes if "of the step" in note)
+    trainer.accelerator.free_memory()
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    shape: Shape, name: str, capacity: int, epochs: int, repeat: int, contenders: Mapping[str, Any] = CONTENDERS
+) -> Iterator[Result]:
+    """The figures of one contender; ``repeat``: of the documents, for epochs of more steps."""
+
+    def figures() -> Figures:
+        docs = documents() * repeat
+        run = Run(docs, PackedDataset(docs, tight(docs, capacity)), epochs)
+        model = make_model(replace(shape, lora=False), None, few=TOY)
+        if shape.lora:
+            model = (shape.adapters or with_adapters)(model)
+        contenders[name](run, model)
+        clock = run.clock
+        return {
+            RATE: sum(map(len, docs)) * epochs / clock.seconds,
+            "ms per step": clock.ms,
+            "GiB at most, whole run": clock.peak,
+            "GiB at most, after the warm-up": clock.timed_peak,
+            "first step, s": clock.first,
+            "warm-up, s": clock.before,
+            "first loss": run.losses[0],
+            "last loss": run.losses[-1],
+            NOTE: run.note,
+        }
+
+    yield from measured(f"training, {shape.name}", f"rows of {capacity:,}", name, RATE, figures)
+
+
+# -- the sections ------------------------------------------------------------------------------------------------------
+
+SMALL = Shape("toy" if TOY else "Qwen2-0.5B", partial(config, "Qwen2-0.5B"), (256,) if TOY else (16_384, 65_536))
+LARGE = Shape("Llama-3-8B, LoRA", partial(config, "Llama-3-8B"), (256,) if TOY else (8_192,), lora=True)
 STOCK = [
     Contender(BEST_STOCK, stock_liger, "stock", "flash_attention_4"),
     Contender("stock packed: SDPA, Liger", stock_liger, "stock"),
     *([Contender("stock packed: SDPA", stock, "stock")] if TOY else []),
 ]
-STOCK_FULL = [
-    *([] if TOY else [Contender(f"{STOCK[0].name}, checkpointing", stock_checkpointing, "stock", "flash_attention_4")]),
-    Contender("stock packed: SDPA, checkpointing", partial(stock_checkpointing, liger=not TOY), "stock"),
-]
-TRAINER_FULL = 'Trainer, enable_packing(memory="full")'
-TRAINER, SFT = "Trainer, enable_packing", "SFTTrainer(packing=True), enable_packing"
-TRAINER_LIGER = "Trainer(use_liger_kernel=True), enable_packing"
-SFT_LIGER = "SFTTrainer(packing=True, use_liger_kernel=True), enable_packing"
-SFT_FULL = "SFTTrainer(packing=False), enable_packing"
 LIMIT = 300  # seconds for a process
+REPEAT = 1 if TOY else 10
 
 
-def trainers(chosen: argparse.Namespace) -> Iterator[Result]:
-    for name in filter(wanted, CONTENDERS):
-        yield from _measured(SMALL, name, chosen.capacity, chosen.epochs, chosen.repeat)
+def run_trainers(chosen: argparse.Namespace) -> Iterator[Result]:
+    for name in CONTENDERS:
+        yield from measure(SMALL, name, chosen.capacity, chosen.epochs, chosen.repeat)
 
 
-def sft(chosen: argparse.Namespace) -> Iterator[Result]:
-    for capacity, name in product(SMALL.capacities, filter(wanted, (SFT, SFT_FULL))):
-        yield from _measured(SMALL, name, capacity, 1, 1 if TOY else 10)
+def run_sft(chosen: argparse.Namespace) -> Iterator[Result]:
+    for capacity, name in product(SMALL.capacities, (SFT, SFT_FULL)):
+        yield from measure(SMALL, name, capacity, 1, REPEAT)
     yield from _beside(SMALL)
 
 
-def memory(chosen: argparse.Namespace) -> Iterator[Result]:
-    for name in filter(wanted, (name for name in CONTENDERS if "memory=" in name or "fast=False), check" in name)):
-        yield from _measured(SMALL, name, SMALL.capacities[0], 1, 1 if TOY else 10)
+def run_memory(chosen: argparse.Namespace) -> Iterator[Result]:
+    for name in (name for name in CONTENDERS if "memory=" in name or "fast=False), check" in name):
+        yield from measure(SMALL, name, SMALL.capacities[0], 1, REPEAT)
 
 
-def liger(chosen: argparse.Namespace) -> Iterator[Result]:
-    """Plain trainers come first and last: Liger changes the process."""
-    for name in filter(wanted, (TRAINER, SFT, TRAINER_LIGER, SFT_LIGER)):
-        yield from _measured(SMALL, name, SMALL.capacities[0], 1, 1 if TOY else 10)
-    for name in filter(wanted, (TRAINER, SFT)):
-        for found in _measured(SMALL, name, SMALL.capacities[0], 1, 1 if TOY else 10):
-            yield replace(found, contender=f"{found.contender}, after Liger")
-
-
-def lora(chosen: argparse.Namespace) -> Iterator[Result]:
+def run_lora(chosen: argparse.Namespace) -> Iterator[Result]:
     for capacity in LARGE.capacities:
-        yield from _measured(LARGE, TRAINER, capacity, 1, 1)
+        yield from measure(LARGE, TRAINER, capacity, 1, 1)
     yield from _beside(LARGE)
-
-
-def lora_full(chosen: argparse.Namespace) -> Iterator[Result]:
-    if wanted(TRAINER_FULL):
-        yield from _measured(LARGE, TRAINER_FULL, LARGE.capacities[0], 1, 1)
-    yield from race(LARGE, STOCK_FULL)
-
-
-def _measured(shape: Shape, name: str, capacity: int, epochs: int, repeat: int) -> Iterator[Result]:
-    yield from measure(shape, name, capacity, epochs, repeat)
-    torch._dynamo.reset()
-    free()
 
 
 def _beside(shape: Shape) -> Iterator[Result]:
     """The stock steps: dense masks of 64k tokens do not fit, so SDPA has the shortest rows alone."""
     yield from race(shape, STOCK[:1])
-    yield from race(Shape(shape.name, shape.make, shape.capacities[:1], lora=shape.lora), STOCK[1:])
+    yield from race(replace(shape, capacities=shape.capacities[:1]), STOCK[1:])
 
 
-def train(chosen: argparse.Namespace) -> Iterator[Result]:
+def run_train(chosen: argparse.Namespace) -> Iterator[Result]:
     capacity, steps = (1_024, 4) if TOY else (16_384, 60)
-    size = {"vocab_size": 8_192} if TOY else {}  # that of the tokenizer of the command
     options = ["--capacity", capacity, "--rows-per-step", 1, "--steps", steps, "--epochs", 4, "--overflow", "split"]
     if chosen.data is not None:
         options += ["--data", chosen.data, "--loss", "all"]
     for name in commands(chosen.ranks):
         contender, case = f"crosspack train {' '.join(name)}", f"rows of {capacity:,}"
-        if not wanted(contender):
-            continue
-        with TemporaryDirectory() as folder:
-            config = Path(folder, "config.json")
-            config.write_text(json.dumps(qwen2(False).to_dict() | size))
-            command = ["-m", "crosspack", "train", "--model", config, *options, *name, "--output", f"{folder}/run"]
-            log = _run([str(part) for part in command])
-            try:
-                found = json.loads(Path(folder, "run", "crosspack.json").read_text())
-            except FileNotFoundError:
-                yield Result("crosspack train", case, contender, None, "real tokens/s", log)
-                continue
-        records = found["runs"]["packed"]
-        timed = records[len(records) // 3 :]
-        figures = {
-            "real tokens/s, median step": statistics.median(each["tokens"] / each["seconds"] for each in timed),
-            "real tokens/s, mean": sum(each["tokens"] for each in timed) / sum(each["seconds"] for each in timed),
-            "first step, s": records[0]["seconds"],
-            "GiB at most": found["peak_bytes"].get("packed", 0) / 2**30,
-            "last loss": records[-1]["loss"],
-        }
-        for unit, value in figures.items():
-            yield Result("crosspack train", case, contender, value, unit, found["device"])
+        train = partial(by_command, [*map(str, options), *name])
+        yield from measured("crosspack train", case, contender, "real tokens/s, median step", train)
+
+
+def by_command(options: Sequence[str]) -> Figures:
+    """Runs ``crosspack train`` in a process of its own; raises the line that says best why it failed, if it did."""
+    with TemporaryDirectory() as folder:
+        shape, log = Path(folder, "config.json"), Path(folder, "log")
+        size = {"vocab_size": 8_192} if TOY else {}  # that of the tokenizer of the command
+        shape.write_text(json.dumps(config("Qwen2-0.5B").to_dict() | size))
+        command = ["-m", "crosspack", "train", "--model", str(shape), *options, "--output", f"{folder}/run"]
+        with log.open("w") as output:
+            done = subprocess.run([sys.executable, *command], timeout=LIMIT, stdout=output, stderr=subprocess.STDOUT)
+        report = Path(folder, "run", "crosspack.json")
+        if not report.exists():
+            lines = [line for line in log.read_text().splitlines() if line.strip()]
+            reasons = [line for line in lines if "Error" in line or line.startswith("error")]
+            raise RuntimeError(f"exit status {done.returncode}: {(reasons or lines or [''])[-1]}")
+        content = json.loads(report.read_text())
+    records = content["runs"]["packed"]
+    timed = records[len(records) // 3 :]
+    return {
+        "real tokens/s, median step": statistics.median(step["tokens"] / step["seconds"] for step in timed),
+        "real tokens/s, mean": sum(step["tokens"] for step in timed) / sum(step["seconds"] for step in timed),
+        "first step, s": records[0]["seconds"],
+        "GiB at most": content["peak_bytes"].get("packed", 0) / 2**30,
+        "last loss": records[-1]["loss"],
+        NOTE: content["device"],
+    }
 
 
 def commands(ranks: int) -> list[list[str]]:
@@ -161,42 +308,24 @@ def commands(ranks: int) -> list[list[str]]:
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Result]]] = {
-    "trainers": trainers,
-    "sft": sft,
-    "memory": memory,
-    "liger": liger,
-    "lora": lora,
-    "lora_full": lora_full,
-    "train": train,
+    "trainers": run_trainers,
+    "sft": run_sft,
+    "memory": run_memory,
+    "lora": run_lora,
+    "train": run_train,
 }
 
 
-def _run(command: Sequence[str]) -> str:
-    """Run Python in a process of its own; the line that says best why it failed, if it did."""
-    try:
-        done = subprocess.run(
-            [sys.executable, *command], text=True, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-    except subprocess.TimeoutExpired:
-        return f"no end after {LIMIT} s"
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    reasons = [line for line in lines if "Error" in line or line.startswith("error")]
-    return f"exit status {done.returncode}: {(reasons or lines or [''])[-1][:160]}"
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
-    options = parser(__doc__)
-    options.add_argument("--only", nargs="+", choices=SECTIONS, default=["trainers"], help="sections, trainers if none")
+    options = parser(__doc__, [*SECTIONS], ["trainers"])
     options.add_argument("--capacity", type=int, default=256 if TOY else 16_384, help="tokens of a row of trainers")
     options.add_argument("--epochs", type=int, default=1 if TOY else 4, help="of trainers timed, after the warm-up")
     options.add_argument("--repeat", type=int, default=1, help="of the documents of trainers, for epochs of more steps")
     options.add_argument("--data", type=Path, help="prompts and completions of train, a .jsonl file")
     options.add_argument("--ranks", type=int, default=1, help="of train, each with a GPU")
-    chosen = parsed(options, arguments)
-    results: list[Result] = []
+    chosen, results, about = parsed(options, arguments), list[Result](), header()
     for section in chosen.only:
-        found = survived(section, SECTIONS[section](chosen))
-        results += collected(found, chosen.output, section)
+        results += collected(in_turn([section], SECTIONS, chosen), about, chosen.output, section)
     return results
 
 

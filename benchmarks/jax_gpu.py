@@ -1,13 +1,15 @@
-"""Everything about speed and memory in JAX on NVIDIA GPUs, each section a process of under 150 seconds.
+"""Everything about speed and memory in JAX, each section a process of its own under a time limit.
 
     python -m benchmarks.jax_gpu --output results             # the sections for one GPU
     python -m benchmarks.jax_gpu --only step cudnn --output results
     python -m benchmarks.jax_gpu --devices 2 --output results # the sections for two GPUs
+    python -m benchmarks.jax_gpu --devices tpu                # the conformance suite on a TPU, and speeds there
     python -m benchmarks.jax_gpu --list                       # what each section runs
-    python -m benchmarks.jax_gpu --toy                        # tiny shapes, to see that it runs
+    python -m benchmarks.jax_gpu --tiny                       # tiny shapes, to see that it runs
 
-A section prints its figures as they come and writes them to ``NAME.json`` in the output folder. The command of each
-takes further options (contenders, sets, ways): see its module.
+A section prints its figures as they come and writes them to a folder of its name in the output folder. The command of
+each takes further options (contenders, sets, ways): see its module. The sections for a TPU take about five minutes;
+``tpu`` is splash attention, and ``chunked`` plain XLA operations.
 """
 
 from __future__ import annotations
@@ -21,73 +23,73 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMIT = 150.0  # seconds of a section
-
 
 @dataclass(frozen=True)
 class Section:
-    """A benchmark's module, its arguments, and the number of GPUs it needs."""
+    """A module, its arguments, what devices it needs, and its limit in seconds."""
 
     module: str
     arguments: tuple[str, ...] = ()
-    devices: int = 1
+    devices: str = "1"
+    limit: float = 150.0
 
 
+STEP, ATTENTION = "benchmarks.jax_step", "benchmarks.jax_attention"
 SECTIONS = {
-    "step": Section("jax_step", ("--match", "scanned")),
-    "unrolled": Section("jax_step", ("--match", "one by one")),
+    "step": Section(STEP, ("--match", "scanned")),
+    "unrolled": Section(STEP, ("--match", "one by one")),
     # What containing NaN costs attention (a ratio for each set) and a step (tokens/s of both ways).
-    "contain": Section("jax_attention", ("--group", "cudnn", "--match", "pallas$")),
-    "contain-step": Section("jax_step", ("--match", "^scanned$|contained")),
-    "cudnn": Section("jax_attention", ("--group", "cudnn", "--match", "ours, pallas|packed offsets")),
-    # would Mosaic GPU's kernels win where Triton's are taken?
-    "mosaic": Section("jax_attention", ("--group", "torch", "--match", "ours, pallas", "--lowering", "mosaic")),
-    "attention": Section("jax_attention"),
-    "compile": Section("jax_step", ("--compile",)),
-    "devices": Section("jax_step", ("--match", "scanned, products", "--devices", "2"), devices=2),
+    "contain": Section(ATTENTION, ("--match", "pallas$")),
+    "contain-step": Section(STEP, ("--match", "^scanned$|contained")),
+    "cudnn": Section(ATTENTION, ("--match", "ours, pallas|packed offsets")),
+    "attention": Section(ATTENTION, ("--sets", "8k lognormal", "8k, 8 x 1,024")),
+    "devices": Section(STEP, ("--match", "scanned, products", "--devices", "2"), "2"),
+    "gate": Section("pytest", ("conformance", "-v", "--backend", "jax:tpu", "--backend", "jax:chunked"), "tpu"),
+    "attention on TPU": Section(
+        ATTENTION, ("--sets", "8k lognormal", "8k, one", "--match", "ours, (tpu|chunked)", "--budget", "80"), "tpu", 90
+    ),
+    "step on TPU": Section(STEP, ("--match", "scanned, products", "--budget", "80"), "tpu", 90),
 }
 
 
-def command(name: str, output: Path | None, toy: bool) -> list[str]:
+def command(name: str, output: Path | None, tiny: bool) -> list[str]:
+    """Returns the command of a section."""
     section = SECTIONS[name]
-    options = ["--toy"] * toy + (["--output", str(output / f"{name}.json")] if output else [])
-    return [sys.executable, "-m", f"benchmarks.{section.module}", *section.arguments, *options]
+    if section.module == "pytest":
+        options = ["--requirement", "ISO-01"] * tiny + (["--report", str(output / "gate.json")] if output else [])
+    else:
+        options = ["--tiny"] * tiny + (["--output", str(output / name)] if output else [])
+    return [sys.executable, "-m", section.module, *section.arguments, *options]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="these sections")
-    parser.add_argument("--devices", type=int, choices=[1, 2], default=1, help="the sections for so many GPUs")
+    parser.add_argument("--devices", choices=["1", "2", "tpu"], default="1", help="the sections for these")
     parser.add_argument("--output", type=Path, help="folder for the files of JSON")
     parser.add_argument("--list", action="store_true", help="print each section's command and stop")
-    parser.add_argument("--toy", action="store_true", help="tiny shapes; only to see that everything runs")
-    options = parser.parse_args(arguments)
-    chosen = options.only or [name for name, section in SECTIONS.items() if section.devices == options.devices]
-    for name in chosen:
-        wanted = command(name, options.output, options.toy)
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes; only to see that everything runs")
+    chosen, failed = parser.parse_args(arguments), 0
+    for name in chosen.only or [name for name, section in SECTIONS.items() if section.devices == chosen.devices]:
+        wanted = command(name, chosen.output, chosen.tiny)
         print(f"== {name}: {' '.join(wanted)}", flush=True)
-        if not options.list:
-            run(name, wanted, LIMIT, _environment(SECTIONS[name], options.toy))
+        failed += not (chosen.list or run(name, wanted, tiny=chosen.tiny))
+    return int(failed > 0)
 
 
-def run(name: str, wanted: Sequence[str], limit: float, environment: dict[str, str]) -> bool:
-    """Runs a section's command for at most ``limit`` seconds, prints how it ended, and returns whether it succeeded."""
-    begin, succeeded = time.perf_counter(), False
+def run(name: str, wanted: Sequence[str], *, tiny: bool) -> bool:
+    """Runs a section's command within its limit, prints how it ended, and returns whether it succeeded."""
+    section, begin, environment = SECTIONS[name], time.perf_counter(), dict(os.environ)
+    if tiny and section.devices == "2":
+        environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     try:
-        status = subprocess.run(wanted, env=environment, timeout=limit, check=False).returncode
-        succeeded, outcome = status == 0, "ended" if status == 0 else f"failed with status {status}"
+        status = subprocess.run(wanted, env=environment, timeout=section.limit, check=False).returncode
+        outcome = "ended" if status == 0 else f"failed with status {status}"
     except subprocess.TimeoutExpired:
-        outcome = f"stopped after {limit:.0f} s"
+        outcome = f"stopped after {section.limit:.0f} s"
     print(f"== {name}: {outcome}, {time.perf_counter() - begin:.0f} s", flush=True)
-    return succeeded
-
-
-def _environment(section: Section, toy: bool) -> dict[str, str]:
-    if not toy:
-        return dict(os.environ)
-    flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={section.devices}"
-    return os.environ | {"XLA_FLAGS": flags}
+    return outcome == "ended"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

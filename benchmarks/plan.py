@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._report import best, machine, table, versions
+from benchmarks.report import best, machine, table, versions
 from packing_core import plan
 
 REAL = Path(__file__).parents[2] / "shared" / "data" / "token_lengths.npz"
 REAL_SETS = (("gsm8k", 2048), ("gpteacher", 2048), ("python_source", 16_384), ("python_source", 65_536))
 MILLION = 1_000_000
+Packer = Callable[[np.ndarray, int], Callable[[], int]]
 
 
 def main() -> None:
@@ -37,21 +38,22 @@ def main() -> None:
     options.add_argument("--real", action="store_true", help="only the table of all packers on real lengths")
     options.add_argument("--repeat", type=int, default=15, help="the best of so many runs of ours is reported")
     chosen = options.parse_args()
-    sys.stdout.reconfigure(line_buffering=True)  # a table is worth reading before the next one is done
-    print(machine())
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     peers = ("lightbinpack", "numba", "trl", "axolotl", "llamafactory", "megatron-bridge")
-    print(versions("numpy", *peers), end="\n\n")
+    print(machine(), versions("numpy", *peers), sep="\n", end="\n\n")
     if chosen.real:
-        peers_on_real_lengths()
-    else:
-        sets(chosen.repeat, peers=not chosen.quick)
+        on_real_lengths(chosen.repeat)
+        return
+    for count, others in ((MILLION, FAST_PEERS), (MILLION // 10, SLOW_PEERS)):
+        for name, lengths, capacity in distributions(count):
+            packers = OURS | ({} if chosen.quick else others)
+            race(f"{name}, {count:,} documents", lengths, capacity, packers, chosen.repeat)
 
 
 def distributions(count: int) -> Iterator[tuple[str, np.ndarray, int]]:
-    """Name, lengths [count] and capacity of the three sets."""
+    """Name, lengths [count] and capacity of the two sets."""
     yield "short lognormal", lognormal(270, 0.9, count, 2048), 2048
     yield "heavy tail", lognormal(3000, 1.3, count, 65_536), 65_536
-    yield "uniform (cap/4, cap/2]", np.random.default_rng(0).integers(513, 1025, count), 2048
 
 
 def lognormal(mean: float, sigma: float, count: int, capacity: int) -> np.ndarray:
@@ -59,70 +61,50 @@ def lognormal(mean: float, sigma: float, count: int, capacity: int) -> np.ndarra
     return np.clip(drawn, 1, capacity).astype(np.int64)
 
 
-def sets(repeat: int, *, peers: bool) -> None:
-    """Ours, and every other packer, on the three sets."""
-    header = ["set, documents", "packer", "ms", "time, ratio to ours", "rows", "efficiency"]
-    lines = []
-    for count, others in ((MILLION, FAST_PEERS), (MILLION // 10, SLOW_PEERS)):
-        for name, lengths, capacity in distributions(count):
-            label = f"{name}, {count:,}"
-            ours: dict[str, dict[str, Any]] = {
-                "crosspack best_fit": {"strategy": "best_fit"},
-                "crosspack mixed": {"strategy": "mixed"},
-            }
-            base = None
-            for title, arguments in ours.items():
-                made = plan(lengths, capacity, **arguments)
-                seconds = best(repeat, lambda a=arguments, n=lengths, c=capacity: plan(n, c, **a))
-                base = base or seconds
-                lines.append([label, title, *_figures(seconds, base, made.n_rows, made.efficiency)])
-            for title, make in others.items() if peers else ():
-                try:
-                    packer = make(lengths, capacity)
-                except ImportError as missing:
-                    lines.append([label, title, f"not installed ({missing.name})", "", "", ""])
-                    continue
-                rows: list[int] = []
-                seconds = best(1 if others is SLOW_PEERS else 3, lambda p=packer, r=rows: r.append(p()))
-                efficiency = int(lengths.sum()) / (rows[0] * capacity)
-                lines.append([label, title, *_figures(seconds, base, rows[0], efficiency)])
-    print(table(header, lines), end="\n\n")
+def race(
+    case: str,
+    lengths: np.ndarray,
+    capacity: int,
+    packers: Mapping[str, Packer],
+    repeat: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Prints the time, the rows and the fill of each packer that is installed.
+
+    Args:
+        repeat: of ours; others run once.
+    """
+    lines, first = [], None
+    for title, make in packers.items():
+        try:
+            packer = make(lengths, capacity)
+        except ImportError as missing:
+            lines.append([title, f"not installed ({missing.name})", "", "", ""])
+            continue
+        rows = packer()
+        seconds = best(repeat if title in OURS else 1, packer, clock)
+        first = first or seconds
+        fill = int(lengths.sum()) / (rows * capacity)
+        lines.append([title, f"{seconds * 1e3:,.1f}", f"{seconds / first:.2f}", f"{rows:,}", f"{fill:.4f}"])
+    print(table([case, "ms", "time, ratio to the first", "rows", "efficiency"], lines), end="\n\n")
 
 
-def peers_on_real_lengths() -> None:
-    """The four sets of real documents, longer ones split before, by every packer."""
-    if not REAL.exists():
-        print("real lengths: not at hand", end="\n\n")
-        return
-    lines = []
+def on_real_lengths(repeat: int) -> None:
+    """The four sets of real documents, longer ones split before, by every packer, in processor time."""
     with np.load(REAL) as stored:
         for name, capacity in REAL_SETS:
             pieces = plan(stored[name], capacity, overflow="split", strategy="sequential", seed=None).length
-            ours = {f"crosspack {strategy}": partial(_ours, strategy=strategy) for strategy in ("mixed", "best_fit")}
-            for title, make in (ours | SLOW_PEERS | PYTHON_PEERS).items():
-                label = f"{name}, {len(pieces):,} pieces, {capacity:,}"
-                try:
-                    packer = make(pieces, capacity)
-                except ImportError as missing:
-                    lines.append([label, title, f"not installed ({missing.name})", "", ""])
-                    continue
-                rows = packer()
-                seconds = best(15 if title in ours else 1, packer, time.process_time)
-                fill = int(pieces.sum()) / (rows * capacity)
-                lines.append([label, title, f"{seconds * 1e3:,.1f}", f"{rows:,}", f"{fill:.4f}"])
-                print(*lines[-1], sep=", ", file=sys.stderr)
-    print(table(["real set, capacity", "packer", "processor ms", "rows", "efficiency"], lines), end="\n\n")
+            case = f"{name}, {len(pieces):,} pieces, {capacity:,}, processor time"
+            race(case, pieces, capacity, OURS | SLOW_PEERS | PYTHON_PEERS, repeat, time.process_time)
+
+
+# -- packers: each makes its inputs and warms up, and returns a function that packs and returns the number of rows
 
 
 def _ours(lengths: np.ndarray, capacity: int, strategy: Any) -> Callable[[], int]:
     return lambda: plan(lengths, capacity, strategy=strategy).n_rows
 
 
-def _figures(seconds: float, base: float, rows: int, efficiency: float) -> list[str]:
-    return [f"{seconds * 1e3:,.1f}", f"{seconds / base:.2f}", f"{rows:,}", f"{efficiency:.4f}"]
-
-
-# Each makes its inputs and warms up, and returns a function that packs and returns the number of rows.
 def _lightbinpack(lengths: np.ndarray, capacity: int) -> Callable[[], int]:
     packer, numbers = import_module("lightbinpack").obfd, lengths.tolist()
     return lambda: len(packer(numbers, capacity))
@@ -155,8 +137,8 @@ def _megatron_bridge(lengths: np.ndarray, capacity: int) -> Callable[[], int]:
 
 def _file_of(package: str, *path: str) -> Any:
     """A module that is plain Python, where the package around it wants much more to be imported."""
-    found = find_spec(package)
-    places = [] if found is None else list(found.submodule_search_locations or [])
+    spec = find_spec(package)
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
     files = [file for place in places if (file := Path(place, *path)).exists()]
     if not files:
         raise ModuleNotFoundError(name=package)
@@ -168,14 +150,15 @@ def _file_of(package: str, *path: str) -> Any:
     return module
 
 
-FAST_PEERS = {"lightbinpack obfd (C++)": _lightbinpack}
-SLOW_PEERS = {
+OURS: dict[str, Packer] = {f"crosspack {s}": partial(_ours, strategy=s) for s in ("mixed", "best_fit")}
+FAST_PEERS: dict[str, Packer] = {"lightbinpack obfd (C++)": _lightbinpack}
+SLOW_PEERS: dict[str, Packer] = {
     "lightbinpack obfd (C++)": _lightbinpack,
     "TRL bfd, tokens moved too": _trl,
     "axolotl (numba)": _axolotl,
     "LLaMA-Factory knapsack": _llamafactory,
 }
-PYTHON_PEERS = {"Megatron Bridge first_fit_decreasing": _megatron_bridge}  # NeMo's is the same text
+PYTHON_PEERS: dict[str, Packer] = {"Megatron Bridge first_fit_decreasing": _megatron_bridge}  # NeMo's is the same text
 
 
 if __name__ == "__main__":

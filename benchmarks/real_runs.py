@@ -29,7 +29,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks._report import machine, versions
-from benchmarks.gpu_clock import DEVICE, TOY
-from benchmarks.gpu_workload import GSM8K, qwen2
+from benchmarks.clock import DEVICE, TOY, highest_gib, reset_peak, synchronize
+from benchmarks.report import machine, versions, write_json
+from benchmarks.shapes import config
+from benchmarks.workload import GSM8K, on_device, random_model
 from crosspack.encoding.text import Encoder, Policy
 from crosspack.encoding.tokenizer import train_tokenizer
 from packing_core import plan
@@ -51,35 +51,6 @@ VOCABULARY = 8_192
 HELD_OUT = 473
 EVALUATIONS = 5  # the last one after the last step
 Losses = Callable[[int], Tensor]  # step -> the loss of that step, which is taken
-
-
-@dataclass
-class Clock:
-    """Records when each step ended on the device, evaluations left out."""
-
-    ended: list[Any] = field(default_factory=list)
-    began: list[Any] = field(default_factory=list)
-
-    def now(self) -> Any:
-        if TOY:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def timed(self, take: Losses, step: int) -> Tensor:
-        self.began.append(self.now())
-        loss = take(step)
-        self.ended.append(self.now())
-        return loss
-
-    def seconds(self) -> list[float]:
-        """Returns the seconds of each step."""
-        if TOY:
-            return [end - begin for begin, end in zip(self.began, self.ended, strict=True)]
-        torch.cuda.synchronize()
-        pairs = zip(self.began, self.ended, strict=True)
-        return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
 
 
 def corpora(path: Path) -> tuple[Corpus, Corpus]:
@@ -98,24 +69,23 @@ def corpora(path: Path) -> tuple[Corpus, Corpus]:
     return corpus(order[held_out:]), corpus(order[:held_out])
 
 
-def make_model(seed: int) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    config = qwen2(False)
+def moment() -> Any:
+    """Now, on the device: an event, whose reading slows nothing."""
     if TOY:
-        config.vocab_size = VOCABULARY
-    torch.manual_seed(seed)
-    with torch.device(DEVICE):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).train()
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    return end - begin if TOY else begin.elapsed_time(end) / 1e3
 
 
 def padded_batches(schedule: Schedule, step: int, run: Run) -> Iterator[dict[str, Tensor]]:
     for batch in schedule.padded(step, run):
         arrays = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.targets}
-        yield {
-            name: torch.from_numpy(array.astype(np.int64)).to(DEVICE, non_blocking=True)
-            for name, array in arrays.items()
-        }
+        yield on_device({name: torch.from_numpy(array.astype(np.int64)) for name, array in arrays.items()})
 
 
 def autocast() -> Any:
@@ -147,9 +117,9 @@ def padded(
     def evaluate() -> float:
         model.eval()
         targets = sum(held_out.trained_tokens)
-        found = [loss_of(b, targets) for step in range(len(held_out)) for b in padded_batches(held_out, step, run)]
+        losses = [loss_of(b, targets) for step in range(len(held_out)) for b in padded_batches(held_out, step, run)]
         model.train()
-        return float(torch.stack(found).sum())
+        return float(torch.stack(losses).sum())
 
     return take, evaluate
 
@@ -180,26 +150,30 @@ def train(chosen: argparse.Namespace) -> dict[str, Any]:
     kept = plan(hold.documents.lengths, chosen.capacity, seed=0)
     held_out = Schedule(hold, (kept,), chosen.rows_per_step, chosen.padded_batch)
     options = Options(lr=chosen.lr, warmup=0.1, clip=1.0, seed=chosen.seed)
-    model = make_model(chosen.seed)
+    shape = config("Qwen2-0.5B")
+    if TOY:
+        shape.vocab_size = VOCABULARY
+    model = random_model(shape, dtype=torch.float32, seed=chosen.seed).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0, fused=True)
     make = packed if run == "packed" else padded
     take, evaluate = make(model, optimizer, training, held_out, run, options.clip)
-    losses: list[Tensor] = []
-    clock, evaluated = Clock(), [{"step": 0, "loss": evaluate()}]
-    if not TOY:
-        torch.cuda.reset_peak_memory_stats()
+    losses, moments = list[Tensor](), list[tuple[Any, Any]]()
+    evaluated = [{"step": 0, "loss": evaluate()}]
+    reset_peak()
     every = max(1, len(training) // EVALUATIONS)
     for step in range(len(training)):
         for group in optimizer.param_groups:
             group["lr"] = options.learning_rate(step, len(training))
-        losses.append(clock.timed(take, step))
+        began = moment()
+        losses.append(take(step))
+        moments.append((began, moment()))
         done = step + 1
         if done == len(training) or (done % every == 0 and len(training) - done >= every):
             evaluated.append({"step": done, "loss": evaluate()})
             print(f"step {done} of {len(training)}: held-out loss {evaluated[-1]['loss']:.4f}", flush=True)
-    seconds = clock.seconds()
-    steps = range(len(training))
-    tokens = [training.steps[step].n_tokens for step in steps]
+    synchronize()
+    seconds = [seconds_between(*pair) for pair in moments]
+    tokens = [step.n_tokens for step in training.steps]
     half = len(training) // 2
     return {
         "contender": run,
@@ -218,7 +192,7 @@ def train(chosen: argparse.Namespace) -> dict[str, Any]:
         },
         "documents": _digest(training),
         "tokens": tokens,
-        "slots": [training.slots(step, run) for step in steps],
+        "slots": [training.slots(step, run) for step in range(len(training))],
         "loss": torch.stack(losses).float().tolist(),
         "seconds": seconds,
         "held_out": evaluated,
@@ -226,16 +200,13 @@ def train(chosen: argparse.Namespace) -> dict[str, Any]:
         "first_step_seconds": seconds[0],
         "tokens_per_second": sum(tokens) / sum(seconds),
         "tokens_per_second_second_half": sum(tokens[half:]) / sum(seconds[half:]),
-        "peak_bytes": 0 if TOY else torch.cuda.max_memory_allocated(),
+        "peak_bytes": int(highest_gib() * 2**30),
     }
 
 
 def _digest(schedule: Schedule) -> str:
     """Digests the documents of every step, in any order."""
-    found = hashlib.sha256()
-    for step in schedule.steps:
-        found.update(np.sort(step.source).tobytes())
-    return found.hexdigest()
+    return hashlib.sha256(b"".join(np.sort(step.source).tobytes() for step in schedule.steps)).hexdigest()
 
 
 def main() -> None:
@@ -252,14 +223,13 @@ def main() -> None:
     options.add_argument("--lr", type=float, default=5e-4, help="peak learning rate")
     options.add_argument("--tiny", action="store_true", help="a tiny model and 120 documents, on the CPU")
     chosen = options.parse_args()
-    found = train(chosen)
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    chosen.output.write_text(json.dumps(found, indent=1))
+    record = train(chosen)
+    write_json(chosen.output, record)
     print(
-        f"{found['contender']}, seed {found['seed']}: {len(found['loss'])} steps in {found['wall_seconds']:.1f} s, "
-        f"{found['tokens_per_second']:,.0f} real tokens/s ({found['tokens_per_second_second_half']:,.0f} in the second "
-        f"half), {found['peak_bytes'] / 2**30:.1f} GiB, loss {found['loss'][0]:.4f} to {found['loss'][-1]:.4f}, held "
-        f"out {found['held_out'][-1]['loss']:.4f}"
+        f"{record['contender']}, seed {record['seed']}: {len(record['loss'])} steps in {record['wall_seconds']:.1f} s, "
+        f"{record['tokens_per_second']:,.0f} real tokens/s ({record['tokens_per_second_second_half']:,.0f} in the "
+        f"second half), {record['peak_bytes'] / 2**30:.1f} GiB, loss {record['loss'][0]:.4f} to "
+        f"{record['loss'][-1]:.4f}, held out {record['held_out'][-1]['loss']:.4f}"
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
 
 import crosspack
-from benchmarks._report import machine, table, versions
+from benchmarks.report import machine, table, versions
 
 Document = dict[str, list[int]]
 
@@ -56,15 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[str, float]]:
     options.add_argument("model", help="a folder or a hub name")
     options.add_argument("data", type=Path, help="a .jsonl file with prompt and completion")
     options.add_argument("--documents", type=int, default=10)
-    given = options.parse_args(arguments)
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, attn_implementation="sdpa").eval()
-    documents = encoded(given.data, AutoTokenizer.from_pretrained(given.model), given.documents)
-    found = list(losses(model, documents))
+    chosen = options.parse_args(arguments)
+    model = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.float32, attn_implementation="sdpa").eval()
+    documents = encoded(chosen.data, AutoTokenizer.from_pretrained(chosen.model), chosen.documents)
+    figures = list(losses(model, documents))
     tokens = sum(len(document["input_ids"]) for document in documents)
     print(machine(), versions("torch", "transformers"), sep="\n")
-    print(f"{given.model}: {len(documents)} documents, {tokens - len(documents):,} targets\n")
-    print(table(["", "loss"], [[name, f"{loss:.6f}"] for name, loss in found]))
-    return found
+    print(f"{chosen.model}: {len(documents)} documents, {tokens - len(documents):,} targets\n")
+    print(table(["", "loss"], [[name, f"{loss:.6f}"] for name, loss in figures]))
+    return figures
 
 
 if __name__ == "__main__":

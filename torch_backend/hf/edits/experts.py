@@ -43,13 +43,20 @@ def experts_edits(decoder: nn.Module, experts: Mapping[str, nn.Module]) -> Itera
     """
     layouts = {id(experts[name]): x for name, x in _layouts(decoder, experts).items() if not isinstance(x, str)}
     for module in decoder.modules():
-        if id(module) in layouts:
-            yield Attribute(module, LAYOUT, layouts[id(module)])
-            yield LayerOverride(module, _experts_forward)
-        elif type(module).__name__ == _WRAPPER and id(_innermost(module)) in layouts:
-            yield LayerOverride(module, _adapter_forward)
+        inside = _innermost(module) if type(module).__name__ == _WRAPPER else module
+        if id(inside) in layouts:
+            yield from kernel_edits(module, layouts[id(inside)])
         elif isinstance(module, DecoderLayer) and any(id(inner) in layouts for inner in module.modules()):
             yield LayerOverride(module, _passing_layer_forward if passes_on(module) else _layer_forward)
+
+
+def kernel_edits(module: nn.Module, layout: ExpertsLayout) -> Iterator[LayerOverride | Attribute]:
+    """The edits of a module of experts, or of PEFT's adapter of their parameter, which kernels take as it is."""
+    if type(module).__name__ == _WRAPPER:
+        yield LayerOverride(module, _adapter_forward)
+        return
+    yield Attribute(module, LAYOUT, layout)
+    yield LayerOverride(module, _experts_forward)
 
 
 def why_experts_read(model: nn.Module) -> str | None:
