@@ -29,7 +29,7 @@ from torch_backend.steps.memory import marked
 OWN_SCALES = "float8"  # the recipe in which every document has its own
 CUDA = pytest.param(
     "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    marks=pytest.mark.gpu,
 )
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
@@ -242,7 +242,6 @@ def test_a_model_of_transformers_saves_ordinary_weights(emulated: None, tmp_path
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("precision", [OWN_SCALES, "float8:rowwise", "float8:tensorwise"])
 def test_a_gpu_has_the_numbers_of_bfloat16_but_for_rounding(precision: str, autocast: torch.dtype | None) -> None:

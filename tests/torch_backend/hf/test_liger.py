@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers.models.llama import modeling_llama
 
 from tests.torch_backend.steps import test_packed_step, test_sft_step
@@ -15,7 +14,7 @@ from tests.torch_backend.steps.test_packed_step import trained
 from tests.torch_backend.trainers.test_trainer import differences, llama
 
 pytest.importorskip("liger_kernel", reason="unsupported here: liger-kernel is no dependency of any extra")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 TRAINERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Trainer": (test_packed_step.built, {}),

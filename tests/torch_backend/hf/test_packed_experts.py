@@ -126,7 +126,6 @@ def test_a_compiled_layer_keeps_experts_in_its_graph(family: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("first", ["triton", "grouped_mm"])
 @pytest.mark.parametrize(
     ("family", "width"), [("qwen3_moe", "moe_intermediate_size"), ("gpt_oss", "intermediate_size")]

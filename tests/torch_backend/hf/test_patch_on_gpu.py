@@ -21,7 +21,7 @@ from torch_backend.steps import tiled_layers
 from torch_backend.steps.memory import LEVELS
 from torch_backend.steps.memory_fit import StepMemory
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 DEVICE = "cuda"

@@ -254,7 +254,6 @@ def test_nothing_is_timed_in_a_trace_a_capture_or_a_deterministic_run(unknown_gp
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_trial_runs(monkeypatch):
     monkeypatch.setattr(module, "RECORDED", {})
     monkeypatch.setattr(module, "_timed", {})

@@ -102,8 +102,6 @@ def test_narrow_heads_skip_the_state_too(where):
 @pytest.mark.parametrize("lengths", [(2_000,), (700, 1, 63, 64, 65, 1_107)], ids=["one", "several"])
 @pytest.mark.parametrize("width", [64, 128])
 def test_long_documents_at_real_widths(lengths, width):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     where = Where(torch.device("cuda"), torch.bfloat16)
     inputs = drawn(where, lengths, heads=8, shared=2, width=width)
     assert linear.serves(inputs[0], inputs[2])

@@ -32,7 +32,6 @@ def test_a_kernel_is_started_on_the_device_of_its_tensors(index: int, monkeypatc
 
 @pytest.mark.gpu
 @pytest.mark.two_gpus
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_rotation_on_the_second_device_is_that_of_the_first() -> None:
     from torch_backend.ops.rope import apply_rope
 

@@ -285,7 +285,6 @@ def test_derived_metadata() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("lengths", [(96, 96, 96), (7, 16, 1, 33, 24, 15)], ids=["even", "odd"])
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_gradients_are_right_in_any_layout_of_the_outputs_gradient(lengths, heads_first):

@@ -84,8 +84,6 @@ def test_twice_the_documents_take_twice_the_memory(name: str) -> None:
 
 # -- on a GPU, where torch chooses among more kernels ------------------------------------------------------------------
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def peak_on_gpu(length: int, dtype: torch.dtype, implementation: str, shape: tuple[int, ...], **options: Any) -> int:
     """Bytes of forward and backward together, beyond the inputs; ``shape`` is heads, heads of keys and two widths."""
@@ -101,7 +99,6 @@ def peak_on_gpu(length: int, dtype: torch.dtype, implementation: str, shape: tup
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("value_width", [64, 32], ids=["values as wide as keys", "narrow values"])
 @pytest.mark.parametrize("name", REQUESTS)
@@ -115,7 +112,6 @@ def test_twice_the_length_takes_twice_the_memory_on_a_gpu(
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("implementation", ["auto", "sdpa"])
 @pytest.mark.parametrize(
     "options", [{"sinks": torch.zeros(64)}, {"softcap": 50.0, "window": 4_096}], ids=["sinks", "softcap"]

@@ -302,7 +302,6 @@ def test_what_runs_in_plain_torch_has_a_reason(where: Where) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("sizes", [(128, 128, 64, 128), (64, 192, 64, 256), (32, 64, 32, 64)], ids=str)
 def test_latent_attention_of_published_sizes(sizes: tuple[int, int, int, int]) -> None:
     where = Where(torch.device("cuda"), torch.bfloat16)

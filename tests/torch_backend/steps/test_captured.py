@@ -198,7 +198,6 @@ def test_recurrent_layers_alone_that_read_lengths_are_not_compiled():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text", "mamba2"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_captured_steps_are_the_steps_to_the_bit(compiled, family):
@@ -207,7 +206,6 @@ def test_captured_steps_are_the_steps_to_the_bit(compiled, family):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_captured_steps_over_experts_add_the_loss_of_routers(compiled, family):
@@ -219,7 +217,6 @@ def test_captured_steps_over_experts_add_the_loss_of_routers(compiled, family):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_captured_steps_on_flash_qla_are_those_on_triton(compiled, monkeypatch):
     pytest.importorskip("flash_qla")
@@ -259,7 +256,6 @@ def trained(family: str, compiled: bool, capture: bool, **changes: Any) -> tuple
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_recording_that_fails_leaves_random_numbers_as_they_were():
     def step(batch: dict[str, Tensor]) -> Tensor:
         dropped = torch.nn.functional.dropout(batch["x"])

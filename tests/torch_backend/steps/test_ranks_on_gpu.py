@@ -31,11 +31,7 @@ from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.context_parallel import attention
 from torch_backend.job.ranks import Process, Ranks, shard
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.two_gpus,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
 RANKS = (2, 4)
 # Lengths that each pair of ranks holds, step by step: unequal shares, a rank without a target, one without documents.

@@ -129,8 +129,6 @@ def test_recurrent_layers_with_shared_prefixes_are_not_recorded(graphs: SimpleNa
 
 @pytest.mark.gpu
 def test_a_graph_on_a_gpu_trains_as_plain_layers_do() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     trees = [((40, 9, 15),), ((60, 9, 2, 1),), ((36, 2, 4), (47, 3, 5)), ((20, 90, 30), (16, 7, 7))]
     trained, losses = [], []
     for options in ({"capture": True}, {"capture": False, "compile": False}):

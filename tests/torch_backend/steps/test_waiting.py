@@ -61,7 +61,6 @@ def test_batches_are_copied_beside_the_step_before(pinned: bool, tmp_path: Path)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
 
     class Watch(transformers.TrainerCallback):
