@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from crosspack.cli import COMMANDS, app, console, progress
 from crosspack.cli.progress import TrainProgress, counted
-from packing_core.errors import ContaminationError, PackingError, plural
+from packing_core.errors import ContaminationError, PackingError
 from packing_core.training.records import StepRecord
 from tests import processes
 
@@ -231,10 +231,6 @@ def test_piped_counts_print_a_line_now_and_then(piped, capsys):
     for _ in counted(out, "auditing", range(15), 15):
         clock[0] += 1.0
     assert capsys.readouterr().out.splitlines() == ["auditing: 10 of 15"]
-
-
-def test_one_thing_is_singular():
-    assert (plural(1, "thread"), plural(2_000, "row"), plural(0, "row")) == ("1 thread", "2,000 rows", "0 rows")
 
 
 def test_names_that_act_on_a_terminal_and_passwords_are_not_printed(tmp_path, capsys):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from crosspack.cli.outputs import writing
 from crosspack.encoding.text import Encoder, Policy
 from crosspack.encoding.tokenizer import load_tokenizer
 from crosspack.packing.workers import Failed, Processes
@@ -189,9 +188,3 @@ def test_a_disk_that_fills_up_is_one_line_and_the_run_can_be_repeated(small, tmp
     assert f"--output {tmp_path / 'out'}: " in said and "File too large" in said
     assert not list((tmp_path / "out").rglob("*.safetensors"))
     crosspack(*train)
-
-
-def test_a_second_training_in_one_folder_is_refused(small, tmp_path):
-    with writing(tmp_path / "out", "crosspack.json"):
-        said = crosspack(*small, "--steps", 1, "--output", tmp_path / "out", code=2)
-    assert f"process {os.getpid()} on " in said and "has been writing there" in said

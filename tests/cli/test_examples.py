@@ -87,13 +87,6 @@ def test_every_example_is_run_here():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLAIMS, *OF_RANKS, *OF_DEVICES, "deepspeed_zero3"}
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_begins_by_what_it_shows_and_how_to_run_it(path):
-    purpose, _, usage = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
-    assert purpose.endswith(".") and "\n" not in purpose and usage.startswith("Run it: ") and path.name in usage
-    assert "\nNeeds: pip install " in usage
-
-
 def imported(path: Path) -> set[str]:
     """Top names of what an example imports and Python does not bring."""
     nodes = list(ast.walk(ast.parse(path.read_text())))

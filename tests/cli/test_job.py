@@ -13,11 +13,10 @@ import pytest
 from crosspack.cli.tables import computed_tokens, loss_difference, padding, rate
 from crosspack.encoding.text import Document
 from packing_core.errors import PackingError
-from packing_core.extras import registered
 from packing_core.planning.plan import plan
 from packing_core.training import timing
 from packing_core.training.checkpoints import check_resume, newest_checkpoint, save_checkpoint
-from packing_core.training.job import GROUP, TrainJob
+from packing_core.training.job import TrainJob
 from packing_core.training.options import Options
 from packing_core.training.schedule import Corpus, Schedule
 from packing_core.training.timing import in_turn
@@ -29,17 +28,6 @@ def job(tmp_path) -> TrainJob:
     corpus = Corpus.collect(iter(documents))
     schedule = Schedule(corpus, (plan(corpus.documents.lengths, 8),), rows_per_step=1, padded_batch=2)
     return TrainJob(model={"model_type": "llama"}, schedule=schedule, output=tmp_path / "run")
-
-
-def test_the_rate_rises_to_its_peak_and_falls_to_zero():
-    options = Options(lr=1.0, warmup=0.2, decay="cosine")
-    rates = [options.learning_rate(step, 10) for step in range(10)]
-    assert rates[:3] == [0.5, 1.0, 1.0]
-    assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
-    assert 0 < rates[-1] < 0.05
-    assert Options(lr=1.0, warmup=0.0, decay="linear").learning_rate(5, 10) == 0.5
-    assert Options(lr=1.0, warmup=0.0, decay="constant").learning_rate(9, 10) == 1.0
-    assert Options(lr=1.0, warmup=0.0, decay="cosine").learning_rate(5, 10) == pytest.approx(0.5)
 
 
 def test_a_record_says_what_its_step_did_and_is_reported(job):
@@ -58,17 +46,6 @@ def test_a_gradient_that_is_no_number_ends_the_run(job):
 def test_a_loss_that_is_no_number_ends_the_run(job, loss):
     with pytest.raises(PackingError, match=rf"the loss of step 1 \(packed\) is {loss}: lower --lr"):
         job.record("packed", 1, loss, 0.1)
-
-
-def test_tokens_without_an_embedding_are_refused(job):
-    job.check_vocabulary(7)
-    with pytest.raises(PackingError, match="the data has token 6 and the model 6 embeddings: pass the model's own"):
-        job.check_vocabulary(6)
-
-
-def test_an_unknown_backend_names_the_installed_ones():
-    with pytest.raises(PackingError, match="--backend abacus: the installed ones are jax, torch"):
-        registered(GROUP, "abacus")
 
 
 def test_contenders_take_their_steps_in_turn_and_in_changing_order():

@@ -37,13 +37,6 @@ def test_a_killed_command_that_is_run_again_leaves_the_same_bytes(prepared, name
     assert found.wrong == [] and found.kills >= 2 and found.bytes
 
 
-@pytest.mark.slow
-def test_what_a_kill_changes_is_noticed(prepared, monkeypatch):
-    commands, out = prepared["part"]
-    monkeypatch.setattr("crosspack.cli.packjob.UNFINISHED", "none")
-    assert kills.kill_everywhere(commands, out, stride=4, ignored=kills.differs_in_every_run).wrong
-
-
 def test_a_pack_that_is_killed_leaves_no_list_of_files_before_there_are_any(prepared):
     ((command,), out) = prepared["pack:parquet"]
     for operation in (2, 9, 23):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
-import sys
 import tempfile
 from hashlib import sha256
 from uuid import uuid4
@@ -16,11 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crosspack.cli import outputs, remote
-from crosspack.cli.listing import LISTING, LOCK, TEMPORARY, Listed, write_listing
+from crosspack.cli.listing import LISTING, Listed, write_listing
 from crosspack.cli.outputs import writing
 from packing_core.errors import PackingError
 from packing_core.training.files import is_plain
-from tests import processes
 
 
 def run(folder, files: dict[str, str], **options) -> None:
@@ -178,19 +175,6 @@ def test_an_interrupted_publication_owns_what_it_left(tmp_path, monkeypatch):
     assert held(tmp_path) == {"manifest.json": "{}", "train-2": "e"}
 
 
-def test_what_a_killed_run_left_is_no_obstacle(tmp_path):
-    code = (
-        "import os, sys; from pathlib import Path; from crosspack.cli.outputs import writing\n"
-        "with writing(Path(sys.argv[1]), 'manifest.json') as output:\n"
-        "    (output.partial / 'x').write_text('x'); os._exit(9)"
-    )
-    out = tmp_path / "out"
-    assert processes.run([sys.executable, "-c", code, str(out)]).returncode == 9
-    assert (out / LOCK).exists() and list(out.glob(f"{TEMPORARY}*"))
-    run(out, {"train-0": "a"})
-    assert held(out) == {"manifest.json": "{}", "train-0": "a"}
-
-
 def test_an_output_that_is_a_link_stays_one(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
@@ -216,17 +200,6 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path, made):
     with pytest.raises(PackingError, match=r"^--output [^\n]*: pass a folder"):
         run(tmp_path / places.get(made, made), {})
     assert (tmp_path / "file").read_text() == "x"
-
-
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(PackingError, match=r"^--output .*out: File too large: pass a folder that can be written$"):
-            run(tmp_path / "out", {"train-0": "a" * 2000})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_error_about_another_file_names_that_file(tmp_path):

@@ -86,16 +86,6 @@ def test_parts_and_several_workers_give_the_same_bytes(data, tmp_path):
     }
 
 
-def test_a_run_that_is_killed_and_started_again_gives_the_same_bytes(data, tmp_path):
-    options = given(data, "sorted", "day")
-    pack(*options, "--output", tmp_path / "expected")
-    for at in (20, 75, 130):
-        out = [*options, "--output", str(tmp_path / f"out{at}")]
-        assert killed_at(at, ["pack", *out], tmp_path / f"out{at}") == -signal.SIGKILL
-        pack(*out)
-        assert result(tmp_path / f"out{at}") == result(tmp_path / "expected")
-
-
 def test_rows_of_a_step_cost_the_same_from_parts_and_after_a_kill(data, tmp_path):
     lengths = np.random.default_rng(0).lognormal(np.log(512) - 1, 1.4, 120).clip(2, 8192).astype(int).tolist()
     records = [{"input_ids": [10] * n, "id": d} for d, n in enumerate(lengths)]

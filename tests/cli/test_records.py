@@ -17,13 +17,6 @@ from packing_core.errors import PackingError
 TEXTS = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
 
 
-@pytest.mark.parametrize("data", ["missing.jsonl", "./missing", "a/b/c"])
-def test_what_is_nowhere_is_said_in_one_line(data):
-    says = f"--data {data}: no such file or folder, and not a hub name (`owner/name`)"
-    with pytest.raises(PackingError, match=f"^{re.escape(says)}$"):
-        open_records(data)
-
-
 def test_what_has_no_splits_is_read_without_one_and_refused_with_one(tmp_path):
     """As data to evaluate on, whose split is validation where there are several."""
     path = tmp_path / "data.jsonl"

@@ -304,21 +304,6 @@ def test_queries_and_documents_have_limits_of_their_own(encoder, write, tmp_path
     done(*command, "--data", swapped, "--overflow", "truncate")
 
 
-def test_texts_of_one_token_and_of_one_length_are_trained_as_others(encoder, write):
-    words = [{"anchor": x, "positive": y, "negative": "c"} for x, y in zip("abde", "edba", strict=True)]
-    data = write("short.jsonl", words)
-    done("train", "--task", "embed", "--model", encoder, "--data", data, "--eval-data", data, "--device", "cpu")
-
-
-@pytest.mark.parametrize("kind", ["labels", "lists"])
-def test_parquet_is_read_as_json_lines_are(kind, encoder, write, tmp_path):
-    for suffix in ("jsonl", "parquet"):
-        data = write(f"records.{suffix}", RECORDS[kind][1])
-        command = ("--data", data, "--device", "cpu", "--output", tmp_path / suffix)
-        done("train", "--task", "rerank", "--model", encoder, *command)
-    assert figures(tmp_path / "parquet", "loss") == pytest.approx(figures(tmp_path / "jsonl", "loss"), rel=1e-6)
-
-
 def test_columns_are_read_under_other_names(encoder, write):
     data = write("named.jsonl", [{"title": pair["anchor"], "body": pair["positive"]} for pair in PAIRS])
     command = ("train", "--task", "embed", "--model", encoder, "--data", data, "--device", "cpu", "--steps", 1)

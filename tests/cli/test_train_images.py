@@ -109,15 +109,6 @@ def test_other_tasks_train_on_images_too(task: str, start: Path, data: Any, tmp_
     assert "records.jsonl:3: image 0 cannot be decoded (UnidentifiedImageError" in refused
 
 
-def test_a_record_that_cannot_be_used_ends_the_run_or_is_left_out(start: Path, data: Any) -> None:
-    path = data([*RECORDS, chat("torn.png"), chat("absent.png")])
-    refused = error_of(*options(start, path))
-    assert re.search(r"records\.jsonl:6: image 0 cannot be decoded \(UnidentifiedImageError", refused)
-    result = done(*options(start, path, "--on-error", "skip"))
-    assert "left out 2 records that cannot be used, the first:" in result.stderr
-    assert "records.jsonl:6: image 0 cannot be decoded" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("record", "says"),
     [

@@ -298,18 +298,6 @@ def test_the_fill_that_a_cap_on_documents_costs_is_printed(small):
     ), result.output
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (["--order", "sorted"], "--order sorted needs --order-by: pass one key per document"),
-        (["--equal-cost", "--rows-per-step", 1], "--equal-cost evens the rows of a step, and --rows-per-step 1 gives"),
-    ],
-)
-def test_orders_that_contradict_other_options_are_refused(given, says):
-    """test_pack_order has all of them."""
-    assert says in one_line(run("train", *given))
-
-
 def test_records_that_cannot_be_used_are_left_out_and_counted_on_request(small, tmp_path):
     path = tmp_path / "broken.jsonl"
     good = '{"prompt": "lazy dog", "completion": " fox fox fox"}\n'
