@@ -23,7 +23,7 @@ from packing_core.errors import UnsupportedError
 from tests.torch_backend import flash_stand_ins
 from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, request_of
 from torch_backend.ops.attention.flash import FLASH2, FLASH3, FLASH4
-from torch_backend.ops.attention.flash_family import assert_longest, backward_overflows, window_size
+from torch_backend.ops.attention.flash_family import assert_longest, backward_overflows
 from torch_backend.ops.attention.flex import FLEX, block_mask
 from torch_backend.ops.attention.order import CUDA
 from torch_backend.ops.attention.probe import Probed
@@ -111,14 +111,6 @@ def test_flash_attention_2s_backward_is_refused_from_the_first_element_that_over
     assert backward_overflows(replace(at_limit, tokens=at_limit.tokens - 1)) is None
     assert backward_overflows(replace(at_limit, head_dim=40)) is not None  # rounds up to 64
     assert backward_overflows(replace(at_limit, requires_grad=False)) is None
-
-
-@pytest.mark.parametrize(
-    ("causal", "window", "expected"),
-    [(True, None, (-1, 0)), (True, 1, (0, 0)), (True, 7, (6, 0)), (False, None, (-1, -1)), (False, 7, (6, 6))],
-)
-def test_a_window_counts_the_querys_own_key_and_flash_attention_does_not(causal, window, expected):
-    assert window_size(replace(REQUEST, causal=causal, window=window)) == expected
 
 
 def test_a_segment_longer_than_max_seqlen_is_caught_where_only_the_device_knows_lengths():

@@ -16,13 +16,11 @@ from tests.torch_backend.hf.test_conditions import model_of
 from tests.torch_backend.models import LENGTHS, assert_same_gradients, collate, documents, error, gradients, tiny
 from torch_backend import PackedCollator
 from torch_backend.auditing.tiny import tiny_config, tiny_model
-from torch_backend.hf.anatomy.heads import trains_first_token
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.document_rows import DocumentRows
 from torch_backend.hf.patch import state_of
 from torch_backend.ops.attention import sdpa
 from torch_backend.ops.attention.request import AttentionInputs
-from torch_backend.packed_tokens import plain
 from torch_backend.segments import PackedMetadata
 
 # Attention; sinks and windows; linear attention; frequencies per document; the decoder per document.
@@ -99,17 +97,6 @@ def test_a_packed_classifier_is_that_of_each_document(family: str, kind: str) ->
         assert error(found[name], want[name]) <= 1e-5, name
 
 
-@pytest.mark.parametrize("family", ROUTES)
-def test_replacing_a_document_moves_no_other_logits_by_a_bit(family: str) -> None:
-    model = torch_backend.patch(classifier(family), verify=False).eval()
-    docs, collate = documents(), PackedCollator(model, capacity=64)
-    before = model(**collate(features(docs))).logits
-    docs[2] = (docs[2] + 40) % 90
-    after = model(**collate(features(docs))).logits
-    moved = (before != after).any(-1)
-    assert moved.tolist() == [number == 2 for number in range(8)]
-
-
 def test_patch_proves_a_classifier_and_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_backend.hf.document_rows import DocumentRows
 
@@ -167,23 +154,6 @@ def test_what_a_classifier_cannot_take_is_refused_for_what_it_is() -> None:
         PackedCollator(model)([{"input_ids": [5], "label": 1}, {"input_ids": [6]}])
     with pytest.raises(LayoutError, match="each takes a label or a vector of labels of one length"):
         PackedCollator(model)([{"input_ids": [5, 6], "labels": [1, 2]}, {"input_ids": [6], "labels": [1]}])
-
-
-def test_a_batch_that_names_no_documents_has_one_in_every_segment() -> None:
-    model = torch_backend.patch(classifier("qwen3"), verify=False)
-    docs = documents()
-    batch = PackedCollator(model)(features(docs))
-    assert "labels" not in batch
-    named = model(**batch).logits
-    assert torch.equal(model(**{**batch, "packed_documents": None}).logits, named)
-
-
-def test_embedded_documents_end_where_they_end() -> None:
-    model = torch_backend.patch(classifier("qwen3"), verify=False)
-    batch = PackedCollator(model, capacity=64)(features(documents()))
-    want = model(**batch).logits
-    embedded = model.get_input_embeddings()(plain(batch.pop("input_ids")))
-    assert error(model(**batch, inputs_embeds=embedded).logits, want) <= 1e-6
 
 
 @pytest.mark.parametrize(("named", "wrong"), [((0, 2), 2), ((1, -1), -1), ((3, -2), 3)])
@@ -255,17 +225,6 @@ def test_a_token_classifier_trains_every_token_of_every_document(family: str) ->
     loss = model(**batch).loss
     assert error(loss.detach(), want.detach()) <= 1e-5
     assert_same_gradients(gradients(model, loss), want_gradients)
-
-
-def test_only_classifiers_of_tokens_train_first_tokens() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    classifier = with_head("qwen3", transformers.AutoModelForTokenClassification)
-    assert trains_first_token(classifier)
-    assert trains_first_token(get_peft_model(classifier, LoraConfig(target_modules=["q_proj"])))
-    assert not trains_first_token(tiny("qwen3"))
-    assert not trains_first_token(tiny("qwen3").model)
-    assert not trains_first_token(nn.Linear(2, 2)) and not trains_first_token(None)
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -141,13 +141,6 @@ def test_a_model_that_is_not_patched_cannot_run_a_packed_batch(family: str, make
         tiny(family)(**make(documents()))
 
 
-def test_a_patched_model_that_was_unpatched_refuses_the_batch_again() -> None:
-    model, batch = patched(), collate(documents())
-    model(**batch)
-    with pytest.raises(PackingError, match=NOT_PATCHED):
-        torch_backend.unpatch(model)(**batch)
-
-
 def test_tokens_stay_packed_through_what_moves_batches() -> None:
     from accelerate.utils import concatenate, find_batch_size, send_to_device, slice_tensors
 
@@ -277,24 +270,6 @@ def test_a_model_put_into_a_trainer_later_is_refused_until_it_is_patched(tmp_pat
         trainer.train()
     torch_backend.patch(trainer.model, verify=False)
     trainer.train()
-
-
-class PicksInputs(transformers.Trainer):
-    """Embeds the tokens and names what the model shall get, as losses of people's own do."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        embedded = model.get_input_embeddings()(inputs["input_ids"])
-        return model(inputs_embeds=embedded, labels=inputs["labels"]).loss
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_a_loss_that_leaves_out_the_boundaries_raises(tmp_path: Any, fast: bool) -> None:
-    data = [{"input_ids": x.tolist()} for x in documents()]
-    arguments = transformers.TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[])
-    trainer = PicksInputs(tiny("llama"), arguments, train_dataset=data)
-    enable_packing(trainer, capacity=64, fast=fast)
-    with pytest.raises(PackingError, match=NOT_PATCHED):
-        trainer.train()
 
 
 def test_a_train_step_takes_a_patched_model_alone() -> None:

@@ -1,6 +1,6 @@
 """Boundaries whose values only the device knows: whatever they hold, the segments cover every token of the batch.
 
-So every kernel writes every row of its outputs; ``test_attention_on_gpu`` has the same for the libraries' kernels.
+So every kernel writes every row of its outputs: of empty segments behind them, the tests of each kernel have some.
 """
 
 from __future__ import annotations
@@ -13,14 +13,8 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError
-from tests.torch_backend import flash_stand_ins
 from tests.torch_backend.guards import DeviceGuard
-from tests.torch_backend.hf.test_attention_implementations import OURS, called
-from tests.torch_backend.kernels import ONE_DTYPE, with_gradients
 from torch_backend.hf.inputs.boundaries import take_metadata
-from torch_backend.ops.attention import attention, triton
-from torch_backend.ops.attention.triton import TRITON, KernelTiles, Tile
-from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.scan.libraries.fla import chunks as chunks_of
 from torch_backend.pieces import most_pieces
 from torch_backend.segments import PackedMetadata
@@ -120,74 +114,6 @@ def test_what_is_no_list_of_boundaries_raises(change, message):
         PackedMetadata.from_boundaries(**{**given, **change}, device="cpu")
 
 
-# -- every implementation that needs no lengths on the host writes every row: fresh memory is NaN ----------------------
-
-# By the first test here, kernels get segments that cover the batch, then empty ones, whatever the boundaries hold. So
-# they run on few: segments that are too long, and none at all.
-FOR_KERNELS = {name: BOUNDARIES[name] for name in ("longer than claimed", "nothing")}
-
-
-def drawn(where) -> list[Tensor]:
-    return [where.draw(TOKENS, heads, 16, seed=seed) for seed, heads in enumerate((4, 2, 2, 4))]
-
-
-def assert_same(found: list[Tensor], right: list[Tensor]) -> None:
-    for x, y in zip(found, right, strict=True):
-        assert x.isfinite().all() and torch.equal(x, y)
-
-
-@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
-@pytest.mark.parametrize("boundaries", FOR_KERNELS.values(), ids=FOR_KERNELS)
-def test_triton_attention_writes_every_row(where, boundaries, monkeypatch):
-    small = Tile(16, 16, 4, 1)
-    monkeypatch.setattr(triton, "choose_tiles", lambda request: KernelTiles(small, small, small))
-    monkeypatch.setattr(TRITON, "supports", TRITON.refuses)  # without a trial run
-    *inputs, dout = drawn(where)
-
-    def run(packed: PackedMetadata) -> list[Tensor]:
-        return with_gradients(lambda q, k, v: attention(q, k, v, packed, implementation="triton"), inputs, dout)
-
-    assert_same(
-        run(on_device(boundaries, where.device)),
-        run(PackedMetadata.from_lengths(by_hand(boundaries), device=where.device)),
-    )
-
-
-@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
-@pytest.mark.parametrize("boundaries", FOR_KERNELS.values(), ids=FOR_KERNELS)
-def test_the_convolution_writes_every_row(where, boundaries):
-    x, dy = where.draw(TOKENS, 24), where.draw(TOKENS, 24, seed=1)
-    weight, bias = where.draw(24, 4, seed=2), where.draw(24, seed=3)
-
-    def run(packed: PackedMetadata) -> list[Tensor]:
-        return with_gradients(lambda x, w, b: short_convolution(x, w, packed, bias=b, silu=True), [x, weight, bias], dy)
-
-    assert_same(
-        run(on_device(boundaries, where.device)),
-        run(PackedMetadata.from_lengths(by_hand(boundaries), device=where.device)),
-    )
-
-
-@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "varlen"])
-@pytest.mark.parametrize("boundaries", FOR_KERNELS.values(), ids=FOR_KERNELS)
-def test_the_flash_family_gets_boundaries_that_cover_every_row(name, boundaries, monkeypatch):
-    """The stand-ins return as many rows as the boundaries cover, and the real kernels write no others."""
-    flash_stand_ins.install(monkeypatch)
-    q, k, v = (torch.randn(TOKENS, heads, 16) for heads in (4, 2, 2))
-    found = called(OURS[name], q, k, v, on_device(boundaries), {})
-    right = attention(q, k, v, PackedMetadata.from_lengths(by_hand(boundaries)), implementation="reference")
-    torch.testing.assert_close(found, right)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("boundaries", FOR_KERNELS.values(), ids=FOR_KERNELS)
-def test_flex_writes_every_row(boundaries):
-    q, k, v = (torch.randn(TOKENS, heads, 16) for heads in (4, 2, 2))
-    found = attention(q, k, v, on_device(boundaries), implementation="flex")
-    right = attention(q, k, v, PackedMetadata.from_lengths(by_hand(boundaries)), implementation="reference")
-    torch.testing.assert_close(found, right)
-
-
 @pytest.mark.parametrize("boundaries", BOUNDARIES.values(), ids=BOUNDARIES)
 def test_the_chunks_of_a_scan_hold_every_token_once(boundaries):
     starts, chunks = chunks_of(on_device(boundaries))
@@ -210,7 +136,6 @@ def test_a_recording_gets_the_boundaries_of_the_calls_before_it(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_nothing_is_read_back_from_a_gpu():
     given = torch.tensor(BOUNDARIES["right"], device="cuda")
     torch.cuda.synchronize()
