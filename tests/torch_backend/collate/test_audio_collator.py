@@ -7,7 +7,6 @@ row, and clips are shorter than, as long as and longer than what a window of an 
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -110,20 +109,6 @@ def test_other_collators_batches_are_read_from_the_mask(case: str) -> None:
         update(model, [batch | fewer])
 
 
-def test_one_clip_after_the_other_does_not_change_it() -> None:
-    """A change of one clip, its last frame or the padding behind it, leaves the logits of other documents alone."""
-    model, rows = torch_backend.patch(audio_model("qwen2_audio"), verify=False).eval(), audio_documents("qwen2_audio")
-    collate = collator_of_processed(model, 400)
-    before = collate(features_of(rows[0]))
-    rows[0][1].images[FEATURES] += 100
-    after = collate(features_of(rows[0]))
-    with torch.no_grad():
-        found = [model(**{k: x for k, x in batch.items() if k != "labels"}).logits[0] for batch in (before, after)]
-    ends = [0, *torch.tensor(before["packed_lengths"]).cumsum(0).tolist()]
-    changed = [not torch.equal(found[0][a:b], found[1][a:b]) for a, b in pairwise(ends)]
-    assert changed[:4] == [False, True, False, False]
-
-
 def processed(case: str = "qwen2_audio") -> tuple[Any, dict[str, Any]]:
     """A collator, and a document of it with two clips."""
     model = audio_model(case)
@@ -183,22 +168,6 @@ def test_the_number_of_tokens_is_that_of_the_family() -> None:
             assert audio.tokens(frames) == int(want), (case, frames)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_training_step_makes_no_logits_and_the_same_update(case: str) -> None:
-    """make_train_step on packed rows moves every parameter as the step on the records alone does."""
-    model, rows = audio_model(case), audio_documents(case)
-    documents = [document for row in rows for document in row]
-    truth = update(model, [alone(document) for document in documents])
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    batch = collator_of_processed(model, max(sum(len(x.ids) for x in row) for row in rows))(features_of(documents))
-    model = torch_backend.patch(model, verify=False)
-    step = torch_backend.make_train_step(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    got = {"loss": step(batch)["loss"].detach()}
-    got |= {name: before[name] - p.detach() for name, p in model.named_parameters() if name in truth}
-    assert "without logits" in step.parts["loss"]
-    assert_same(got, truth)
-
-
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -230,12 +199,6 @@ def test_a_patch_proves_the_decoder_and_is_taken_back(case: str) -> None:
     before = model(**alone(document)).logits
     torch_backend.unpatch(torch_backend.patch(model))
     assert torch.equal(model(**alone(document)).logits, before)
-
-
-def test_unpacked_calls_of_a_patched_model_are_transformers_own() -> None:
-    model, document = audio_model("qwen2_audio"), audio_documents("qwen2_audio")[0][2]
-    before = model(**alone(document)).logits
-    assert torch.equal(torch_backend.patch(model, verify=False)(**alone(document)).logits, before)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -276,15 +239,3 @@ def test_encoders_in_bfloat16_take_the_features_of_the_collator(case: str) -> No
     batch = collator_of_processed(model, 400)(features_of(rows[1]))
     want = float(model(**batch).loss.detach())
     assert float(model.to(torch.bfloat16)(**batch).loss.detach()) == pytest.approx(want, rel=0.02)
-
-
-@pytest.mark.parametrize("case", ["qwen2_audio", "qwen3_omni_moe_thinker"])
-def test_levels_of_memory_change_no_update(case: str) -> None:
-    model, rows = torch_backend.patch(audio_model(case), verify=False), audio_documents(case)
-    batch = collator_of_processed(model, 400)(features_of(rows[1]))
-    truth = update(model, [batch])
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    step = torch_backend.make_train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), memory="full")
-    got = {"loss": step(batch)["loss"].detach()}
-    got |= {name: before[name] - p.detach() for name, p in model.named_parameters() if name in truth}
-    assert_same(got, truth)

@@ -118,30 +118,6 @@ def test_the_ranks_of_a_job_are_found(monkeypatch) -> None:
     assert streamed(shard=None).shard == (1, 4)
 
 
-@pytest.mark.parametrize("failing", ["the source", "the collator"])
-def test_a_batch_that_failed_is_in_the_state(failing) -> None:
-    for place in range(0, len(SOURCE), 7) if failing == "the source" else range(len(WHOLE) // 2):
-        taken: list[dict] = []
-
-        def opened(start, place=place):
-            for number in range(start, len(SOURCE)):
-                if failing == "the source" and number == place:
-                    raise ConnectionError
-                yield SOURCE[number]
-
-        def collate(rows, taken=taken, place=place):
-            if failing == "the collator" and len(taken) == place:
-                raise ConnectionError
-            return PackedCollator()(rows)
-
-        rows = StreamedRows(opened, 20, batch_size=2, collator=collate, **OPTIONS)
-        with pytest.raises(ConnectionError):
-            taken.extend(loader(rows))
-        again = streamed()
-        again.load_state_dict(rows.state_dict())
-        assert ids(taken) + ids(loader(again)) == WHOLE, place
-
-
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_an_epoch_packs_anew_and_all_workers_agree_on_it(workers, persistent) -> None:
     rows = streamed()
@@ -171,28 +147,6 @@ def test_a_stateful_loader_goes_on_where_it_stopped(stateful, workers) -> None:
         continued.load_state_dict(state)
         assert ids(continued) == ids(rest)
         assert ids(before) + ids(rest) == WHOLE
-
-
-@pytest.mark.parametrize(
-    ("workers", "ranks", "then_workers", "then_ranks"), [(0, 1, 2, 1), (2, 1, 0, 3), (3, 2, 0, 3), (3, 2, 2, 1)]
-)
-def test_a_run_goes_on_with_other_workers_and_ranks(stateful, workers, ranks, then_workers, then_ranks) -> None:
-    steps = 5
-    stopped = stateful.StatefulDataLoader(streamed((0, ranks)), batch_size=None, num_workers=workers)
-    reading = iter(stopped)
-    for _ in range(steps):
-        next(reading)
-    state = stopped.state_dict()
-    del reading
-    done = steps * 2 * ranks
-    rest = []
-    for rank in range(then_ranks):
-        rows = streamed((rank, then_ranks))
-        rows.load_state_dict(state)
-        rest.append(ids(loader(rows, then_workers)))
-    for number, row in enumerate(WHOLE[done:], done):
-        assert rest[number % then_ranks].pop(0) == row
-    assert not any(np.count_nonzero(row) for rows in rest for row in rows)
 
 
 def resumed(steps=5, epoch=0) -> tuple[StreamedRows, list[list[int]]]:

@@ -205,8 +205,3 @@ def test_rollouts_without_log_probabilities_train_where_nothing_reads_them(tmp_p
     given = rollouts()
     right = trained(policy(tmp_path, given))
     assert_same_training(packed(policy(tmp_path, {**given, "logprobs": None})), right)
-
-
-def test_groups_of_one_are_refused_by_trl(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="at least 2 generations"):
-        policy(tmp_path, num_generations=1)

@@ -26,7 +26,6 @@ from tests.torch_backend.preference import (
     trained,
 )
 from tests.torch_backend.scored_trainers import (
-    LORA,
     datasets,
     dpo,
     kto,
@@ -94,11 +93,6 @@ LOSSES = [
 
 @pytest.mark.parametrize("options", LOSSES, ids=lambda options: "-".join(options["loss_type"]))
 def test_every_loss_type_is_that_of_the_documents_alone(tmp_path, options) -> None:
-    assert_packed_is_alone(dpo, tmp_path, **options)
-
-
-def test_an_adapter_is_its_own_reference(tmp_path) -> None:
-    options = {"ref_model": False, "peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])}
     assert_packed_is_alone(dpo, tmp_path, **options)
 
 
@@ -238,11 +232,6 @@ def test_a_reference_of_kto_computed_ahead_is_that_of_the_documents_alone(tmp_pa
     """TRL computes it, also for its mismatched answers, from padded batches, which phi3's frequencies depend on."""
     options = {"precompute_ref_log_probs": True}
     assert_same_training(packed(kto(tmp_path, "phi3", **options)), alone(kto(tmp_path, "phi3")))
-
-
-def test_an_adapter_is_its_own_reference_in_kto(tmp_path) -> None:
-    options = {"adapter": peft.LoraConfig(**LORA), "loss_type": "apo_zero_unpaired"}  # which has no KL
-    assert_packed_is_alone(kto, tmp_path, **options)
 
 
 # GRPO, RLOO and GMPO.
