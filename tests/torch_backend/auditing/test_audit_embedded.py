@@ -10,9 +10,11 @@ import torch
 
 import torch_backend
 from packing_core.errors import PackingError, UnsupportedError
+from tests.torch_backend.scored_trainers import dpo
 from tests.torch_backend.sentence_trainers import LOSSES, TRIPLETS, embedder, embedding_trainer, packed, rows
 from tests.torch_backend.trainers.test_embedding_trainers import PAIR_LOSSES, reranker
 from torch_backend.hf import unpadding
+from torch_backend.trainers.enable_packing import enable_packing
 
 pytest.importorskip("sentence_transformers", reason="the trainers are those of sentence-transformers")
 
@@ -57,8 +59,17 @@ def test_rerankers_are_exact_padded_and_packed(tmp_path: Any, name: str) -> None
     assert report.verdict == "exact" and report.rows < stock.rows, str(report)
 
 
-def test_rows_without_boundaries_are_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, stock = packed(trainer_of(tmp_path)), unpadding.Unpadding.take_out
+# -- what the packed calls of sentence-transformers' and TRL's trainers have in common ---------------------------------
+
+PACKED = {
+    "embeddings": lambda path: packed(trainer_of(path)),
+    "preferences": lambda path: enable_packing(dpo(path), verify=False),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_rows_without_boundaries_are_found(tmp_path: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, stock = PACKED[kind](tmp_path), unpadding.Unpadding.take_out
 
     def lost(self: Any, kwargs: Any) -> Any:
         padded, kwargs = stock(self, kwargs)
@@ -71,8 +82,9 @@ def test_rows_without_boundaries_are_found(tmp_path: Any, monkeypatch: pytest.Mo
     assert report.verdict == "contaminated" and report.leak > 0.01, str(report)
 
 
-def test_tokens_at_the_wrong_place_are_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, stock = packed(trainer_of(tmp_path)), unpadding.Padded.back
+@pytest.mark.parametrize("kind", PACKED)
+def test_tokens_at_the_wrong_place_are_found(tmp_path: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, stock = PACKED[kind](tmp_path), unpadding.Padded.back
     monkeypatch.setattr(unpadding.Padded, "back", lambda self, x: stock(self, x.roll(1, 1)))
     assert torch_backend.audit(trainer).verdict == "contaminated"
 

@@ -11,7 +11,6 @@ import torch_backend
 from packing_core.errors import PackingError, UnsupportedError
 from tests.torch_backend.preference import pairs
 from tests.torch_backend.scored_trainers import dpo, kto, policy
-from torch_backend.hf import unpadding
 from torch_backend.trainers.enable_packing import enable_packing
 
 BUILD = {
@@ -45,32 +44,6 @@ def test_padding_contaminates_frequencies_that_depend_on_the_longest_answer(tmp_
     assert stock.verdict == "contaminated" and stock.cosine < 0.999, str(stock)
     packed = torch_backend.audit(enable_packing(trainer, verify=False))
     assert packed.verdict == "exact", str(packed)
-
-
-def test_a_row_without_boundaries_is_found(tmp_path, monkeypatch) -> None:
-    trainer = enable_packing(dpo(tmp_path), verify=False)
-    stock = unpadding.Unpadding.take_out
-
-    def lost(self, kwargs):
-        padded, kwargs = stock(self, kwargs)
-        if "packed_lengths" in kwargs:
-            kwargs["packed_lengths"] = (sum(kwargs["packed_lengths"]),)
-        return padded, kwargs
-
-    monkeypatch.setattr(unpadding.Unpadding, "take_out", lost)
-    report = torch_backend.audit(trainer)
-    assert report.verdict == "contaminated" and report.leak > 0.1, str(report)
-
-
-def test_an_output_at_the_wrong_place_is_found(tmp_path, monkeypatch) -> None:
-    trainer = enable_packing(dpo(tmp_path), verify=False)
-    stock = unpadding.Padded.back
-
-    def shifted(self, x):
-        return stock(self, x.roll(1, 1))
-
-    monkeypatch.setattr(unpadding.Padded, "back", shifted)
-    assert torch_backend.audit(trainer).verdict == "contaminated"
 
 
 def test_the_trainer_is_as_it_was(tmp_path) -> None:

@@ -29,15 +29,6 @@ def test_random_models_are_exact():
     assert tally.findings == [] and tally.cases >= 4
 
 
-def test_a_case_follows_from_its_number_alone():
-    (number,) = numbers(1)
-    first, second = fuzz.case_of(number), fuzz.case_of(number)
-    assert first == second != fuzz.case_of(number + 1)
-    tally = fuzz.Tally()
-    fuzz.run_case(number, tally, families=["another"])
-    assert tally == fuzz.Tally()
-
-
 def test_a_patch_that_leaks_is_found(monkeypatch):
     attend = attention.run
 
