@@ -39,11 +39,6 @@ def test_a_rank_that_has_fewer_microbatches_runs_its_last_one_without_targets() 
     assert Ranks(4).evened(batches, emptied) == [*batches, {"empty": 2}, {"empty": 2}]
 
 
-def test_one_process_takes_its_batches_as_they_come() -> None:
-    assert list(Counts(None, 1).together(iter([{"a": 1}, {"b": 2}]))) == [({"a": 1}, True), ({"b": 2}, True)]
-    assert list(Counts(None, 1).together([])) == []
-
-
 # lengths of the documents of each batch, by rank: two ranks have one batch and three
 BATCHES = [[(33, 5)], [(20, 9), (40,), (7, 8, 3)]]
 WRAPS: dict[str, Wrapper] = {"DDP": ddp(), "FSDP1": sharded_by_fsdp_1, "FSDP2": sharded}

@@ -18,7 +18,7 @@ from packing_core.errors import UnsupportedError
 from tests.torch_backend.graphs import graphs as graphs
 from tests.torch_backend.models import PLAIN_SGD
 from tests.torch_backend.trainers.test_trainer import CAPACITY, differences, documents, gpt_oss, llama, peft
-from torch_backend import audit, explain
+from torch_backend import explain
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.trainers import fast_step as packed_step
 from torch_backend.trainers.enable_packing import enable_packing
@@ -70,6 +70,11 @@ def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 
 
+class Doubled(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs, **more) * 2
+
+
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "accumulation": ({"gradient_accumulation_steps": 3}, FAST),
     "clipping and a schedule": ({"max_grad_norm": 0.1, "lr_scheduler_type": "linear"}, FAST),
@@ -78,6 +83,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "tokens of one device": ({"average_tokens_across_devices": False}, FAST),
     "label smoothing": ({"label_smoothing_factor": 0.1}, "with logits: label smoothing reads them"),
     "compute_loss_func": ({"compute_loss_func": own_loss}, "with logits: compute_loss_func reads them"),
+    "compute_loss": ({"kind": Doubled}, "with logits: Doubled computes its loss itself (compute_loss)"),
     "NEFTune": ({"neftune_noise_alpha": 5.0}, FAST),
     "LoRA": ({"make": adapted}, FAST),
     "DoRA": ({"make": partial(adapted, use_dora=True)}, FAST),
@@ -99,19 +105,6 @@ def test_in_bfloat16_they_differ_by_rounding(options: dict[str, Any], tmp_path: 
     fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
     assert_same(fast, plain, options.get("make", llama), tolerance=1e-2)
     assert fast.packed_step.parts["loss"] == FAST
-
-
-class Doubled(transformers.Trainer):
-    """A loss of its own."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
-        return super().compute_loss(model, inputs, return_outputs, **more) * 2
-
-
-def test_a_trainer_that_computes_its_loss_itself_keeps_it(tmp_path: Path) -> None:
-    fast, plain = (built(tmp_path / str(kind), kind, kind=Doubled) for kind in (True, False))
-    assert_same(fast, plain)
-    assert fast.packed_step.parts["loss"] == "with logits: Doubled computes its loss itself (compute_loss)"
 
 
 # -- evaluation, callbacks, checkpoints --------------------------------------------------------------------------------
@@ -195,16 +188,6 @@ def test_what_forbids_a_graph(graphs: SimpleNamespace, options: Any, reason: str
     assert fast.packed_step.parts["graph"] == f"no CUDA graph: {reason}"
 
 
-def test_shapes_are_chosen_from_the_data_so_that_all_steps_have_one_form(
-    graphs: SimpleNamespace, tmp_path: Path
-) -> None:
-    options = {"gradient_accumulation_steps": 1, "max_steps": 12, "num_train_epochs": 3}
-    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
-    graphs.model = fast.model
-    assert_same(fast, plain)
-    assert (graphs.recorded, graphs.replayed) == (1, 10)
-
-
 def test_the_model_is_compiled_as_a_whole_where_its_layers_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,10 +254,6 @@ def test_explain_says_what_is_fast_before_and_after_a_step(tmp_path: Path) -> No
     assert explain(built(tmp_path, False)).notes[-1] == "the training step is the trainer's own: fast=False"
     with pytest.raises(UnsupportedError, match="a trainer after enable_packing"):
         explain(object())
-
-
-def test_a_fast_trainer_is_exact_by_its_audit(tmp_path: Path) -> None:
-    assert audit(built(tmp_path, True)).verdict == "exact"
 
 
 def test_without_fast_the_trainer_keeps_its_methods(tmp_path: Path) -> None:
