@@ -13,7 +13,7 @@ from packing_core import Cost
 from packing_core.batches.trees import part_saved
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
 from packing_core.storage.forest import lineage
-from tests.torch_backend.models import alone, documents, error, patched, tiny
+from tests.torch_backend.models import documents, error, patched, tiny
 from torch_backend import PackedCollator, next_token_pairs, packed_cross_entropy, reduce, spread, token_logprobs
 from torch_backend.hf.inputs.forests import why_not_this_call
 from torch_backend.hf.patch import state_of
@@ -152,23 +152,6 @@ def test_logits_and_pairs_make_the_same_loss():
     assert error(loss.detach(), right.detach()) <= 1e-5
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "bamba"])
-def test_an_answer_does_not_see_another_by_a_bit(family):
-    model, batch = patched(family), shared_and_unshared()[0]
-    given = {name: x for name, x in batch.items() if name != "labels"}
-    before = model(**given).logits.flatten(0, 1)
-    lengths, parents = batch["packed_lengths"], batch["packed_parents"]
-    starts = torch.tensor((0, *lengths)).cumsum(0).tolist()
-    leaf = max(range(len(lengths)), key=lambda s: (s not in parents) * lengths[s] * (parents[s] >= 0))
-    changed = batch["input_ids"].clone()
-    changed[0, starts[leaf] : starts[leaf + 1]] += 1
-    after = model(**{**given, "input_ids": changed}).logits.flatten(0, 1)
-    moved = (after != before).any(1)
-    assert moved[starts[leaf] : starts[leaf + 1]].all()
-    moved[starts[leaf] : starts[leaf + 1]] = False
-    assert not moved.any()
-
-
 def test_auto_shares_where_it_saves():
     def parents(levels, answers_=None):
         return PackedCollator(share_prefix="auto")(answers(levels))["packed_parents"]
@@ -278,16 +261,6 @@ def test_a_label_of_the_first_token_of_a_document_is_still_refused():
     labels[0, starts[root]] = 5
     with pytest.raises(LayoutError, match=f"labels train the first token of segment {root}"):
         causal_lm_loss(model, batch | {"labels": labels})
-
-
-def test_the_truth_of_these_tests_is_each_document_alone():
-    """The unshared collator's loss is that of the documents one by one, so the comparisons above mean something."""
-    model = tiny("llama")
-    docs = [torch.tensor(feature["input_ids"]) for feature in answers()]
-    right = alone(model, docs)
-    batch = PackedCollator()([{"input_ids": document.tolist()} for document in docs])
-    loss, weight = causal_lm_loss(torch_backend.patch(model, verify=False), batch)
-    assert error(loss.detach() / weight, right.loss) <= 1e-5
 
 
 def test_arguments_that_belong_to_no_token_are_not_shortened():

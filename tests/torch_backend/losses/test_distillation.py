@@ -58,15 +58,6 @@ def test_it_is_that_of_all_logits_with_its_gradients(family: str, beta: float, b
     assert all(p.grad is None for p in teacher.parameters())
 
 
-@pytest.mark.parametrize("beta", BETAS)
-def test_it_is_that_of_trl(beta: float, batch: dict[str, Any]) -> None:
-    trainer = pytest.importorskip("trl.experimental.gkd", reason="the definition is TRL's").GKDTrainer
-    student, teacher = patched("qwen2"), larger()
-    logits = [m(**{k: x for k, x in batch.items() if k != "labels"}).logits[:, :-1] for m in (student, teacher)]
-    right = trainer.generalized_jsd_loss(*logits, labels=batch["labels"][:, 1:], beta=beta, reduction="sum")
-    torch.testing.assert_close(causal_lm_divergence(student, teacher, batch, beta=beta)[0], right)
-
-
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_gradients_do_not_depend_on_the_micro_batches(rows: int) -> None:
     """Eight rows of 1 to 20 tokens as 8 micro-batches of one row, 4 of two and 2 of four, against one of eight."""
