@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch_backend.segments import PackedMetadata
 
 # One token; two documents inside a chunk; one that reaches over two chunk ends; one that ends where a chunk does.
 LENGTHS = (1, 30, 20, 130, 11, 50)
+Scan = Callable[[list[torch.Tensor], torch.Tensor], Mapping[str, torch.Tensor]]  # of operands and dout
 NAMES = ("q", "k", "v", "g", "beta")
 
 
@@ -21,13 +22,22 @@ def packed_on(where: Where, lengths=LENGTHS) -> PackedMetadata:
     return PackedMetadata.from_lengths(lengths, device=where.device, entries=len(lengths) + 1)
 
 
-def assert_moved_alone(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], start, stop) -> None:
-    """Results, [T, ...] each, changed at the tokens of one document and at no other, to the bit."""
+def assert_moved_alone(run: Scan, inputs: Sequence[torch.Tensor], dout: torch.Tensor, number: int, lengths) -> None:
+    """What has a result per token changes at those of the ``number``-th document, and at no other to the bit."""
+    start, stop = np.cumsum([0, *lengths])[[number, number + 1]]
+    changed = [x.detach().clone() for x in (*inputs, dout)]
+    for x in changed:
+        if len(x) == len(dout):
+            x[start:stop] *= 0.5
+    before, after = (
+        run([x.detach().requires_grad_() for x in each[:-1]], each[-1]) for each in ((*inputs, dout), changed)
+    )
     for name, x in before.items():
-        own = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-        own[start:stop] = True
-        assert torch.equal(x[~own], after[name][~own]), name
-        assert not torch.equal(x[own], after[name][own]), name
+        if len(x) == len(dout):
+            own = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+            own[start:stop] = True
+            assert torch.equal(x[~own], after[name][~own]), name
+            assert not torch.equal(x[own], after[name][own]), name
 
 
 def working(where: Where) -> str:

@@ -11,7 +11,7 @@ import torch
 from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget, numpy
-from tests.torch_backend.scans import packed_on, working
+from tests.torch_backend.scans import assert_moved_alone, packed_on, working
 from torch_backend.ops.scan.selective.operators import diagonal_scan, selective_scan, selective_scan_with_states
 
 CHUNK = 8  # tokens here: interpreted scans take milliseconds an element
@@ -68,18 +68,7 @@ def test_channels_may_need_many_programs_that_share_gradients(where, monkeypatch
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_no_document_moves_another_by_a_bit(where):
-    inputs = drawn(where)
-    before, dy = run(where, inputs)
-    start, stop = np.cumsum([0, *LENGTHS])[[3, 4]]
-    changed = [x.detach().clone() for x in (*inputs, dy)]
-    for place in (0, 1, 3, 4, 6, 7):  # what has tokens
-        changed[place][start:stop] = 0.5 * changed[place][start:stop] + 0.05
-    after, _ = run(where, [x.requires_grad_() for x in changed[:7]], changed[7])
-    own = torch.zeros(TOKENS, dtype=torch.bool, device=where.device)
-    own[start:stop] = True
-    for name in ("y", "x", "dt", "B", "C", "z"):
-        assert torch.equal(before[name][~own], after[name][~own]), name
-        assert not torch.equal(before[name][own], after[name][own]), name
+    assert_moved_alone(lambda *given: run(where, *given)[0], drawn(where), where.draw(TOKENS, 3, seed=6), 3, LENGTHS)
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE[:1], indirect=True)
