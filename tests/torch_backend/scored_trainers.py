@@ -97,19 +97,19 @@ def policy(name, path, family="qwen3", adapter=True, model=None, words=(2, 20), 
     )
 
 
-def same_completions(model, of_a_prompt=4, cut=False) -> None:
+def same_completions(model, of_a_prompt=4, cut=False, words=90) -> None:
     """Let a model complete a prompt in four ways that depend on the prompt alone, and not on rank or batch.
 
-    With ``cut``, every third one has no end.
+    The words are those below ``words``. With ``cut``, every third one has no end.
     """
 
     def generate(input_ids, **_):
         answers = torch.zeros(len(input_ids), 20, dtype=torch.int64)
         for number, prompt in enumerate(input_ids):
             rng = np.random.default_rng([int(prompt.sum()), number % of_a_prompt])
-            words = rng.integers(4, 90, 20 if cut and number % 3 == 0 else rng.integers(2, 20))
-            answers[number, : len(words)] = torch.from_numpy(words)
-            answers[number, len(words) :][:1] = 2
+            said = rng.integers(4, words, 20 if cut and number % 3 == 0 else rng.integers(2, 20))
+            answers[number, : len(said)] = torch.from_numpy(said)
+            answers[number, len(said) :][:1] = 2
         return torch.cat((input_ids, answers), 1)
 
     causal_lm(model).generate = generate

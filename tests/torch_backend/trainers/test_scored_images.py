@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -14,12 +15,11 @@ from torch import Tensor
 from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelError
 from tests.torch_backend.preference import arguments, assert_same_training, divide, packed, text, trained
 from tests.torch_backend.processors import picture, tiny_processor
-from tests.torch_backend.scored_trainers import datasets, peft, trl
+from tests.torch_backend.scored_trainers import LORA, datasets, peft, rewards, same_completions, trl
 from tests.torch_backend.vision_models import IMAGE, vision_model
 from torch_backend import audit
 from torch_backend.auditing.trainer_batches import images_of_rows
 from torch_backend.hf.anatomy.families import EXACT_KEYS
-from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs import padded_images
 from torch_backend.hf.inputs.padded_images import DocumentPositions
 from torch_backend.trainers.enable_packing import enable_packing
@@ -30,7 +30,7 @@ slow = pytest.mark.slow
 FAMILIES = ["qwen2_5_vl", *(pytest.param(name, marks=slow) for name in ("qwen3_vl", "llava", "idefics3", "gemma3"))]
 SHOWN = (1, 0, 2, 1, 1, 3, 0, 1)  # images of the prompts
 TYPES = ("mm_token_type_ids", "token_type_ids")
-GENERATION = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 16, "beta": 0.1}
+GENERATION = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 20, "beta": 0.1}
 
 
 def say(role: str, words: str) -> list[dict[str, str]]:
@@ -56,65 +56,42 @@ def model_and_processor(family: str, seed: int = 0) -> tuple[Any, Any]:
     return model, tiny_processor(family)
 
 
-def dpo(family: str, path: Any, **options: Any) -> Any:
+def preferences(kind: str, family: str, path: Any, **options: Any) -> Any:
+    """A trainer of DPO or KTO whose reference is another model than the one that is trained."""
     rng = np.random.default_rng(0)
-    answers = ("chosen", "rejected")
-    rows = [{**row, **{name: say("assistant", text(rng, 2, 20)) for name in answers}} for row in prompts(rng)]
+
+    def answers(number: int) -> dict[str, Any]:
+        names = ("chosen", "rejected") if kind == "DPO" else ("completion",)
+        said = {name: say("assistant", text(rng, 2, 20)) for name in names}
+        return said if kind == "DPO" else {**said, "label": bool(number % 2)}
+
+    rows = [{**row, **answers(number)} for number, row in enumerate(prompts(rng))]
     model, processor = model_and_processor(family)
-    return trl.DPOTrainer(
+    return getattr(trl, f"{kind}Trainer")(
         model,
         model_and_processor(family, seed=1)[0],
-        args=arguments(trl.DPOConfig, path, per_device_train_batch_size=4, **options),
+        args=arguments(getattr(trl, f"{kind}Config"), path, per_device_train_batch_size=4, **options),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=processor,
     )
 
 
-def kto(family: str, path: Any, **options: Any) -> Any:
-    rng = np.random.default_rng(0)
-    rows = [
-        {**row, "completion": say("assistant", text(rng, 2, 20)), "label": bool(number % 2)}
-        for number, row in enumerate(prompts(rng))
-    ]
-    model, processor = model_and_processor(family)
-    return trl.KTOTrainer(
-        model,
-        model_and_processor(family, seed=1)[0],
-        args=arguments(trl.KTOConfig, path, per_device_train_batch_size=4, **options),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=processor,
-    )
+dpo, kto = partial(preferences, "DPO"), partial(preferences, "KTO")
 
 
 def policy(name: str, family: str, path: Any, **options: Any) -> Any:
-    """A trainer of completions of 2 to 12 words, whose reference is the model without its adapter."""
+    """A trainer of completions of 2 to 20 words, whose reference is the model without its adapter."""
     model, processor = model_and_processor(family)
     processor.tokenizer.padding_side = "left"
     found = getattr(trl, f"{name}Trainer")(
         model,
-        lambda completion_ids, **_: [float(sum(ids) % 17) / 17 for ids in completion_ids],
-        args=arguments(
-            getattr(trl, f"{name}Config"),
-            path,
-            **GENERATION,
-            **options,
-        ),
+        rewards,
+        args=arguments(getattr(trl, f"{name}Config"), path, **GENERATION, **options),
         train_dataset=datasets.Dataset.from_list(prompts(np.random.default_rng(0), 1)),
         processing_class=processor,
-        peft_config=peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+        peft_config=peft.LoraConfig(**LORA),
     )
-
-    def generate(input_ids: Tensor, **_: Any) -> Tensor:
-        """Two answers to each prompt, which depend on its tokens alone."""
-        answers = torch.zeros(len(input_ids), 16, dtype=torch.int64)
-        for number, prompt in enumerate(input_ids):
-            rng = np.random.default_rng([int(prompt.sum()), number % 2])
-            words = rng.integers(4, 70, rng.integers(2, 12))
-            answers[number, : len(words)] = torch.from_numpy(words)
-            answers[number, len(words)] = 2
-        return torch.cat((input_ids, answers), 1)
-
-    causal_lm(found.model).generate = generate
+    same_completions(found.model, of_a_prompt=2, words=70)
     return found
 
 
