@@ -20,7 +20,7 @@ from packing_core.errors import PackingError, UnsupportedError, UnsupportedModel
 from tests.torch_backend import graphs as stand_ins
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import collate, documents, tiny
-from tests.torch_backend.steps.test_packed_step import FAST, assert_same, built
+from tests.torch_backend.steps.test_packed_step import built
 from tests.torch_backend.steps.test_vision_step import batches_of
 from torch_backend import enable_packing, make_train_step, patch
 from torch_backend.hf.attention import DecoderLayer
@@ -241,15 +241,6 @@ def test_a_step_that_recomputes_is_recorded(graphs: SimpleNamespace, level: Any)
     assert level_of(graphs.model) == level  # evaluation and generation run as they are set
     for found, wanted in zip(graphs.model.parameters(), right.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_a_trainer_that_checkpoints_takes_the_fast_step(graphs: SimpleNamespace, tmp_path: Path) -> None:
-    options = {"activation_checkpointing": True, "max_steps": 5}
-    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
-    graphs.model = fast.model
-    assert_same(fast, plain)
-    assert fast.packed_step.parts == {"loss": FAST, "layers": 'compiled, memory="full"', "graph": "CUDA graph"}
-    assert graphs.replayed
 
 
 @pytest.mark.parametrize(
