@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -31,22 +30,6 @@ def first_of_two_ranks() -> Iterator[None]:
 
 def hooks(model: DistributedDataParallel) -> list[str]:
     return [hook.__name__ for hook, _ in model._comm_hooks]
-
-
-def test_a_model_averages_at_the_end_however_often_it_is_asked_to() -> None:
-    model = DistributedDataParallel(nn.Linear(2, 2))
-    average_at_the_end(model)
-    average_at_the_end(model)
-    assert hooks(model) == ["_averaged_with_the_last"]
-    assert why_not_recorded(model) is None
-
-
-def test_a_communication_hook_of_the_users_stays_alone() -> None:
-    model = DistributedDataParallel(nn.Linear(2, 2))
-    model.register_comm_hook(None, fp16_compress_hook)
-    average_at_the_end(model)
-    assert hooks(model) == ["fp16_compress_hook"]
-    assert "communication hook" in str(why_not_recorded(model))
 
 
 def test_a_model_can_be_copied_and_its_copy_recorded() -> None:

@@ -18,14 +18,12 @@ from tests.torch_backend.hf.test_conditions import model_of
 from tests.torch_backend.models import tiny
 from tests.torch_backend.vision_models import vision_model
 from torch_backend import patch
-from torch_backend.context_parallel.group import draws_of_rank
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.edits import rotary
 from torch_backend.hf.inputs.context import refuse_context
 from torch_backend.hf.patch import state_of
 from torch_backend.hf.unpadding import unpad_calls
 from torch_backend.trainers import over_ranks
-from torch_backend.trainers.changes import Changes
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "metrics": ({"compute_metrics": len}, "no rank has the logits of whole ones: leave compute_metrics"),
@@ -104,67 +102,6 @@ def test_models_that_skip_layers_at_random_are_not_cut() -> None:
         UnsupportedModelError, match=r"skips layers at random, .* different ones \(load it with layerdro"
     ):
         refuse_context(anatomy_of(tiny("opt", layerdrop=0.1)))
-
-
-def test_ranks_that_are_seeded_alike_draw_other_numbers_and_go_on_alike() -> None:
-    inside, afterwards = [], []
-    for share in shares([40, 7, 31], 2, contiguous=False):
-        torch.manual_seed(5)
-        for _ in range(2):
-            with draws_of_rank(share):
-                inside.append(torch.rand(3))
-        afterwards.append(torch.rand(3))
-    assert len({tuple(draw.tolist()) for draw in inside}) == 4
-    assert torch.equal(*afterwards)
-
-
-def test_a_trainer_over_ranks_counts_the_targets_of_a_step_and_leaves_smoothing_to_it() -> None:
-    trainer = Mock(label_smoother=SimpleNamespace(epsilon=0.1))
-    trainer.model_accepts_loss_kwargs = False  # by which transformers counts
-    assert over_ranks.OverRanks(Changes(trainer), Mock()).smoothing == 0.1
-    assert trainer.model_accepts_loss_kwargs is True and trainer.label_smoother is None
-
-
-@pytest.mark.parametrize(("last", "documents"), [(False, 6), (True, 2)])
-def test_an_evaluation_of_two_groups_weighs_the_mean_of_both_by_the_documents(last: bool, documents: int) -> None:
-    """Two groups of two ranks with batches of three documents; of the last batch, two are left and four repeated."""
-    parts = torch.tensor([8.0, 8.0, 2.0, 2.0])  # of the loss of a batch, whose mean over all ranks is that loss
-    state = SimpleNamespace(end_of_dataloader=last, remainder=2)
-    accelerator = SimpleNamespace(gather=lambda losses: parts.repeat_interleave(len(losses)), gradient_state=state)
-    trainer: Any = SimpleNamespace(accelerator=accelerator)
-    over_ranks.gather_means(trainer, 2)
-    assert trainer.gather_function(torch.full((3,), 8.0)).tolist() == [5.0] * documents
-
-
-class _Accelerator:
-    """Four ranks in two groups, of which the second one has ten more."""
-
-    num_processes = 4
-
-    def gather(self, found: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.atleast_1d(found) + 10 * (rank // 2) for rank in range(4)])
-
-
-@pytest.mark.parametrize("value", [torch.tensor(1), torch.tensor([1, 2]), torch.tensor([[1], [2]])])
-def test_what_a_preference_trainer_gathers_is_that_of_each_group_once(value: torch.Tensor) -> None:
-    accelerator = _Accelerator()
-    trainer = Mock(accelerator=accelerator, compute_loss=lambda *_: accelerator.gather(value))
-    over_ranks.ScoresOverRanks(Changes(trainer), 2)
-    value = torch.atleast_1d(value)
-    assert torch.equal(trainer.compute_loss(None, {}), torch.cat([value, value + 10]))
-    assert len(accelerator.gather(value)) == 4 * len(value), "outside of its loss it gathers of all ranks"
-
-
-def test_operations_and_inputs_of_a_group_count_once() -> None:
-    trainer = Mock(floating_point_ops=lambda inputs: 8 * inputs, state=SimpleNamespace(num_input_tokens_seen=3))
-
-    def track(inputs: int) -> None:
-        trainer.state.num_input_tokens_seen += 4 * inputs
-
-    trainer._track_num_input_tokens = track
-    over_ranks.prepare_for_groups(Changes(trainer), 4)
-    trainer._track_num_input_tokens(5)
-    assert (trainer.floating_point_ops(1), trainer.state.num_input_tokens_seen) == (2, 8)
 
 
 def test_padded_calls_that_ask_for_more_than_log_probabilities_are_refused() -> None:
