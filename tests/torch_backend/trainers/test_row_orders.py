@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -114,35 +113,6 @@ def test_a_note_that_names_no_rows_goes_on_over_as_many_ranks(caplog: pytest.Log
     assert not caplog.text
     with pytest.raises(UnsupportedError, match="2 steps into an epoch whose rows were dealt to 2 ranks, and 1 rank"):
         resume(ranks=2)
-
-
-def test_a_run_does_not_go_on_with_other_documents_of_the_same_lengths() -> None:
-    def data(numbers: list[int], **columns: list) -> datasets.Dataset:
-        return datasets.Dataset.from_dict({"input_ids": [[3 + n] * 10 for n in numbers], **columns})
-
-    def resume(dataset: datasets.Dataset, attributes: dict | None = None) -> dict:
-        callback = SameRows(EpochRows(dataset, dataset.column_names, CAPACITY))
-        args = SimpleNamespace(gradient_accumulation_steps=1, world_size=1, train_batch_size=2)
-        note = {"crosspack.rows": {"attributes": attributes}} if attributes else {}
-        state = SimpleNamespace(global_step=2 if attributes else 0, stateful_callbacks=note)
-        callback.on_train_begin(args, state, None, train_dataloader=range(5))
-        return json.loads(json.dumps(state.stateful_callbacks["crosspack.rows"]["attributes"]))
-
-    numbers = list(range(40))
-    note = resume(data(numbers))
-    older = {name: value for name, value in note.items() if name != "documents"}
-    assert resume(data(numbers), note) == resume(data(numbers), older) == note
-    untrained = [[-100] * 9 + [3 + n] for n in numbers]
-    for other in (
-        data(numbers[::-1]),
-        data([*numbers[1:], 0]),
-        data([*numbers[:39], 7]),
-        data(numbers, labels=untrained),
-    ):
-        with pytest.raises(
-            UnsupportedError, match="whose rows hold other documents, or in another order, .* resume with"
-        ):
-            resume(other, note)
 
 
 def test_a_trainer_that_was_given_no_rows_has_none() -> None:

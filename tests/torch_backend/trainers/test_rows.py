@@ -247,7 +247,9 @@ def test_a_run_goes_on_inside_an_epoch_with_the_rows_that_it_had(tmp_path, strea
         resumed(7, size=1)
     with pytest.raises(UnsupportedError, match=rf"{place} into an epoch whose rows are of other data or options, and"):
         resumed(7, data_seed=5)
-    for other in (documents(59), documents(60).shuffle(1)):
+    others = [documents(59), data.shuffle(1), data.map(lambda x: {"input_ids": x["input_ids"][::-1]})]
+    others += [] if streamed else [data.map(lambda x: {"labels": x["input_ids"]})]
+    for other in others:
         with pytest.raises(UnsupportedError, match="rows hold other documents, or in another order"):
             resumed(7, data=other)
     resumed(7, data=documents(60).shuffle(1), ignore_data_skip=True)
