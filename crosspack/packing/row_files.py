@@ -93,7 +93,7 @@ class Rows:
 
     @staticmethod
     def outline(path: Path) -> Outline:
-        """What is known without reading tokens."""
+        """Reads what the file says without its tokens."""
         with np.load(path) as held:
             return Outline(held["segments"], **json.loads(held["kept"].tobytes()))
 

@@ -31,7 +31,7 @@ def entered(call: Callable[[], Any], package: str) -> set[str]:
 
 
 def test_a_patch_enters_the_edits_of_layers_only_where_there_are_such_layers() -> None:
-    """Of the plain model all calls but the first are followed, which reads signatures and codes."""
+    """Calls of the plain model are followed but for the first, which reads signatures and codes."""
     model, hybrid = tiny("llama"), tiny("qwen3_next")
     unpatch(patch(model, verify=False))
     files = entered(lambda: patch(model, verify=False), "torch_backend")

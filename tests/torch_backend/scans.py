@@ -23,7 +23,7 @@ def packed_on(where: Where, lengths=LENGTHS) -> PackedMetadata:
 
 
 def assert_moved_alone(run: Scan, inputs: Sequence[torch.Tensor], dout: torch.Tensor, number: int, lengths) -> None:
-    """What has a result per token changes at those of the ``number``-th document, and at no other to the bit."""
+    """Assert that results per token change at those of the ``number``-th document, and at no other to the bit."""
     start, stop = np.cumsum([0, *lengths])[[number, number + 1]]
     changed = [x.detach().clone() for x in (*inputs, dout)]
     for x in changed:

@@ -308,6 +308,6 @@ class BatchReader:
 
 
 def _grounds(anatomy: Anatomy, rows: HeadRows) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What of a model the edits rest on: facts, and the modules and configs that are changed."""
+    """List what the edits of a model rest on: facts, and the modules and configs that are changed."""
     parts = anatomy.decoder, *rows.parts, *anatomy.layers.values(), *anatomy.rotaries.values()
     return (anatomy.head, anatomy.route, anatomy.sizes), (*parts, *(getattr(part, "config", None) for part in parts))
