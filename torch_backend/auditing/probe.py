@@ -254,9 +254,9 @@ class Probe:
         """Unpacked batches [B, S] that show whether rounding depends on the tokens of other rows.
 
         Experts may round by their number of tokens, and happen not to in one batch: four times as many tokens as a row
-        has, as many, and so few that experts get one, whose product is one of a matrix and a vector.
+        has, as many, and several counts so small that experts get one, whose product is one of a matrix and a vector.
         """
-        return ((16, self.capacity // 4), (4, self.capacity // 4), (8, 1))
+        return ((16, self.capacity // 4), (4, self.capacity // 4), *((rows, 1) for rows in (4, 5, 8, 12)))
 
     def rows(
         self, documents: list[Tensor], choose: Callable[[dict[str, Any]], dict[str, Any]] | None = None

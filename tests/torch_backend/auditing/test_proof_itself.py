@@ -112,22 +112,22 @@ def test_an_adapter_that_holds_a_model_of_its_own_is_refused_by_name() -> None:
 
 
 class Experts(nn.Module):
-    """Tokens of four groups, of which a small one is rounded otherwise, as products of few rows are."""
+    """Tokens of some groups, of which one of few tokens is rounded otherwise, as products of few rows are."""
 
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp: nn.Module, groups: int, few: int) -> None:
         super().__init__()
-        self.mlp = mlp
+        self.mlp, self.groups, self.few = mlp, groups, few
 
     def forward(self, x: Tensor) -> Tensor:
-        group = x[..., :4].argmax(-1)
-        few = torch.bincount(group.flatten(), minlength=4)[group] < 4
+        group = x[..., : self.groups].argmax(-1)
+        few = torch.bincount(group.flatten(), minlength=self.groups)[group] <= self.few
         return self.mlp(x) * (1 + few[..., None] * torch.finfo(x.dtype).eps)
 
 
-def rounding_experts() -> Any:
-    model = tiny("llama")
+def rounding_experts(groups: int, few: int, seed: int = 0) -> Any:
+    model = tiny("llama", seed=seed)
     for layer in model.model.layers:
-        layer.mlp = Experts(layer.mlp)
+        layer.mlp = Experts(layer.mlp, groups, few)
     return model
 
 
@@ -145,7 +145,8 @@ EXACT: dict[str, Callable[[], Any]] = {
     "OFT": lambda: adapted(peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"])),
     "VeLoRA, random": lambda: velora("random"),
     "fake quantisation, ranges kept": lambda: observers(fake_quantised()),
-    "experts that round few tokens otherwise": rounding_experts,
+    "experts that round few tokens otherwise": lambda: rounding_experts(groups=4, few=3),
+    "experts that round one or two tokens otherwise": lambda: rounding_experts(groups=3, few=2, seed=2),
     "weight norm": lambda: linears(tiny("llama"), lambda _, __, x: parametrizations.weight_norm(x)),
     "prune": lambda: linears(tiny("llama"), lambda _, __, x: prune.random_unstructured(x, "weight", 0.2)),
 }
