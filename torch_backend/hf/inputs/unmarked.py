@@ -76,6 +76,8 @@ def check_unmarked(kwargs: Mapping[str, Any], guard: Guard) -> None:
     if any(kwargs.get(key) is not None for key in CACHES):
         return
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == 1:  # the same for all rows
+        positions = positions[None]
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.dtype != torch.bool:
         width = mask.shape[1]
 

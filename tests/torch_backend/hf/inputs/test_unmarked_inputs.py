@@ -44,6 +44,7 @@ def axes(*rows: list[int]) -> Tensor:
         ({"position_ids": RESTARTING}, r"position_ids restart inside a row \(row 0, token 3\) but .* PackedCollator"),
         ({"position_ids": RESTARTING, "attention_mask": torch.ones(2, 6)}, "position_ids restart inside a row"),
         ({"position_ids": RESTARTING[:1]}, "position_ids restart inside a row"),
+        ({"position_ids": RESTARTING[0]}, "position_ids restart inside a row"),
         ({"position_ids": RESTARTING.expand(3, -1, -1)}, "position_ids restart inside a row"),
         ({"position_ids": torch.stack([RESTARTING, *[GROWING] * 3])}, "position_ids restart inside a row"),
         ({"position_ids": OF_ONE_TOKEN}, r"position_ids restart inside a row \(row 0, token 1\)"),
