@@ -54,7 +54,8 @@ def packed_cross_entropy(
         weights: [...] weight of each target; None for 1. Weights are data and get no gradient.
 
     Returns:
-        (loss_sum, weight_sum), float32 scalars. A target that is no class makes the loss and its gradients NaN.
+        (loss_sum, weight_sum), float32 scalars. A target that is no class makes the loss and its gradients NaN, unless
+        its weight is 0.
 
     Raises:
         LayoutError: the shapes contradict each other.
@@ -63,14 +64,27 @@ def packed_cross_entropy(
         raise LayoutError(f"logits {logits.shape} must be targets {targets.shape} with a last axis of classes")
     if weights is not None and weights.shape != targets.shape:
         raise LayoutError(f"weights {weights.shape} and targets {targets.shape} must have the same shape")
-    wide, targets = logits.astype(jnp.float32), signed("targets", targets)
+    wide = logits.astype(jnp.float32)
+    labels, weight, valid = counted(targets, weights, classes=logits.shape[-1], ignore_index=ignore_index)
+    picked = jnp.take_along_axis(wide, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    nll = jnp.where(labels >= 0, jax.nn.logsumexp(wide, axis=-1) - picked, 0.0)
+    return jnp.sum(weight * nll) * valid, jnp.sum(weight)
+
+
+def counted(
+    targets: jax.Array, weights: jax.Array | None, *, classes: int, ignore_index: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tells which targets count: those that are not ``ignore_index`` and have a weight other than 0.
+
+    Returns:
+        The targets, -1 where none counts; float32 weights, 0 there; and 1, or NaN if one that counts is no class.
+    """
+    targets = signed("targets", targets)
     counts = targets != ignore_index
-    is_class = (targets >= 0) & (targets < logits.shape[-1])
-    picked = jnp.take_along_axis(wide, jnp.where(is_class, targets, 0)[..., None], axis=-1)[..., 0]
     weight = counts if weights is None else jax.lax.stop_gradient(weights)
     weight = jnp.where(counts, weight.astype(jnp.float32), 0.0)
-    nll = jnp.where(counts, jax.nn.logsumexp(wide, axis=-1) - picked, 0.0)
-    return jnp.sum(weight * nll) * one_or_nan(is_class | ~counts), jnp.sum(weight)
+    counts, is_class = weight != 0, (targets >= 0) & (targets < classes)
+    return jnp.where(counts & is_class, targets, -1), weight, one_or_nan(is_class | ~counts)
 
 
 def signed(name: str, ids: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax_backend.attention.sharding import is_whole, platform_of
 from jax_backend.differentiation import reverse_mode
 from jax_backend.lacking import missing
-from jax_backend.losses.cross_entropy import IGNORED, one_or_nan, signed
+from jax_backend.losses.cross_entropy import IGNORED, counted
 from jax_backend.placement import refuse_varying, takes_explicit_axes
 from packing_core.errors import LayoutError, PackingError
 
@@ -91,7 +91,8 @@ def linear_cross_entropy(
             ``weight`` may be sharded in any way.
 
     Returns:
-        (loss_sum, weight_sum), float32 scalars. A target that is no class makes the loss and its gradients NaN.
+        (loss_sum, weight_sum), float32 scalars. A target that is no class makes the loss and its gradients NaN, unless
+        its weight is 0.
 
     Raises:
         LayoutError: the shapes contradict each other.
@@ -109,14 +110,8 @@ def linear_cross_entropy(
     if softcap is not None and not 0 <= softcap < float("inf"):
         raise PackingError(f"softcap is {softcap}: it must be positive and finite; pass None for none")
     softcap = softcap or None
-    targets = signed("targets", targets)
-    counts = targets != ignore_index
-    factors = counts if weights is None else jax.lax.stop_gradient(weights)
-    factors = jnp.where(counts, factors.astype(jnp.float32), 0.0)
     classes = weight.shape[not transposed]
-    is_class = (targets >= 0) & (targets < classes)
-    labels = jnp.where(counts & is_class, targets, -1)
-    valid = one_or_nan(is_class | ~counts)
+    labels, factors, valid = counted(targets, weights, classes=classes, ignore_index=ignore_index)
     platform, whole = platform_of(hidden, mesh), mesh is not None or is_whole(hidden, weight)
 
     def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array) -> jax.Array:

@@ -276,6 +276,23 @@ def test_weights_may_be_a_mask(loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+def test_what_weighs_nothing_may_be_no_class_and_have_no_finite_logits(loss: str) -> None:
+    logits, targets = jax.random.normal(jax.random.key(0), (1, 8, FEW_WORDS)), jnp.arange(8)[None]
+    weights = jnp.where(targets % 3 == 0, 1.0, 0.0)
+
+    def run(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return LOSSES[loss](logits, targets, weights=weights)
+
+    call = jax.value_and_grad(run, has_aux=True)
+    wanted = call(logits, targets)
+    for outside in (-1, FEW_WORDS):
+        found = call(logits, jnp.where(weights == 0, outside, targets))
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    broken, _ = call(jnp.where(weights[..., None] == 0, jnp.nan, logits), targets)
+    np.testing.assert_array_equal(broken, wanted[0])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_of_no_tokens_is_nothing_of_nothing(loss: str) -> None:
     def run(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         return LOSSES[loss](logits, jnp.zeros((2, 0), jnp.int32))
