@@ -49,17 +49,22 @@ def selective_scan(
     _check(x, dt, A, B, C, D, z)
     segment_ids = checked_ids("segment_ids", segment_ids, x.shape[:2])
     real = is_real(segment_ids)
-    x_, dt_, A_, B_, C_ = (w.astype(jnp.float32) for w in (x, dt, A, B, C))
-    drive = jnp.where(real[..., None, None], (dt_ * x_)[..., None] * _per_channel(B_, x), 0.0)  # [B, S, E, N]
-    goes_on = (real & ~segment_starts(segment_ids))[..., None, None]
-    decay = jnp.where(goes_on, jnp.exp(dt_[..., None] * A_[None, None]), 0.0)
+
+    def at_tokens(w: jax.Array) -> jax.Array:
+        """float32, 0 at padding, so that nothing which stands there reaches a gradient."""
+        return jnp.where(real.reshape(*real.shape, *[1] * (w.ndim - 2)), w.astype(jnp.float32), 0.0)
+
+    x_, dt_, B_, C_ = (at_tokens(w) for w in (x, dt, B, C))
+    drive = (dt_ * x_)[..., None] * _per_channel(B_, x)  # [B, S, E, N]
+    decay = jnp.exp(dt_[..., None] * A.astype(jnp.float32)[None, None])
+    decay = jnp.where(segment_starts(segment_ids)[..., None, None], 0.0, decay)
     _, states = jax.lax.associative_scan(_compose, (decay, drive), axis=1)
     y = jnp.sum(states * _per_channel(C_, x), axis=-1)
     if D is not None:
         y = y + D.astype(jnp.float32)[None, None] * x_
     if z is not None:
-        y = y * jax.nn.silu(z.astype(jnp.float32))
-    return jnp.where(real[..., None], y, 0.0).astype(x.dtype)
+        y = y * jax.nn.silu(at_tokens(z))
+    return y.astype(x.dtype)
 
 
 def _compose(earlier: tuple[jax.Array, jax.Array], later: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

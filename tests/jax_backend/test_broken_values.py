@@ -90,6 +90,19 @@ def test_a_broken_document_changes_no_bit_of_the_scans_of_others(scan: str, oper
     np.testing.assert_array_equal(found_state, state)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("scan", SCANS)
+def test_what_is_broken_at_padding_reaches_no_output_and_no_gradient(scan: str, value: float) -> None:
+    operands = scan_operands(scan)
+    wanted, wanted_gradients, _ = scanned(scan, operands)
+    for operand in range(4):
+        changed = [*operands]
+        changed[operand] = operands[operand].copy()
+        changed[operand][IDS == 0] = value
+        found, gradients, _ = scanned(scan, changed)
+        jax.tree.map(np.testing.assert_array_equal, (found, gradients), (wanted, wanted_gradients))
+
+
 @pytest.mark.parametrize("scan", ["delta rule", "ssd"])
 def test_a_broken_state_reaches_the_document_that_goes_on_from_it_and_is_handed_on(scan: str) -> None:
     whole, one = np.ones((1, 64), np.int32), np.float32(1)
