@@ -75,7 +75,6 @@ def check_rows(options: TrainOptions) -> None:
     if options.compile and (options.compare or options.deterministic):
         other = "--compare" if options.compare else "--deterministic"
         raise PackingError(f"{other} runs no compiled layers: leave --compile out")
-    _check_optimizer(options)
 
 
 def check_examples(options: TrainOptions) -> None:
@@ -132,9 +131,8 @@ def check_kept(options: TrainOptions) -> None:
         raise PackingError(f"{option} needs whole weights, and --strategy {options.strategy} shards them")
 
 
-def _check_optimizer(options: TrainOptions) -> None:
-    """Refuse optimizers whose states cannot be saved or sharded, where they would have to be."""
-    name = options.optim
+def check_optimizer(options: TrainOptions, name: str | None) -> None:
+    """Refuse an optimizer whose states cannot be saved or sharded, where they would have to be."""
     if name is None or name in ADAMW:
         return
     if options.strategy != "ddp":

@@ -39,7 +39,7 @@ def lengths_table(lengths: Int64, *, trained: int | None = None) -> Table:
 def memory_table(longest: Mapping[str, int], gib: float, *, adapters: int | None) -> Table:
     """Tabulates the longest row, or single document, that trains at each level of memory."""
     what = "all weights" if adapters is None else f"adapters of rank {adapters}"
-    table = _table(f"memory=, {what} in bfloat16, AdamW", f"longest row or document in {gib:g} GiB")
+    table = _table(f"level of memory, {what} in bfloat16, AdamW", f"longest row or document in {gib:g} GiB")
     for level, tokens in longest.items():
         table.add_row(level, f"{tokens:,}" if tokens else "none fits")
     return table

@@ -15,7 +15,15 @@ from typing import Any
 import typer
 
 from crosspack.cli import launch
-from crosspack.cli.checks import check_examples, check_kept, check_output, check_read, check_rows, used_options
+from crosspack.cli.checks import (
+    check_examples,
+    check_kept,
+    check_optimizer,
+    check_output,
+    check_read,
+    check_rows,
+    used_options,
+)
 from crosspack.cli.console import OUT
 from crosspack.cli.listing import digest
 from crosspack.cli.models import model_source, tokenizer_source
@@ -98,11 +106,13 @@ class TrainCommand:
             raise PackingError(
                 "--lora adapts the weights of a --model, and random weights are not kept: leave --lora out"
             )
+        settings = of_sft(arguments, options) if task is None else {}
+        losses = options.losses(options.seed, pretrained=pretrained, settings=settings)
+        if task is None:
+            check_optimizer(options, losses.optim)
         tokenizer = tokenizer_source(options.model, options.tokenizer)
         check_service(options.report_to)
         records, held_out = _opened(options, task, tokenizer)
-        settings = of_sft(arguments, options) if task is None else {}
-        losses = options.losses(options.seed, pretrained=pretrained, settings=settings)
         settled = effective(context, lr=losses.lr, precision=losses.precision)
         alone = options.nproc == launch.world_size() == 1 and task is None
         files = [*(read.state() for read in (records, held_out) if read is not None), _state(model), _state(tokenizer)]

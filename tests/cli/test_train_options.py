@@ -107,6 +107,10 @@ def test_a_file_that_says_nothing_to_the_command_is_refused(content, says, tmp_p
         (["--early-stopping", "2"], "--early-stopping goes by evaluations: pass --eval-data and --eval-every"),
         (["--keep-checkpoints", "2"], "--keep-checkpoints 2 needs --save-every, which makes them"),
         (
+            ["--set", "optim=lion_8bit", "--save-every", "2", "--output", "out"],
+            "--optim lion_8bit keeps states that checkpoints do not hold: leave --save-every",
+        ),
+        (
             ["--optim", "lion_8bit", "--save-every", "2", "--output", "out"],
             "--optim lion_8bit keeps states that checkpoints do not hold: leave --save-every",
         ),
