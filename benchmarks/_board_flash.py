@@ -36,8 +36,9 @@ def flash_attn_varlen_func(
         left, right = (None if side < 0 else side for side in window_size)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         options = {"scale": softmax_scale, "window_size_left": left, "window_size_right": right}
-        found: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, dropout_p, causal, False, **options)[0]
-        return found
+        flash: Any = torch.ops.aten._flash_attention_forward
+        attended: Tensor = flash(q, k, v, *sizes, dropout_p, causal, False, **options)[0]
+        return attended
     starts, key_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     output = torch.zeros_like(q)
     for first, last, key_first, key_last in zip(starts, starts[1:], key_starts, key_starts[1:], strict=False):
@@ -59,12 +60,11 @@ def flash_attn_func(
     softcap: float = 0.0,
 ) -> Tensor:
     """Returns the attention of every row, [B, S, H, D]."""
-    if q.is_cuda:
-        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device) * q.shape[1]
-        flat, options = (x.flatten(0, 1) for x in (q, k, v)), (dropout_p, softmax_scale, causal, window_size, softcap)
-        return flash_attn_varlen_func(*flat, starts, starts, q.shape[1], k.shape[1], *options).view(q.shape)
-    rows = zip(q, k, v, strict=True)
-    return torch.stack([_attention(*row, softmax_scale, causal, window_size, softcap) for row in rows])
+    starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device) * q.shape[1]
+    key_starts = torch.arange(len(k) + 1, dtype=torch.int32, device=q.device) * k.shape[1]
+    q_flat, k_flat, v_flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    sizes, options = (starts, key_starts, q.shape[1], k.shape[1]), (dropout_p, softmax_scale, causal)
+    return flash_attn_varlen_func(q_flat, k_flat, v_flat, *sizes, *options, window_size, softcap).view(q.shape)
 
 
 def register() -> None:

@@ -84,7 +84,8 @@ def judge(model: nn.Module, documents: Sequence[Tensor], make: MakeBatches, alon
         return failed(error)
     off = gradients_error(gradients, alone.gradients)[0]
     leaks = max(moved.values()) > FLOAT32
-    return Cell("contaminated" if leaks else "differs" if off > FLOAT32 else "exact", **moved, gradients=off)
+    verdict = "contaminated" if leaks else "differs" if off > FLOAT32 else "exact"
+    return Cell(verdict, moved["logits"], moved["loss"], off)
 
 
 def failed(error: Exception) -> Cell:

@@ -114,13 +114,13 @@ def _llamafactory(documents: Documents, capacity: int, model: Any, *, neat: bool
     settings = SimpleNamespace(cutoff_len=capacity, neat_packing=neat)
     tokenizer = placeholder_tokenizer()
 
-    class Processor(supervised.PackedSupervisedDatasetProcessor):  # type: ignore[misc, name-defined]
+    class Processor(supervised.PackedSupervisedDatasetProcessor):  # type: ignore[name-defined]
         def _encode_data_example(self, prompt: Any, **rest: Any) -> tuple[list[int], list[int]]:
             tokens = list(prompt[0]["content"])  # tokens already; the first one is the prompt
             return tokens, [-100, *tokens[1:]]
 
     names = ("_response", "_system", "_tools", "_images", "_videos", "_audios")
-    examples = {name: [[{}] if name == "_response" else None] * len(documents) for name in names}
+    examples: dict[str, Any] = {name: [[{}] if name == "_response" else None] * len(documents) for name in names}
     examples["_prompt"] = [[{"content": tokens}] for tokens in documents]
     columns = Processor(None, tokenizer, None, settings).preprocess_dataset(examples)
     unseen = ("images", "videos", "audios")
@@ -294,7 +294,7 @@ AXOLOTL = (
     "prompt is masked, no first token is trained"
 )
 FACTORY = "its packed processor and collator; the first token of a document is its masked prompt"
-EVERYTHING = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
+EVERYTHING: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 TRAINED_BATCH = "its released packer and loss mask, in our patched model with its segments: its own model was not run"
 STACKS = {
     "crosspack": Stack("crosspack", (), _crosspack, prepare=_patched, cache=True),

@@ -40,10 +40,15 @@ from benchmarks import _board_flash
 from benchmarks.workload import GSM8K
 
 STARTED, WARM_UP = time.perf_counter(), 3
-MINILM = {"hidden_size": 384, "intermediate_size": 1_536, "num_hidden_layers": 6}
+MINILM: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1_536, "num_hidden_layers": 6}
 WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MINILM |= WITHOUT_DROPOUT
-LARGE = {"hidden_size": 1_024, "intermediate_size": 4_096, "num_hidden_layers": 24, "num_attention_heads": 16}
+LARGE: dict[str, Any] = {
+    "hidden_size": 1_024,
+    "intermediate_size": 4_096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
 LARGE |= {"max_position_embeddings": 514} | WITHOUT_DROPOUT
 SHAPES = {"minilm": ("bert", MINILM), "modernbert": ("modernbert", {}), "tiny": ("bert", MINILM | {"hidden_size": 48})}
 SHAPES |= {"xlmr-large": ("xlm-roberta", LARGE)}
@@ -116,9 +121,8 @@ def parts(folder: str, chosen: argparse.Namespace, contender: str) -> tuple[Any,
         loss = cross_encoder.losses.LambdaLoss(reranker, mini_batch_size=size or -1)
         return reranker, loss, cross_encoder.CrossEncoderTrainer, cross_encoder.CrossEncoderTrainingArguments
     late = chosen.task == "late"
-    library, kind = sentence_transformer, "SentenceTransformer"
-    if late:
-        library, kind = multi_vector_encoder, "MultiVectorEncoder"
+    library: Any = multi_vector_encoder if late else sentence_transformer
+    kind = "MultiVectorEncoder" if late else "SentenceTransformer"
     torch.manual_seed(0)  # of late interaction's projection
     model = getattr(library, kind)(folder, model_kwargs=options)
     name = "Cached" * bool(size) + "MultiVector" * late + "MultipleNegativesRankingLoss"
@@ -136,10 +140,16 @@ def train(folder: str, pairs: Dataset, chosen: argparse.Namespace, contender: st
     trainer = kind(model, arguments(folder, report_to=[], **options), pairs, loss=loss, callbacks=[clock])
     trainer.remove_callback(transformers.PrinterCallback)
     name, _, level = contender.partition("/")
+    memory: Any = level or None
     if name == "packed":
-        crosspack.enable_packing(trainer, verify=False, memory=level or None)  # the losses are compared
+        crosspack.enable_packing(trainer, verify=False, memory=memory)  # the losses are compared
     losses, step = list[Any](), trainer.training_step
-    trainer.training_step = lambda *given, **options: losses.append(step(*given, **options)) or losses[-1]
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        losses.append(step(*arguments, **options))
+        return losses[-1]
+
+    trainer.training_step = recorded
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()

@@ -3,16 +3,15 @@
     python -m benchmarks.gpu_audio                              # 16 layers of the decoder, the whole encoder
     python -m benchmarks.gpu_audio --layers 8 --budget 180
     python -m benchmarks.gpu_audio --match ours                 # one contender; 'longest', '30 seconds'
-    python -m benchmarks.gpu_audio --clips even                 # lengths spread evenly over 2 to 30 seconds
     python -m benchmarks.gpu_audio --tiny                       # every contender on the CPU, as a toy
 
 Random weights in bfloat16, fused AdamW, all parameters trained. A record is one clip and a question and an answer of 24
-to 96 tokens in all; lengths of clips are log-normal about a median of 7 seconds, as those of speech corpora, or spread
-``even``ly. Ours are rows of 8,192 tokens by ``make_train_step``, and of 16,384; the others are transformers' own model
-on batches of eight records, padded to the longest text, whose clips are padded to 30 seconds, as its processor does, or
-to the longest of the batch, for which the encoder is given as many position embeddings. Batches of every contender
-are pinned before, as the thread of a DataLoader with workers and ``pin_memory=True`` does. Tokens per second count real
-tokens; every contender runs the timed batches once before, because cuDNN looks for an algorithm at each new length.
+to 96 tokens in all; lengths of clips are log-normal about a median of 7 seconds, as those of speech corpora. Ours are
+rows of 8,192 tokens by ``make_train_step``; the others are transformers' own model on batches of eight records, padded
+to the longest text, whose clips are padded to 30 seconds, as its processor does, or to the longest of the batch, for
+which the encoder is given as many position embeddings. Batches of every contender are pinned before, as the thread of a
+DataLoader with workers and ``pin_memory=True`` does. Tokens per second count real tokens; every contender runs the
+timed batches once before, because cuDNN looks for an algorithm at each new length.
 
 First, on a model of two layers in float32, the loss and all gradients of a packed row are compared with those of each
 record alone in transformers' own model; without that nothing has a figure.
@@ -40,15 +39,15 @@ from torch_backend.hf.anatomy.audio import audio_of
 
 AUDIO, TEXT = 95, (4, 90) if TOY else (4, 150_000)  # the token of clips, tokens of text
 BINS, PADDED = 8 if TOY else 128, 8
-ROW, LONG_ROW = (256, 512) if TOY else (8_192, 16_384)
+ROW = 256 if TOY else 8_192
 PER_SECOND, LONGEST = (4, 30) if TOY else (100, 30)  # frames a second, seconds
 LIMIT = 1e-3  # of float32 sums in another order, by kernels whose products may be TF32
-OURS, LONG = "ours", "ours, rows twice as long"
+OURS = "ours"
 PADDED_TO = ("padded to the longest", "padded to 30 seconds")
 
 
 def config(layers: int, encoder_layers: int, *, toy: bool = TOY) -> Any:
-    from transformers import Qwen2AudioConfig
+    from transformers import AutoConfig
 
     width, heads, wide, vocabulary = (64, 4, 96, 99) if toy else (4_096, 32, 11_008, 156_032)
     text = {
@@ -61,7 +60,8 @@ def config(layers: int, encoder_layers: int, *, toy: bool = TOY) -> Any:
         "encoder_ffn_dim": wide, "encoder_layers": encoder_layers, "num_mel_bins": BINS,
         "max_source_positions": LONGEST * PER_SECOND // 2,
     }  # fmt: skip
-    return Qwen2AudioConfig(text_config=text, audio_config=audio, audio_token_id=AUDIO, audio_token_index=AUDIO)
+    tokens = {"audio_token_id": AUDIO, "audio_token_index": AUDIO}
+    return AutoConfig.for_model("qwen2_audio", text_config=text, audio_config=audio, **tokens)
 
 
 def make_model(layers: int, encoder_layers: int, dtype: torch.dtype) -> Any:
@@ -74,14 +74,13 @@ def make_model(layers: int, encoder_layers: int, dtype: torch.dtype) -> Any:
 
 
 @cache
-def records(clips: str) -> list[dict[str, Any]]:
+def records() -> list[dict[str, Any]]:
     """Records as the family's processor gives them: tokens, features padded to 30 seconds, and their mask."""
     draw, audio = np.random.default_rng(0), audio_of(config(1, 1))
     assert audio is not None and audio.mask is not None
     recorded, noise = [], torch.Generator().manual_seed(0)
     for _ in range(24 if TOY else 40 if QUICK else 600):  # so many that rows are as full as those of a data set
-        seconds = draw.uniform(2, LONGEST) if clips == "even" else draw.lognormal(np.log(7), 0.7)
-        frames = int(np.clip(seconds, 2, LONGEST) * PER_SECOND)
+        frames = int(np.clip(draw.lognormal(np.log(7), 0.7), 2, LONGEST) * PER_SECOND)
         text = draw.integers(*TEXT, draw.integers(8, 16) if TOY else draw.integers(24, 97))
         text[text == AUDIO] = AUDIO + 1 if not TOY else AUDIO - 10
         ids = np.concatenate([text[:4], np.full(audio.tokens(frames), AUDIO), text[4:]])
@@ -92,11 +91,11 @@ def records(clips: str) -> list[dict[str, Any]]:
     return recorded
 
 
-def packed_batches(model: Any, examples: list[dict[str, Any]], count: int, row: int = ROW) -> list[dict[str, Any]]:
+def packed_batches(model: Any, examples: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """Rows as full as those of a whole data set, one to a batch."""
-    collate = PackedCollator(model, row)
+    collate = PackedCollator(model, ROW)
     collate.vision = reader = VisionReader(model)
-    rows = reader.rows(examples, collate.pack, row, "error")
+    rows = reader.rows(examples, collate.pack, ROW, "error")
     starts = np.searchsorted(rows.batch.rows, range(len(rows.batch) + 1))
     parts = [type(rows)(rows.batch[n : n + 1], rows.images[a:b]) for n, (a, b) in enumerate(pairwise(starts))]
     return [collate([part]) for part in parts[: max(1, min(count, len(parts) - 1))]]  # the last one may be half empty
@@ -146,9 +145,9 @@ def shorten(model: Any) -> None:
 # -- the check ---------------------------------------------------------------------------------------------------------
 
 
-def error(clips: str) -> float:
+def error() -> float:
     """The largest relative error of the loss and of a gradient of a packed row, against each record alone."""
-    model, examples = make_model(1, 2, torch.float32), records(clips)[:6]
+    model, examples = make_model(1, 2, torch.float32), records()[:6]
     alone = [on_device(batch) for batch in padded_batches(examples, 1, longest=False)]
     right = _update(model, alone)
     patch(model, verify=False)
@@ -177,21 +176,21 @@ def _update(model: Any, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-def train(contender: str, layers: int, encoder_layers: int, clips: str, steps: int) -> Figures:
+def train(contender: str, layers: int, encoder_layers: int, steps: int) -> Figures:
     """Returns the figures of a contender, and how its step runs."""
     torch._dynamo.reset()
-    model, ours = make_model(layers, encoder_layers, torch.bfloat16), contender in (OURS, LONG)
+    model, ours = make_model(layers, encoder_layers, torch.bfloat16), contender == OURS
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     if ours:
         patch(model, verify=False)
-        step = make_train_step(model, optimizer, max_grad_norm=1.0)
-        batches = packed_batches(model, records(clips), steps, LONG_ROW if contender == LONG else ROW)
+        step: Any = make_train_step(model, optimizer, max_grad_norm=1.0)
+        batches = packed_batches(model, records(), steps)
     else:
-        batches = padded_batches(records(clips), PADDED, longest="longest" in contender)
+        batches = padded_batches(records(), PADDED, longest="longest" in contender)
         if "longest" in contender:
             shorten(model)
 
-        def step(batch: dict[str, Any]) -> Any:
+        def stock(batch: dict[str, Any]) -> Any:
             loss = model(**on_device(batch)).loss
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -199,7 +198,9 @@ def train(contender: str, layers: int, encoder_layers: int, clips: str, steps: i
             optimizer.zero_grad()
             return {"loss": loss}
 
-    batches = list(DataLoader(batches, batch_size=None, pin_memory=not TOY))
+        step = stock
+    data: Any = batches
+    batches = list(DataLoader(data, batch_size=None, pin_memory=not TOY))
     clock = StepClock(steps, steps)  # the timed batches first, so that cuDNN and the allocator know their shapes
     sums = clock.loop(step, (batches[number % steps % len(batches)] for number in range(2 * steps)))
     timed = [batches[number % len(batches)] for number in range(steps)]
@@ -224,30 +225,27 @@ def _real_tokens(batch: dict[str, Any]) -> int:
     return sum(batch["packed_lengths"][number] for document in batch["packed_documents"] for number in document)
 
 
-def run(layers: int, encoder_layers: int, clips: str, steps: int) -> Iterator[Result]:
+def run(layers: int, encoder_layers: int, steps: int) -> Iterator[Result]:
     section = f"audio, {'toy' if TOY else f'Qwen2-Audio shape, {layers} layers'}, full fine-tuning"
-    check = cache(partial(error, clips))  # of the packed row, once
-    for contender in (OURS, *PADDED_TO, LONG):
-        measure = partial(train, contender, layers, encoder_layers, clips, steps)
-        yield from measured(section, f"clips of 2 to 30 seconds, {clips}", contender, RATE, measure, check, LIMIT)
+    check = cache(error)  # of the packed row, once
+    for contender in (OURS, *PADDED_TO):
+        measure = partial(train, contender, layers, encoder_layers, steps)
+        yield from measured(section, "clips of 2 to 30 seconds", contender, RATE, measure, check, LIMIT)
 
 
 def verdict(results: Sequence[Result]) -> str:
     """Compares our rate with those of padded batches."""
     rates = {r.contender: r.value for r in results if r.value and r.unit == RATE}
-    ours, others = ([name for name in names if name in rates] for names in ((OURS, LONG), PADDED_TO))
-    lines = [f"{name}: {rates[name] / rates[other]:.2f} times {other}" for name in ours for other in others]
-    return "\n".join(lines)
+    return "\n".join(f"{rates[OURS] / rates[name]:.2f} times {name}" for name in PADDED_TO if {OURS, name} <= {*rates})
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     options.add_argument("--layers", type=int, default=2 if TOY else 16, help="of the decoder")
     options.add_argument("--encoder-layers", type=int, default=2 if TOY else 32)
-    options.add_argument("--clips", choices=("speech", "even"), default="speech")
     options.add_argument("--steps", type=int, default=2 if TOY else 8, help="timed, after the warm-up")
     chosen = parsed(options, arguments)
-    figures = run(chosen.layers, chosen.encoder_layers, chosen.clips, chosen.steps)
+    figures = run(chosen.layers, chosen.encoder_layers, chosen.steps)
     results = collected(figures, header(), chosen.output, "gpu_audio")
     print(verdict(results), flush=True)
     return results

@@ -60,23 +60,14 @@ class Contender:
     Attributes:
         ranks: over which the row is cut.
         method: how attention of straddling documents crosses them.
-        compiled: whether layers are compiled where they can be.
     """
 
     ranks: int
     method: str = "auto"
-    compiled: bool = True
 
     @property
     def name(self) -> str:
-        which = "one rank" if self.ranks == 1 else f"{self.ranks} ranks, {self.method}"
-        return which if self.compiled else f"{which}, layers as they are"
-
-
-def contenders(ranks: int) -> list[Contender]:
-    """The most important first."""
-    several = [Contender(ranks, method) for method in METHODS]
-    return [Contender(1), *several, Contender(1, compiled=False), Contender(ranks, compiled=False)]
+        return "one rank" if self.ranks == 1 else f"{self.ranks} ranks, {self.method}"
 
 
 def lengths_of(row: int, mean: int, sigma: float = SIGMA) -> list[int]:
@@ -111,7 +102,6 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Figures:
     step = make_train_step(
         wrapped,
         SGDThatKeepsGradients(model.parameters(), lr=1e-6),
-        compile="auto" if contender.compiled else False,
         capture=False,
         memory=chosen.memory,
     )
@@ -175,7 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     section = f"context parallelism, {chosen.shape} shape of {chosen.layers} layers" + " as a toy" * TOY
     count = f"{len(lengths)} documents" if len(lengths) > 1 else "one document"
     case = f"{chosen.row:,} tokens, {count}, memory={chosen.memory}"
-    results = compared("benchmarks.gpu_context", section, case, contenders(chosen.ranks), chosen)
+    racing = [Contender(1), *(Contender(chosen.ranks, method) for method in METHODS)]
+    results = compared("benchmarks.gpu_context", section, case, racing, chosen)
     return collected(results, header(), chosen.output, "context")
 
 

@@ -28,7 +28,7 @@ OURS = Contender("ours, compiled and captured", ours_compiled, "fixed", captured
 RECOMPUTED = Contender(
     "ours, compiled and captured, layers recomputed", partial(ours_compiled, memory="full"), "fixed", captured=True
 )
-TOY_RUNS = {"ours", "ours, grouped_mm", "padded, grouped_mm"}
+TOY_RUNS = {"ours", "padded, grouped_mm"}
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,6 @@ def with_experts(name: str, prepare: Callable[[Any], Loss]) -> Callable[[Any], L
     return prepared
 
 
-def compiled(name: str) -> Callable[[Any], Loss]:
-    return partial(ours_compiled, alone=with_experts(name, ours_alone))
-
-
 @cache
 def stock_attention() -> str | None:
     """Flash-attn-4 where it is installed, else the shape's."""
@@ -150,22 +146,16 @@ def stock_attention() -> str | None:
 
 
 def contenders() -> list[Contender]:
-    """Ours, the best stock step, each experts implementation in both, and padded batches."""
-    stock_on, few = stock_attention(), ROWS[:1]
+    """Ours, and the best stock step."""
+    stock_on, grouped = stock_attention(), with_experts("grouped_mm", stock)
     # Liger's experts would stand in place of grouped_mm, and are tuned for minutes (0.8.5).
     liger = with_experts("grouped_mm", partial(stock_liger, swiglu=False))
     return [
         OURS,
-        Contender("stock packed, grouped_mm", with_experts("grouped_mm", stock), "stock", stock_on),
+        Contender("stock packed, grouped_mm", grouped, "stock", stock_on),
         Contender("stock packed, grouped_mm, Liger", liger, "stock", stock_on),
-        Contender("ours, grouped_mm, compiled and captured", compiled("grouped_mm"), "fixed", captured=True),
         Contender("ours", ours_alone),
-        Contender("ours, grouped_mm", with_experts("grouped_mm", ours_alone)),
-        Contender("stock packed, eager", with_experts("eager", stock), "stock", stock_on, capacities=few),
-        Contender("stock packed, batched_mm", with_experts("batched_mm", stock), "stock", stock_on, capacities=few),
-        Contender("ours, eager", with_experts("eager", ours_alone), capacities=few),
-        Contender("ours, batched_mm", with_experts("batched_mm", ours_alone), capacities=few),
-        Contender("padded, grouped_mm", with_experts("grouped_mm", stock), "padded", capacities=few),
+        Contender("padded, grouped_mm", grouped, "padded", capacities=ROWS[:1]),
     ]
 
 

@@ -111,7 +111,8 @@ def build(contender: Contender, shape: str, pairs: Any, lora: bool, folder: str,
             return dataset
 
     attention = "sdpa" if contender.packed else contender.attention
-    models = [random_model(config(SHAPES[shape]), attention, seed=seed) for seed in range(1 if lora else 2)]
+    model = random_model(config(SHAPES[shape]), attention)
+    reference = None if lora else random_model(config(SHAPES[shape]), attention, seed=1)
     options = trainer_options(
         updates, per_device_train_batch_size=contender.micro, learning_rate=1e-6, bf16=not TOY, logging_steps=updates,
         gradient_accumulation_steps=PAIRS_PER_UPDATE // contender.micro, remove_unused_columns=False,
@@ -119,7 +120,7 @@ def build(contender: Contender, shape: str, pairs: Any, lora: bool, folder: str,
         length_column_name="length", max_length=None,
     )  # fmt: skip
     return Tokenised(
-        *models, args=trl.DPOConfig(folder, **options), train_dataset=pairs,
+        model, reference, args=trl.DPOConfig(folder, **options), train_dataset=pairs,
         processing_class=tokenizer(), callbacks=[callback],
         peft_config=LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
     )  # fmt: skip

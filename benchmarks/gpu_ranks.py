@@ -78,7 +78,6 @@ class Contender:
     """The set-up of a contender: its number of ranks, what is sharded, and how rows are dealt to ranks.
 
     Attributes:
-        gathered: of sharded layers, keep the weights between forward and backward.
         by_step: train by ``make_train_step`` in place of ``Trainer``.
         zero3: sharded by DeepSpeed.
         stock: documents of a padded batch of ``SFTTrainer`` alone, 0 if TRL packs them; None for ours.
@@ -87,7 +86,6 @@ class Contender:
     ranks: int
     sharded: bool = False
     dealt: str = "as they come"
-    gathered: bool = False
     by_step: bool = False
     zero3: bool = False
     stock: int | None = None
@@ -97,7 +95,7 @@ class Contender:
         if self == Contender(1):
             return "one"
         strategy = "ZeRO-3" if self.zero3 else "FSDP2" if self.sharded else "DDP"
-        more = ["make_train_step"] * self.by_step + ["layers kept gathered"] * self.gathered
+        more = ["make_train_step"] * self.by_step
         if self.stock is not None:
             more = ["SFTTrainer", f"padded, batches of {self.stock}" if self.stock else "packed by TRL"]
         dealt = [self.dealt] * (self.stock is None)
@@ -178,7 +176,6 @@ def by_trainer(
     wrap = {
         "version": 2,
         "transformer_layer_cls_to_wrap": [type(model.get_decoder().layers[0]).__name__],
-        "reshard_after_forward": not contender.gathered,
         "activation_checkpointing": stock,
     }
     sharding = {"fsdp": "full_shard auto_wrap", "fsdp_config": wrap} if contender.sharded else {}
@@ -216,7 +213,7 @@ def stock_trainer(
     documents = datasets.Dataset.from_dict({"input_ids": [ids.tolist() for ids in data.sequences]})
     options = {"bf16": False, "gradient_checkpointing": "deepspeed" in options} | options
     arguments = trl.SFTConfig(**options, packing=not contender.stock, max_length=data.plan.capacity)
-    trainer = trl.SFTTrainer(model, arguments, train_dataset=documents, processing_class=tokenizer())
+    trainer: Any = trl.SFTTrainer(model, arguments, train_dataset=documents, processing_class=tokenizer())
     return trainer, [len(ids) for ids in trainer.train_dataset["input_ids"]]
 
 
@@ -231,7 +228,7 @@ def by_step(
     if contender.sharded:
         mesh = init_device_mesh(DEVICE.type, (contender.ranks,))
         for module in (*model.get_decoder().layers, model):
-            fully_shard(module, mesh=mesh, reshard_after_forward=not contender.gathered)
+            fully_shard(module, mesh=mesh)
     elif contender.ranks > 1:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     fused = not TOY
@@ -247,16 +244,16 @@ def by_step(
 def contenders(ranks: int, shape: str) -> list[Contender]:
     """The most important first."""
     if shape == "experts":  # which one GPU does not hold
-        return [Contender(ranks, True, "balance", gathered, by_step=True) for gathered in (False, True)]
+        return [Contender(ranks, True, "balance", by_step=True)]
     if shape != "qwen2":
         strategies: list[dict[str, Any]] = [{"sharded": True}, {"zero3": True}] if ranks > 1 else [{}]
         dealt = {"dealt": "equal cost"} if ranks > 1 else {}
-        kinds = [dealt, *({"stock": padded} for padded in (0, 1, 2))]
+        kinds: list[dict[str, Any]] = [dealt, *({"stock": padded} for padded in (0, 1, 2))]
         return [Contender(ranks, **strategy, **kind) for strategy in strategies for kind in kinds]
     orders = ("balance", "equal cost", "as they come")
     several = [Contender(ranks, sharded, order) for order in orders for sharded in (False, True)]
     more = [Contender(ranks, sharded, "balance", by_step=True) for sharded in (False, True)]
-    return [Contender(1), *several, Contender(ranks, sharded=True, dealt="balance", gathered=True), *more]
+    return [Contender(1), *several, *more]
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:

@@ -116,11 +116,12 @@ class Case:
         q, compressed, rotated = normal(tokens, HEADS, WIDTH), normal(tokens, RANK), normal(tokens, ROTATED)
         weight = normal(HEADS * (WIDTH - ROTATED + VALUES), RANK) * RANK**-0.5
         k, v = expanded(compressed, rotated, weight)
-        leaves = [x.requires_grad_() for x in (q, compressed, rotated, weight, k, v)]
+        for leaf in (q, compressed, rotated, weight, k, v):
+            leaf.requires_grad_()
         sizes = (INDEX_HEADS, INDEX_WIDTH), (INDEX_WIDTH,), (INDEX_HEADS,)
         q_index, k_index, weights = (normal(tokens, *size) for size in sizes)
-        packed = PackedMetadata.from_lengths([tokens], device=DEVICE)
-        return cls(*leaves, normal(tokens, HEADS, VALUES), [q_index, k_index, weights.float()], packed)
+        out, packed = normal(tokens, HEADS, VALUES), PackedMetadata.from_lengths([tokens], device=DEVICE)
+        return cls(q, compressed, rotated, weight, k, v, out, [q_index, k_index, weights.float()], packed)
 
     @property
     def long(self) -> LongDocuments:
@@ -129,12 +130,12 @@ class Case:
         return long
 
     @property
-    def latent(self) -> list[Tensor]:
-        return [self.q, self.compressed, self.rotated, self.weight]
+    def latent(self) -> tuple[Tensor, ...]:
+        return self.q, self.compressed, self.rotated, self.weight
 
     @property
-    def heads(self) -> list[Tensor]:
-        return [self.q, self.k, self.v]
+    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
 
     def selected(self) -> Tensor:
         q, k, weights = self.index
@@ -152,7 +153,7 @@ class Case:
     def dense(self) -> Tensor:
         return attention(*self.heads, self.packed, implementation="sdpa" if TOY else "triton")
 
-    def both(self, forward: Callable[[], Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    def both(self, forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
         """The output and the gradients."""
         result = forward()
         return [result.detach(), *torch.autograd.grad(result, leaves, self.out)]
@@ -206,7 +207,7 @@ def timed_dense(tokens: int) -> Figures:
     return _both(case, case.dense, case.heads)
 
 
-def _both(case: Case, forward: Callable[[], Tensor], leaves: list[Tensor]) -> dict[str, float]:
+def _both(case: Case, forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> dict[str, float]:
     with torch.no_grad():
         ahead = gpu_ms(forward)
     both = partial(case.both, forward, leaves)
@@ -218,17 +219,17 @@ def _both(case: Case, forward: Callable[[], Tensor], leaves: list[Tensor]) -> di
 
 def qwen4(budget: int) -> Any:
     """The default config of qwen4_exp with one layer and 8 experts; it leaves the sizes of its indexer open."""
-    from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
+    from transformers import AutoConfig
 
     size: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 199 if TOY else 151_936}
     if TOY:
         size |= {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
         size |= {"head_dim": 16, "hc_lowrank": 16}
-    index = {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16 if TOY else 128}
-    block = {"indexer_budget": budget, "indexer_compress_ratio": 4 if TOY else 16}
+    size |= {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16 if TOY else 128}
+    size |= {"indexer_budget": budget, "indexer_compress_ratio": 4 if TOY else 16}
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}  # which fit the indexer's heads
     kinds = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    return Qwen4ExpTextConfig(**size, **index, **block, **kinds, rope_parameters=rope)
+    return AutoConfig.for_model("qwen4_exp_text", **size, **kinds, rope_parameters=rope)
 
 
 class _Reached(Exception):

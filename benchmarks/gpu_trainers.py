@@ -111,7 +111,8 @@ def train_step(run: Run, model: Any) -> None:
     patch(model, verify=False).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     step = make_train_step(model, optimizer, max_grad_norm=1.0)
-    loader = DataLoader(run.rows, batch_size=1, collate_fn=PackedCollator(model), pin_memory=not TOY)
+    rows: Any = run.rows
+    loader = DataLoader(rows, batch_size=1, collate_fn=PackedCollator(model), pin_memory=not TOY)
     run.losses.append(float(run.clock.loop(step, chain.from_iterable(repeat(loader)))["loss"]))
     run.note = "; ".join(f"{part}: {what}" for part, what in step.parts.items())
 

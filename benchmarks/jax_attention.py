@@ -18,9 +18,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -33,52 +33,37 @@ from jax_backend import find_segments, segment_attention
 from packing_core import reference
 
 GATE = 0.02  # relative error; bfloat16 kernels that are right lie near 0.003, ones that leak above 0.1
-BOTH = "ms forward + backward"
+OURS, BOTH = "ours, pallas", "ms forward + backward"
 
 # -- the rows, and the judge of what is computed on them
 
 
-def lognormal(total: int, seed: int, median: float = 400.0, sigma: float = 1.2) -> list[int]:
+def lognormal(total: int, seed: int, median: float = 400.0, sigma: float = 1.2) -> tuple[int, ...]:
     """Document lengths that add up to ``total``."""
     rng, lengths, left = np.random.default_rng(seed), [], total
     while left:
         length = min(left, max(1, int(rng.lognormal(np.log(median), sigma))))
         lengths.append(length)
         left -= length
-    return lengths
+    return tuple(lengths)
 
 
 @dataclass(frozen=True)
-class Documents:
-    """The lengths of one row's documents, and the heads of attention over it."""
+class Row:
+    """One packed row of documents, and the operands of one attention call over it."""
 
-    lengths: list[int]
+    lengths: tuple[int, ...]
     heads: int = 32
     kv_heads: int = 8
     width: int = 128
 
-
-SETS: dict[str, Documents] = {
-    "8k lognormal": Documents(lognormal(8192, 94)),
-    "8k, 8 x 1,024": Documents([1024] * 8),
-    "32k, 32 x 1,024": Documents([1024] * 32),
-    "8k, one": Documents([8192]),
-    "32k, one, 16 heads over 4": Documents([32768], 16, 4),
-    "32k, 15 documents": Documents(lognormal(32768, 21, median=1800.0, sigma=0.8)),
-    "16k, 8 x 2,048, 16 heads of 64": Documents([2048] * 8, 16, 16, 64),
-}
-TOY = {"toy": Documents([40, 3, 60, 25], 4, 2, 16), "toy, one": Documents([128], 4, 2, 16)}
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One packed row and the operands of one attention call over it: q and dout [1, S, N, D], k and v [1, S, K, D]."""
-
-    lengths: tuple[int, ...]
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    dout: jax.Array
+    @cached_property
+    def operands(self) -> tuple[jax.Array, ...]:
+        """q [1, S, N, D], k and v [1, S, K, D], and the gradient of the output, [1, S, N, D]."""
+        total, keys = sum(self.lengths), jax.random.split(jax.random.key(0), 4)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        pairs = zip(keys, heads, strict=True)
+        return tuple(jax.random.normal(key, (1, total, n, self.width), jnp.bfloat16) for key, n in pairs)
 
     @property
     def ids(self) -> jax.Array:
@@ -92,19 +77,19 @@ class Row:
     @property
     def flops(self) -> int:
         """Counts the FLOPs of the forward, over the keys that causal documents see."""
-        return sum(4 * self.q.shape[2] * self.q.shape[3] * n * (n + 1) // 2 for n in self.lengths)
-
-    @property
-    def operands(self) -> tuple[jax.Array, ...]:
-        return self.q, self.k, self.v, self.dout
+        return sum(4 * self.heads * self.width * n * (n + 1) // 2 for n in self.lengths)
 
 
-def make_row(documents: Documents) -> Row:
-    lengths, heads, kv_heads, width = documents.lengths, documents.heads, documents.kv_heads, documents.width
-    total = sum(lengths)
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(1, total, n, width) for n in (heads, kv_heads, kv_heads, heads)]
-    return Row(tuple(lengths), *(jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True)))
+SETS = {
+    "8k lognormal": Row(lognormal(8192, 94)),
+    "8k, 8 x 1,024": Row((1024,) * 8),
+    "32k, 32 x 1,024": Row((1024,) * 32),
+    "8k, one": Row((8192,)),
+    "32k, one, 16 heads over 4": Row((32768,), 16, 4),
+    "32k, 15 documents": Row(lognormal(32768, 21, median=1800.0, sigma=0.8)),
+    "16k, 8 x 2,048, 16 heads of 64": Row((2048,) * 8, 16, 16, 64),
+}
+TOY = {"toy": Row((40, 3, 60, 25), 4, 2, 16), "toy, one": Row((128,), 4, 2, 16)}
 
 
 def gate(row: Row, results: tuple[jax.Array, ...]) -> float:
@@ -113,8 +98,8 @@ def gate(row: Row, results: tuple[jax.Array, ...]) -> float:
     errors = []
     for here, right in judged(row):
         for x, y in zip(results, right, strict=False):
-            x = np.asarray(x[0, here, : y.shape[1]], np.float64)
-            errors.append(np.linalg.norm(x - y) / np.linalg.norm(y))
+            part = np.asarray(x[0, here, : y.shape[1]], np.float64)
+            errors.append(np.linalg.norm(part - y) / np.linalg.norm(y))
     return float(np.max(errors))
 
 
@@ -125,15 +110,16 @@ def judged(row: Row, longest: int = 2048) -> list[tuple[slice, list[np.ndarray]]
     A row of one longer document is judged by its first tokens: causally they are a document of their own for the output
     and dq.
     """
-    group = row.q.shape[2] // row.k.shape[2]
+    q_row, k_row, v_row, dout_row = row.operands
+    group = row.heads // row.kv_heads
     documents = [(start, n) for start, n in zip(row.starts, row.lengths, strict=True) if n <= longest]
     whole = bool(documents)
     documents = documents[:1] + documents[len(documents) // 2 :][:1] + documents[-1:] if whole else [(0, longest)]
     parts = []
     for start, size in documents:
         here = slice(int(start), int(start) + size)
-        q, dout = (np.asarray(x[0, here, :group], np.float64) for x in (row.q, row.dout))
-        k, v = (np.asarray(x[0, here, :1], np.float64) for x in (row.k, row.v))
+        q, dout = (np.asarray(x[0, here, :group], np.float64) for x in (q_row, dout_row))
+        k, v = (np.asarray(x[0, here, :1], np.float64) for x in (k_row, v_row))
         gradients = reference.attention_vjp(q, k, v, [0, size], dout)
         right = [reference.attention(q, k, v, [0, size]), *(gradients[name] for name in ("q", "k", "v"))]
         parts.append((here, right if whole else right[:2]))
@@ -143,35 +129,29 @@ def judged(row: Row, longest: int = 2048) -> list[tuple[slice, list[np.ndarray]]
 # -- contenders: each makes a call of a row; what it raises is why it has no figure
 
 
-@dataclass(frozen=True)
-class Call:
-    """``attend`` of (q, k, v, *extras)."""
-
-    attend: Callable[..., jax.Array]
-    extras: tuple[Any, ...]
+# attend of (q, k, v, *extras), and the extras
+Call = tuple[Callable[..., jax.Array], tuple[Any, ...]]
 
 
 def ours(row: Row, implementation: str, contain: bool = False) -> Call:
     cap = len(row.lengths) if implementation == "cudnn" else None
     options: dict[str, Any] = {"implementation": implementation, "max_segments": cap, "contain_nonfinite": contain}
-    return Call(lambda q, k, v, segments: segment_attention(q, k, v, segments, **options), (find_segments(row.ids),))
+    return lambda q, k, v, segments: segment_attention(q, k, v, segments, **options), (find_segments(row.ids),)
 
 
 def cudnn_packed(row: Row) -> Call:
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
-    options: dict[str, Any] = {"scale": row.q.shape[3] ** -0.5, "mask_type": MaskType.PADDING_CAUSAL}
+    options: dict[str, Any] = {"scale": row.width**-0.5, "mask_type": MaskType.PADDING_CAUSAL}
     # One document would select the call without offsets; an empty second one keeps it this one.
     lengths = [*row.lengths, -1][: max(2, len(row.lengths))]
     offsets = [*row.starts, sum(row.lengths), -1][: len(lengths) + 1]
     extras = jnp.asarray([lengths], jnp.int32), jnp.asarray([offsets], jnp.int32)
-    return Call(
-        lambda q, k, v, n, first: dot_product_attention(q, k, v, None, None, n, n, first, first, **options), extras
-    )
+    return lambda q, k, v, n, first: dot_product_attention(q, k, v, None, None, n, n, first, first, **options), extras
 
 
 CONTENDERS: dict[str, Callable[[Row], Call]] = {
-    "ours, pallas": partial(ours, implementation="pallas"),
+    OURS: partial(ours, implementation="pallas"),
     "contained, pallas": partial(ours, implementation="pallas", contain=True),
     "ours, cudnn": partial(ours, implementation="cudnn"),
     "cuDNN packed offsets (private)": cudnn_packed,
@@ -185,14 +165,14 @@ CONTENDERS: dict[str, Callable[[Row], Call]] = {
 
 def compiled(name: str, row: Row) -> tuple[Any, Any, tuple[Any, ...]]:
     """Forward, forward with backward, and what they take after q, k, v (and dout)."""
-    call = CONTENDERS[name](row)
+    attend, extras = CONTENDERS[name](row)
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, *extras: Any) -> tuple[jax.Array, ...]:
-        out, pullback = jax.vjp(lambda q, k, v: call.attend(q, k, v, *extras), q, k, v)
+        out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, *extras), q, k, v)
         return out, *pullback(dout)
 
-    forward = jax.jit(call.attend).lower(row.q, row.k, row.v, *call.extras).compile()
-    return forward, jax.jit(both).lower(*row.operands, *call.extras).compile(), call.extras
+    forward = jax.jit(attend).lower(*row.operands[:3], *extras).compile()
+    return forward, jax.jit(both).lower(*row.operands, *extras).compile(), extras
 
 
 def fastest(run: Callable[[], Any], rounds: int, seconds: float = 0.05) -> float:
@@ -216,9 +196,8 @@ def fastest(run: Callable[[], Any], rounds: int, seconds: float = 0.05) -> float
     return min(first, *(calls(count) for _ in range(rounds if first < seconds else 2))) * 1e3
 
 
-def run(sets: dict[str, Documents], rounds: int) -> Iterator[Result]:
+def run(rows: dict[str, Row], rounds: int) -> Iterator[Result]:
     """Every contender on every set."""
-    rows = {name: make_row(documents) for name, documents in sets.items()}
     pairs = [(case, name) for case in rows for name in CONTENDERS if wanted(name)]
     pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))  # all are compiled at once, so that the GPU waits for few
     pending = {(case, name): pool.submit(compiled, name, rows[case]) for case, name in pairs}
@@ -226,12 +205,15 @@ def run(sets: dict[str, Documents], rounds: int) -> Iterator[Result]:
         row, future = rows[case], pending[case, name]
 
         def check(row: Row = row, future: Any = future) -> float:
-            _, both, extras = future.result(max(min(60.0, seconds_left()), 0.01))
+            wait([future], max(min(60.0, seconds_left()), 0.01))
+            if not future.done():
+                raise TimeoutError("not compiled after a minute more")
+            _, both, extras = future.result()
             return gate(row, both(*row.operands, *extras))
 
         def measure(row: Row = row, future: Any = future) -> Figures:
             forward, both, extras = future.result()
-            ahead = fastest(partial(forward, row.q, row.k, row.v, *extras), rounds)
+            ahead = fastest(partial(forward, *row.operands[:3], *extras), rounds)
             all_ms = fastest(partial(both, *row.operands, *extras), rounds)
             return {
                 "ms forward": ahead,
@@ -242,24 +224,15 @@ def run(sets: dict[str, Documents], rounds: int) -> Iterator[Result]:
             }
 
         yield from measured("attention", case, name, BOTH, measure, check, GATE)
-    find = jax.jit(find_segments)
-    for case, row in rows.items():
-        yield from measured(
-            "find_segments, once per batch",
-            case,
-            "ours",
-            "ms",
-            lambda row=row: {"ms": fastest(partial(find, row.ids), rounds)},
-        )
 
 
 def containment(results: Sequence[Result]) -> str:
     """Time of our kernels, forward and backward, that keep what is not finite in its document, to those that do not."""
     ms = {(r.case, r.contender): r.value for r in results if r.unit == BOTH and r.value}
-    both = [case for case, name in ms if name == "ours, pallas" and (case, "contained, pallas") in ms]
-    return "\n".join(
-        f"{case}: {ms[case, 'contained, pallas'] / ms[case, 'ours, pallas']:.2f} contained" for case in both
-    )
+    ratios = {
+        case: ms.get((case, "contained, pallas"), 0.0) / plain for (case, name), plain in ms.items() if name == OURS
+    }
+    return "\n".join(f"{case}: {ratio:.2f} contained" for case, ratio in ratios.items() if ratio)
 
 
 def about() -> str:

@@ -124,7 +124,7 @@ def measure(
     begin = time.perf_counter()
     compiled = train_step.compile(rows=len(batches[0]["input_ids"]), tokens=batches[0]["input_ids"].shape[1])
     seconds_to_compile = time.perf_counter() - begin
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     planned = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     state = train_step.init(donate=True)
     losses = []
@@ -135,8 +135,8 @@ def measure(
     times = []
     for _ in range(5):
         begin = time.perf_counter()
-        for batch in placed:
-            state, metrics = train_step(state, batch)
+        for arrays in placed:
+            state, metrics = train_step(state, arrays)
         jax.block_until_ready((state, metrics))
         times.append((time.perf_counter() - begin) / len(batches))
     seconds = statistics.median(times[1:])

@@ -150,7 +150,7 @@ def _file_of(package: str, *path: str) -> Any:
     return module
 
 
-OURS: dict[str, Packer] = {f"crosspack {s}": partial(_ours, strategy=s) for s in ("mixed", "best_fit")}
+OURS: dict[str, Packer] = {f"crosspack {s}": partial(_ours, strategy=s) for s in ("best_fit", "mixed")}
 FAST_PEERS: dict[str, Packer] = {"lightbinpack obfd (C++)": _lightbinpack}
 SLOW_PEERS: dict[str, Packer] = {
     "lightbinpack obfd (C++)": _lightbinpack,

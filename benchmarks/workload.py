@@ -66,7 +66,8 @@ def batches(rows: str, docs: list[np.ndarray], capacity: int, padded: int = 8) -
     if rows == "padded":
         return [on_device(_padded(docs[i : i + padded])) for i in range(0, len(docs), padded)]
     planned = pack(docs, tight(docs, capacity))
-    collate = PackedCollator(**{"max_seqlen": LONGEST, "bucket": -(-capacity // 64)} if rows == "fixed" else {})
+    fixed: dict[str, Any] = {"max_seqlen": LONGEST, "bucket": -(-capacity // 64)} if rows == "fixed" else {}
+    collate = PackedCollator(**fixed)
     only_ours = ("packed_lengths", "seq_idx") if rows == "stock" else ()
     collated = (collate(planned[row : row + 1]) for row in range(len(planned)))
     return [on_device({name: x for name, x in batch.items() if name not in only_ours}) for batch in collated]
