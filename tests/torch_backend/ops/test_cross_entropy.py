@@ -123,6 +123,23 @@ def test_a_quotient_of_sums_scales_the_gradients(where):
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("target", [-1, ENTRIES, ENTRIES + 9])
+def test_a_target_that_is_no_class_has_no_loss_and_weighs_nothing_where_it_has_no_weight(where, target):
+    """Its logit would be one of another row."""
+    hidden, weight, _, targets = inputs(where, False)
+    place = torch.arange(ROWS, device=where.device) == 7
+    wrong = torch.where(place, target, targets)
+    loss, _ = linear_cross_entropy(hidden, weight, wrong)
+    assert loss.isnan() and all(x.isnan().all() for x in torch.autograd.grad(loss, (hidden, weight)))
+
+    weights = (~place).float()
+    found, right = (linear_cross_entropy(hidden, weight, x, weights=weights) for x in (wrong, targets))
+    gradients = (torch.autograd.grad(loss, (hidden, weight)) for loss, _ in (found, right))
+    assert found[1] == right[1] == (targets != -100).sum() - 1 and found[0] == right[0]
+    assert all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_only_what_is_wanted_is_made(where):
     hidden, weight, _, targets = inputs(where, False)
     frozen, _ = linear_cross_entropy(hidden, weight.detach(), targets)

@@ -309,28 +309,43 @@ def is_flag(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def check_vocabulary(model: Any, ids: Any, guard: Guard) -> None:
-    """Check tokens that are cut over ranks: the rank that holds one without an embedding would fail, and others wait.
+def check_vocabulary(model: Any, name: str, ids: Any, guard: Guard) -> None:
+    """Check that tokens or labels are of the vocabulary, where no library does.
+
+    The rank that holds a token without an embedding would fail, and the others wait. A loss that makes no logits would
+    look for the one of a label elsewhere.
 
     Args:
         model: the model that is called.
+        name: ``input_ids``, or ``labels`` or ``shift_labels`` of next tokens.
         ids: [B, S] of the whole batch.
         guard: see :meth:`Guard.check`.
 
     Raises:
-        LayoutError: a token has no row in the model's embedding.
+        LayoutError: a token has no row in the model's embedding, or a label none in its output layer.
     """
-    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    if not isinstance(ids, Tensor) or rows is None:
+    of_tokens = name == "input_ids"
+    layer = model.get_input_embeddings() if of_tokens else model.get_output_embeddings()
+    rows = getattr(layer, "num_embeddings" if of_tokens else "out_features", None)
+    if not isinstance(ids, Tensor) or not isinstance(rows, int):
         return
 
+    def find() -> Tensor:
+        outside = (ids < 0) | (ids >= rows)
+        return (outside if of_tokens else outside & (ids != IGNORE_INDEX)).flatten()
+
     def error(i: int) -> PackingError:
+        has, way = (
+            ("embeddings", "take the tokenizer of the model, and its pad_token_id for padding")
+            if of_tokens
+            else ("logits", f"label what is not trained {IGNORE_INDEX}")
+        )
         return LayoutError(
-            f"input_ids holds {int(ids.flatten()[i])} at {place_of(i, ids.shape[-1])}, and {type(model).__name__} has "
-            f"embeddings for 0 to {rows - 1}: take the tokenizer of the model, and its pad_token_id for padding"
+            f"{name} holds {int(ids.flatten()[i])} at {place_of(i, ids.shape[-1])}, and {type(model).__name__} has "
+            f"{has} for 0 to {rows - 1}: {way}"
         )
 
-    guard.check("tokens of the vocabulary", lambda: ((ids < 0) | (ids >= rows)).flatten(), error)
+    guard.check(f"{name} of the vocabulary", find, error)
 
 
 def place_of(i: int, width: int, ahead: int = 0) -> str:

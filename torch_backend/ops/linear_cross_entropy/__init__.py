@@ -57,6 +57,7 @@ def linear_cross_entropy(
 
     Returns:
         Two float32 scalars (float64 for float64), to be divided once per step (:func:`torch_backend.normalise`).
+        A target that is no class makes the loss and its gradients NaN, unless its weight is 0.
 
     Raises:
         LayoutError: shapes or dtypes contradict each other.
@@ -70,7 +71,9 @@ def linear_cross_entropy(
     if not targets.numel():
         raise LayoutError(f"linear_cross_entropy needs at least one row, got {given}")
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
-    counted = (targets != ignore_index).to(torch.promote_types(hidden.dtype, torch.float32))
+    counts = targets != ignore_index
+    outside = counts & ((targets < 0) | (targets >= len(weight)))
+    counted = counts.to(torch.promote_types(hidden.dtype, torch.float32))
     if weights is not None:
         weights = weights.detach().flatten()
         counted = counted * weights
@@ -80,7 +83,10 @@ def linear_cross_entropy(
     rows = max(1, chunk_bytes // per_row)
     rows = -(-rows // 128) * 128 if rows > 128 else rows
     options = ignore_index, scale, softcap or 0.0, rows
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, weights, options), counted.sum()
+    # no kernel looks for the logit of what is no class
+    loss = _LinearCrossEntropy.apply(hidden, weight, bias, targets.masked_fill(outside, ignore_index), weights, options)
+    wrong = (outside & (counted != 0)).any()
+    return loss * torch.where(wrong, torch.nan, 1.0).to(loss.dtype), counted.sum()
 
 
 def check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:

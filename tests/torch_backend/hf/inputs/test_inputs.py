@@ -30,6 +30,7 @@ from tests.torch_backend.models import (
 from torch_backend.hf.inputs.boundaries import take_metadata
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.patch import state_of
+from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.segments import PackedMetadata
 
 # Rows of 64 tokens: | 5 | 19 | 33 | 7 | and | 40 | 1 | 2 | 18 | 3 of padding |
@@ -95,6 +96,21 @@ def test_positions_that_a_model_of_the_per_document_route_would_ignore_are_refus
         model(**batch)
     with pytest.raises(UnsupportedModelError, match="on 3 axes, but the packed documents of this model have"):
         model(**batch_of(position_ids=torch.zeros(3, 2, 64, dtype=torch.long)))
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_labels_outside_of_the_vocabulary_are_refused(beyond: bool) -> None:
+    """Losses that make no logits would look for theirs elsewhere."""
+    model, batch = patched(), batch_of()
+    entries = model.config.vocab_size
+    label = entries if beyond else -1
+    place = torch.arange(128).view(2, 64) == 7
+    wrong = f"labels holds {label} at row 0, token 7, and LlamaForCausalLM has logits for 0 to {entries - 1}"
+    for call in (lambda batch: model(**batch), lambda batch: causal_lm_loss(model, batch)):
+        with pytest.raises(LayoutError, match=wrong):
+            call({**batch, "labels": torch.where(place, label, batch["labels"])})
+    with pytest.raises(LayoutError, match=f"shift_{wrong}"):
+        model(**batch, shift_labels=torch.where(place, label, batch["labels"].roll(-1, 1)))
 
 
 def test_labels_that_train_a_document_s_first_token_are_refused() -> None:
