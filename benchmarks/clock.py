@@ -158,8 +158,13 @@ def peak_gib(run: Callable[[], object]) -> float:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+def now() -> float:
+    """Seconds of the clock on a GPU, and those of the process on a CPU, which others may load."""
+    return time.process_time() if TOY else time.perf_counter()
+
+
 class StepClock:
-    """Times the steps of training after a warm-up, as a whole.
+    """Times the steps of training after a warm-up, as a whole: by processor time where there is no GPU.
 
     Args:
         warm_up: steps before those that are timed.
@@ -179,7 +184,7 @@ class StepClock:
 
     def start(self) -> None:
         """Counts seconds from here on, and not from the making of the clock."""
-        self._began = time.perf_counter()
+        self._began = now()
 
     def tick(self, step: int) -> None:
         """Call it after every step, counted from 1. It waits for the GPU, and for all ranks, three times in all."""
@@ -188,14 +193,14 @@ class StepClock:
         synchronize()
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
-        now, self.peak = time.perf_counter() - self._began, max(self.peak, highest_gib())
+        passed, self.peak = now() - self._began, max(self.peak, highest_gib())
         if step == 1:
-            self.first = now
+            self.first = passed
         if step == self.warm_up:
-            self.before = now
+            self.before = passed
             reset_peak()
         if step == self.last:
-            self.seconds, self.timed_peak = now - self.before, highest_gib()
+            self.seconds, self.timed_peak = passed - self.before, highest_gib()
 
     def loop(self, step: Callable[[Any], Any], batches: Iterable[Any]) -> Any:
         """Takes every step, on as many of ``batches``; returns what the last one returned."""

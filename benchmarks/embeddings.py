@@ -19,10 +19,8 @@ does. One that runs out of memory is named.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import shutil
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,9 +35,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 import crosspack
 from benchmarks import _board_flash
+from benchmarks.clock import StepClock
+from benchmarks.harness import free
+from benchmarks.report import machine, versions
 from benchmarks.workload import GSM8K
 
-STARTED, WARM_UP = time.perf_counter(), 3
+WARM_UP = 3  # steps
 MINILM: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1_536, "num_hidden_layers": 6}
 WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MINILM |= WITHOUT_DROPOUT
@@ -55,28 +56,6 @@ SHAPES |= {"xlmr-large": ("xlm-roberta", LARGE)}
 LONGEST = 512  # tokens of a text, or of a query with its document
 LISTED = 16  # documents of a query
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-
-
-class Clock(transformers.TrainerCallback):
-    """Times the steps after the first few, and says that they ran."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == WARM_UP:
-            self.started = now()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        print(f"step {state.global_step} at {time.perf_counter() - STARTED:.0f} s", flush=True)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds = (now() - self.started) / (state.global_step - WARM_UP)
-
-
-def now() -> float:
-    """Returns seconds of the clock on a GPU, and those of the process on a CPU, which others may load."""
-    if not torch.cuda.is_available():
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def made_up(count: int, means: list[int]) -> list[tuple[str, ...]]:
@@ -134,10 +113,10 @@ def parts(folder: str, chosen: argparse.Namespace, contender: str) -> tuple[Any,
 def train(folder: str, pairs: Dataset, chosen: argparse.Namespace, contender: str) -> tuple[list[float], float, float]:
     """Returns the losses of the steps, the seconds of one, and the most GiB allocated."""
     model, loss, kind, arguments = parts(folder, chosen, contender)
-    clock, on_gpu = Clock(), torch.cuda.is_available()
+    clock = StepClock(WARM_UP, chosen.steps)
     options = {"max_steps": chosen.steps + WARM_UP, "learning_rate": 1e-4, "bf16": chosen.bf16}
     options |= {"per_device_train_batch_size": chosen.batch, "save_strategy": "no", "disable_tqdm": True}
-    trainer = kind(model, arguments(folder, report_to=[], **options), pairs, loss=loss, callbacks=[clock])
+    trainer = kind(model, arguments(folder, report_to=[], **options), pairs, loss=loss, callbacks=[clock.callback()])
     trainer.remove_callback(transformers.PrinterCallback)
     name, _, level = contender.partition("/")
     memory: Any = level or None
@@ -150,11 +129,9 @@ def train(folder: str, pairs: Dataset, chosen: argparse.Namespace, contender: st
         return losses[-1]
 
     trainer.training_step = recorded
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    print(contender, f"{chosen.batch / clock.seconds:.1f} {chosen.unit}/s", flush=True)
-    return [float(loss) for loss in losses], clock.seconds, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    print(contender, f"{chosen.batch / clock.ms * 1e3:.1f} {chosen.unit}/s", flush=True)
+    return [float(loss) for loss in losses], clock.ms / 1e3, clock.peak
 
 
 def rounds_of(folder: str, pairs: Dataset, chosen: argparse.Namespace) -> dict[str, tuple[list[float], float, float]]:
@@ -163,7 +140,7 @@ def rounds_of(folder: str, pairs: Dataset, chosen: argparse.Namespace) -> dict[s
     best: dict[str, tuple[list[float], float, float]] = {}
     for _ in range(chosen.rounds):
         for contender in list(chosen.contenders):
-            gc.collect()  # of the models before it
+            free()  # of the models before it
             try:
                 run = train(folder, pairs, chosen, contender)
             except torch.OutOfMemoryError:
@@ -198,6 +175,7 @@ def main() -> None:
         pairs = [(line["prompt"], line["completion"]) for line in lines] or made_up(needed, chosen.means)
         records = [{"anchor": anchor, "positive": positive} for anchor, positive in pairs]
         texts = [text for pair in pairs for text in pair]
+    print(machine(), versions("torch", "transformers", "sentence-transformers", "crosspack"), sep="\n")
     with TemporaryDirectory() as folder:
         if chosen.model is None:
             save(folder, chosen.shape, chosen.task, texts)

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.clock import DEVICE, QUICK, TOY, StepClock, header
 from benchmarks.harness import NOTE, Figures, measured, parsed, parser
-from benchmarks.report import Result, collected
+from benchmarks.report import Result, collected, ratios
 from benchmarks.workload import RATE, on_device
 from torch_backend import PackedCollator, explain, make_train_step, patch
 from torch_backend.collate.vision import VisionReader
@@ -233,12 +233,6 @@ def run(layers: int, encoder_layers: int, steps: int) -> Iterator[Result]:
         yield from measured(section, "clips of 2 to 30 seconds", contender, RATE, measure, check, LIMIT)
 
 
-def verdict(results: Sequence[Result]) -> str:
-    """Compares our rate with those of padded batches."""
-    rates = {r.contender: r.value for r in results if r.value and r.unit == RATE}
-    return "\n".join(f"{rates[OURS] / rates[name]:.2f} times {name}" for name in PADDED_TO if {OURS, name} <= {*rates})
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     options.add_argument("--layers", type=int, default=2 if TOY else 16, help="of the decoder")
@@ -247,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     chosen = parsed(options, arguments)
     figures = run(chosen.layers, chosen.encoder_layers, chosen.steps)
     results = collected(figures, header(), chosen.output, "gpu_audio")
-    print(verdict(results), flush=True)
+    print(ratios(results, RATE, [(OURS, name) for name in PADDED_TO]))
     return results
 
 

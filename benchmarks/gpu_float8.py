@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.clock import TOY, StepClock, header
 from benchmarks.harness import NOTE, Figures, measured, parsed, parser
-from benchmarks.report import Result, collected
+from benchmarks.report import Result, collected, ratios
 from benchmarks.shapes import config
 from benchmarks.workload import RATE, random_model
 from packing_core import pack
@@ -79,18 +79,6 @@ def run(layers: int, memory: str, steps: int) -> Iterator[Result]:
         yield from measured(section, f"rows of {ROW:,}, memory={memory}", contender, RATE, partial(checked, contender))
 
 
-def verdict(results: Sequence[Result]) -> str:
-    """Compares rates and memory of each recipe with those of bfloat16."""
-    values = {(r.contender, r.unit): r.value for r in results if r.value}
-    lines = []
-    for contender in CONTENDERS[1:]:
-        ours, base = values.get((contender, RATE)), values.get((BASE, RATE))
-        if ours and base:
-            memory = values.get((contender, "GiB at most"), 0.0) / (values.get((BASE, "GiB at most")) or 1.0)
-            lines.append(f"{contender}: {ours / base:.2f} times the rate of {BASE}, {memory:.2f} times its memory")
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     options.add_argument("--layers", type=int, default=16)
@@ -100,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     float8.EMULATED = TOY
     figures = run(chosen.layers, chosen.memory, chosen.steps)
     results = collected(figures, header(), chosen.output, "gpu_float8")
-    print(verdict(results), flush=True)
+    print(ratios(results, RATE, [(recipe, BASE) for recipe in CONTENDERS[1:]]))
     return results
 
 

@@ -28,7 +28,7 @@ from benchmarks.clock import DTYPE, TOY, header, reset_peak
 from benchmarks.gpu_moe_step import adapted_model
 from benchmarks.gpu_trainers import SFT, TRAINER, measure, sft, trainer
 from benchmarks.harness import free, parsed, parser
-from benchmarks.report import Result, collected
+from benchmarks.report import Result, collected, ratios
 from benchmarks.shapes import config
 from benchmarks.workload import RATE, Shape, with_adapters
 from torch_backend.hf.anatomy.layers import find_experts
@@ -137,19 +137,6 @@ def run(chosen: str, layers: int, rows: int, epochs: int, gib: float | None) -> 
                     _allow(None)
 
 
-def verdict(results: Sequence[Result]) -> str:
-    """Compares the rates over weights in fewer bits to those of stock packed rows, and of bfloat16 weights."""
-    rates = {(r.section.rpartition(" ")[2], r.contender): r.value for r in results if r.unit == RATE and r.value}
-    lines = []
-    for (weights, name), ours in rates.items():
-        if weights != "bfloat16" and not name.startswith(STOCK):
-            others = (weights, name.replace(SFT, STOCK)), ("bfloat16", name)
-            for what, other in zip(("stock packed rows", "bfloat16 weights"), others, strict=True):
-                if other != (weights, name) and other in rates:
-                    lines.append(f"{ours / rates[other]:.2f} times the rate of {what}: {name}")
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     options.add_argument("--shape", choices=WORKLOADS, default="Qwen3-14B")
@@ -160,7 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     chosen = parsed(options, arguments)
     figures = run(chosen.shape, chosen.layers, chosen.rows, chosen.epochs, chosen.gib)
     results = collected(figures, header(), chosen.output, "gpu_qlora")
-    print(verdict(results), flush=True)
+    bits = WORKLOADS[chosen.shape].bits
+    ours = [name for name in WORKLOADS[chosen.shape].contenders if not name.startswith(STOCK)]
+    pairs = [((bits, name), (bits, name.replace(SFT, STOCK))) for name in ours if name.startswith(SFT)]
+    pairs += [((bits, name), ("bfloat16", name)) for name in ours]
+    print(ratios(results, RATE, pairs, lambda r: (r.section.rpartition(" ")[2], r.contender)))
     return results
 
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import Figures, measured, parsed, parser, seconds_left, wanted
-from benchmarks.report import Result, collected, machine, versions
+from benchmarks.report import Result, collected, machine, ratios, versions
 from jax_backend import find_segments, segment_attention
 from packing_core import reference
 
@@ -226,15 +226,6 @@ def run(rows: dict[str, Row], rounds: int) -> Iterator[Result]:
         yield from measured("attention", case, name, BOTH, measure, check, GATE)
 
 
-def containment(results: Sequence[Result]) -> str:
-    """Time of our kernels, forward and backward, that keep what is not finite in its document, to those that do not."""
-    ms = {(r.case, r.contender): r.value for r in results if r.unit == BOTH and r.value}
-    ratios = {
-        case: ms.get((case, "contained, pallas"), 0.0) / plain for (case, name), plain in ms.items() if name == OURS
-    }
-    return "\n".join(f"{case}: {ratio:.2f} contained" for case, ratio in ratios.items() if ratio)
-
-
 def about() -> str:
     packages = versions("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "tokamax", "flax", "optax")
     return f"{machine()}; {len(jax.devices())} x {jax.devices()[0].device_kind}\n{packages}"
@@ -247,7 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     chosen = parsed(options, arguments)
     sets = TOY if chosen.tiny else {name: SETS[name] for name in chosen.sets}
     results = collected(run(sets, chosen.rounds), about(), chosen.output, "jax_attention")
-    print(containment(results))
+    pairs = [((case, "contained, pallas"), (case, OURS)) for case in sets]
+    print(ratios(results, BOTH, pairs, lambda r: (r.case, r.contender)))
     return results
 
 

@@ -91,6 +91,9 @@ def race(
 
 def on_real_lengths(repeat: int) -> None:
     """The four sets of real documents, longer ones split before, by every packer, in processor time."""
+    if not REAL.exists():
+        print("real lengths: not at hand")
+        return
     with np.load(REAL) as stored:
         for name, capacity in REAL_SETS:
             pieces = plan(stored[name], capacity, overflow="split", strategy="sequential", seed=None).length

@@ -58,6 +58,22 @@ def collected(results: Iterable[Result], about: str, output: Path | None, name: 
     return seen
 
 
+def ratios(
+    results: Sequence[Result],
+    unit: str,
+    pairs: Iterable[tuple[Any, Any]],
+    name: Callable[[Result], Any] = lambda result: result.contender,
+) -> str:
+    """Returns a line for each pair of names whose figures are there: how many times the second one the first one is."""
+    figures = {name(r): r.value for r in results if r.value and r.unit == unit}
+    both = [(x, y) for x, y in pairs if x in figures and y in figures]
+    return "\n".join(f"{_words(x)}: {figures[x] / figures[y]:.2f} times {_words(y)}" for x, y in both)
+
+
+def _words(name: Any) -> str:
+    return name if isinstance(name, str) else ", ".join(name)
+
+
 def figure(value: float) -> str:
     return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
 
