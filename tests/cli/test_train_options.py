@@ -168,13 +168,14 @@ def test_a_backend_without_an_option_refuses_it_by_name(small, option, arguments
 def test_evaluation_and_the_plan_are_printed_and_kept(small, tmp_path):
     out = tmp_path / "out"
     held_out = tmp_path / "held-out.jsonl"
-    held_out.write_text('{"prompt": "lazy dog", "completion": " fox fox fox"}\n' * 3)
+    held_out.write_text('{"prompt": "lazy dog", "completion": " fox fox fox"}\n' * 3 + '{"text": ""}\n')
     result = run(
         *small, "--eval-data", held_out, "--eval-every", 2, "--steps", 3, "--rows-per-step", 1, "--output", out
     )
     assert result.exit_code == 0, result.output
     text = words(result)
     assert "held-out.jsonl: 3 documents in 1 row, " in text and "packing saves about " in text
+    assert text.count("left out, nothing to") == 1 and "left out, nothing to evaluate: 1 document" in text
     for line in ("after step 2: evaluation loss ", "after step 3: evaluation loss ", ", evaluation loss "):
         assert line in text
     found = [record["eval_loss"] for record in json.loads((out / "crosspack.json").read_text())["runs"]["packed"]]
