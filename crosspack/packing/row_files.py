@@ -93,7 +93,7 @@ class Rows:
 
     @staticmethod
     def outline(path: Path) -> Outline:
-        """Reads what the file says without its tokens."""
+        """Reads the outline of saved rows, without their tokens."""
         with np.load(path) as held:
             return Outline(held["segments"], **json.loads(held["kept"].tobytes()))
 

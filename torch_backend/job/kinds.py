@@ -88,7 +88,7 @@ class TaskKind:
         Raises:
             PackingError: one has others; under ``on_error="skip"`` it is left out.
         """
-        job, task, found = self.job, TASKS[self.job.task], []
+        job, task, usable = self.job, TASKS[self.job.task], []
         columns = task.columns_of(job.records[0], place_of(job.records[0], 0))
         for number, record in enumerate(records):
             where = place_of(record, number)
@@ -104,8 +104,8 @@ class TaskKind:
                     raise
                 self.skipped.append(str(error))
             else:
-                found.append((where, record))
-        return found
+                usable.append((where, record))
+        return usable
 
     def example(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a record as the trainer reads it."""
