@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_backend.hf.anatomy.unchanged import has_hooks
+from torch_backend.hf.anatomy.additions import has_hooks
 from torch_backend.hf.override import Attribute
 from torch_backend.ops.attention.selected import Latent
 

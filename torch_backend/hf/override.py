@@ -63,17 +63,17 @@ def names(forward: Callable[..., Any]) -> set[str]:
 
 def called(forward: Callable[..., Any]) -> dict[str, Any]:
     """Everything that can be called among the globals that a forward names; functions, not modules around them."""
-    known: dict[str, Any] = getattr(inspect.unwrap(forward), "__globals__", {})
-    found = {name: as_function(known.get(name)) for name in names(forward)}
-    return {name: value for name, value in found.items() if callable(value)}
+    namespace: dict[str, Any] = getattr(inspect.unwrap(forward), "__globals__", {})
+    values = {name: as_function(namespace.get(name)) for name in names(forward)}
+    return {name: value for name, value in values.items() if callable(value)}
 
 
 def as_function(value: Any) -> Any:
     """Returns the function in a module that the library ``kernels`` made of it, which hides its parameters."""
     if not isinstance(value, nn.Module):
         return value
-    held = [cell.cell_contents for cell in type(value).forward.__closure__ or ()]
-    return next((x for x in held if inspect.isfunction(x)), value)
+    contents = [cell.cell_contents for cell in type(value).forward.__closure__ or ()]
+    return next((x for x in contents if inspect.isfunction(x)), value)
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -133,8 +133,8 @@ def restore(layer: nn.Module) -> None:
 
 def original_class(layer: nn.Module) -> type[nn.Module]:
     """The class that a layer has without :func:`override`."""
-    found = next((c for c in type(layer).__mro__ if _ORIGINAL in c.__dict__), None)
-    return type(layer) if found is None else found.__dict__[_ORIGINAL]
+    originals = (c.__dict__[_ORIGINAL] for c in type(layer).__mro__ if _ORIGINAL in c.__dict__)
+    return next(originals, type(layer))
 
 
 def added_forward(layer: nn.Module) -> Any:
@@ -202,8 +202,8 @@ def _with_keywords(signature: inspect.Signature, names: tuple[str, ...]) -> insp
 
 def _reduce(layer: nn.Module, protocol: Any) -> Any:
     """Pickle and copy by the original class: the subclass cannot be imported."""
-    made = layer.__dict__.get(_ATTRIBUTES, ())
-    state = {name: value for name, value in layer.__dict__.items() if name not in made and name != _ATTRIBUTES}
+    prepared = layer.__dict__.get(_ATTRIBUTES, ())
+    state = {name: value for name, value in layer.__dict__.items() if name not in prepared and name != _ATTRIBUTES}
     return _new, getattr(type(layer), _PARTS), state
 
 

@@ -6,7 +6,7 @@ MLPs by :func:`torch_backend.ops.tiled_mlp.tiled_mlp`, queries, keys and values 
 kernels, which take a tile at a time. Attention and scans need no tiles: their kernels hold nothing that is larger than
 their inputs.
 
-A part has the known form if nothing changed it or a module inside (:mod:`torch_backend.hf.anatomy.unchanged`), and if
+A part has the known form if nothing changed it or a module inside (:mod:`torch_backend.hf.anatomy.additions`), and if
 it agrees with the tiles on a small input, gradients too. It runs whole otherwise.
 
 A norm in front of such a part hands on its input, and the part normalises a tile of it. Attention gets what its
@@ -30,11 +30,11 @@ from transformers.activations import ACT2FN
 
 from packing_core.training.decoder_sizes import Part
 from packing_core.training.memory_model import TILE, TILED_FROM
+from torch_backend.hf.anatomy.additions import why_changed, why_other_code
 from torch_backend.hf.anatomy.data_flow import last_part, only_readers, reads_by
 from torch_backend.hf.anatomy.experts import is_spread
 from torch_backend.hf.anatomy.layers import uses_interface
 from torch_backend.hf.anatomy.structure import causal_lm, decoder_of, with_values
-from torch_backend.hf.anatomy.unchanged import why_changed, why_other_code
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.experts import LAYOUT, TILE_OF_EXPERTS
 from torch_backend.hf.override import STANDS_FOR, names, original_class

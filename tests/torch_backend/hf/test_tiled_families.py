@@ -23,9 +23,9 @@ from tests.torch_backend.models import tiny
 from tests.torch_backend.trainers.test_trainer import llama
 from tests.torch_backend.vision_models import CASES, vision_model
 from torch_backend import patch, unpatch
+from torch_backend.hf.anatomy.additions import why_changed
 from torch_backend.hf.anatomy.data_flow import only_readers, reads_by
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.anatomy.unchanged import why_changed
 from torch_backend.steps.memory import set_level
 from torch_backend.steps.tiled_layers import can_be_tiled, describe_tiles, tiled, tiled_modules, tiled_parts
 

@@ -17,7 +17,7 @@ from tests.torch_backend.hf.test_memory import recording
 from tests.torch_backend.models import collate, documents, in_float64, tiny
 from tests.torch_backend.trainers.test_trainer import llama, peft
 from torch_backend import make_train_step, patch
-from torch_backend.hf.anatomy import unchanged
+from torch_backend.hf.anatomy import additions
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -173,7 +173,7 @@ def gradients(model: Any, given: dict[str, Any] | None = None) -> list[torch.Ten
 
 def without_rounding(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The model in float64, whose norms do not compute in float32 as those of transformers do."""
-    monkeypatch.setattr(unchanged, "_LIBRARIES", (*unchanged._LIBRARIES, "tests"))
+    monkeypatch.setattr(additions, "_LIBRARIES", (*additions._LIBRARIES, "tests"))
     for kind, offset in {type(m): offset_of(m) for m in model.modules() if offset_of(m) is not None}.items():
 
         def forward(self: Any, x: torch.Tensor, offset: Any = offset) -> torch.Tensor:

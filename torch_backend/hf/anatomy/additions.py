@@ -3,19 +3,24 @@
 A tiny model of the same config is made without them, so what is proved on it says nothing of them. Nothing is known by
 its package: what stands at the same place of the tiny model is the config's own, and all else is an addition. What is
 added or exchanged later is noticed by :class:`Structure`.
+
+Of one module, :func:`why_changed` tells whether it runs its library's code and nothing else, so that tiles
+(:mod:`torch_backend.steps.tiled_layers`) and kernels may compute the same instead. A name, or the class of which it is
+an instance, says too little: subclasses, hooks and parametrisations compute something else.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
-from torch_backend.hf.anatomy.unchanged import is_in_its_module, module_of, written
 from torch_backend.hf.override import STANDS_FOR, added_forward, original_class
 from torch_backend.ops.mxfp4 import Mxfp4Weight
 
@@ -28,6 +33,11 @@ _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_
 _READ_ONCE = ("config", "rope_type", "attn_temperature_tuning", "use_rope")
 Part = tuple[str, str, Any]
 _CLASS = "class"
+_LIBRARIES = ("transformers", "torch", "peft")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+# -- of a model --------------------------------------------------------------------------------------------------------
 
 
 def parts_of(model: nn.Module) -> frozenset[Part]:
@@ -45,15 +55,15 @@ def additions(model: nn.Module, own: frozenset[Part]) -> dict[str, nn.Module]:
 
     What shards, moves or compiles modules is left out, and so are modules of the model's own kinds in added ones.
     """
-    found: dict[str, nn.Module] = {}
+    others: dict[str, nn.Module] = {}
     kinds = {kind for sort, _, kind in own if sort == _CLASS}
     inside: set[nn.Module] = set()
     for part, name, module, _ in _parts(model):
         if part not in own and not (part[0] == _CLASS and part[2] in kinds and module in inside):
-            found[name] = module
+            others[name] = module
             if part[0] == _CLASS:
                 inside.update(module.modules())
-    return found
+    return others
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[Part, str, nn.Module, Any]]:
@@ -156,3 +166,76 @@ def _places(value: Any) -> bool:
 def _name_of(function: Any) -> str:
     function = written(function)
     return f"{module_of(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+# -- of a module -------------------------------------------------------------------------------------------------------
+
+
+def why_changed(module: nn.Module) -> str | None:
+    """Explains why calls of a module may do something else than its library's code says; None if they do not.
+
+    Reasons are a hook of any kind but our own, a forward that was set on the instance, and :func:`why_other_code`.
+    """
+    if torch_modules._has_any_global_hook():
+        return "a hook stands on all modules"
+    for hook in (h for name in _HOOKS for h in getattr(module, name).values()):
+        if _package(hook) != "torch_backend":
+            return f"a hook stands on it ({getattr(hook, '__qualname__', type(hook).__name__)})"
+    if "forward" in module.__dict__:
+        return "somebody set a forward on it"
+    return why_other_code(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether a hook of any kind stands on a module, as compiled layers can ask."""
+    return bool(
+        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    )
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Returns whether a hook stands on a module that is none of the library which makes its weights (bitsandbytes)."""
+    if not has_hooks(module):
+        return False
+    lists = getattr(module, "parametrizations", {}).values()
+    makers = {_package(type(parametrization)) for parametrizations in lists for parametrization in parametrizations}
+    return any(_package(hook) not in makers for name in _HOOKS for hook in getattr(module, name).values())
+
+
+def why_other_code(module: nn.Module) -> str | None:
+    """Explains why the class of a module is none of its library's, or has another forward; None if neither is so.
+
+    Classes that are made for one module (parametrisations, weights that ranks share) are none of a library's either.
+    """
+    kind = original_class(module)
+    if not is_in_its_module(kind) or kind.__module__.partition(".")[0] not in _LIBRARIES:
+        return f"its class {kind.__name__} is none of {', '.join(_LIBRARIES)}"
+    function: Any = kind.forward
+    while function is not None:  # and all that decorates it
+        if function.__globals__.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            return f"the forward of {kind.__name__} was replaced"
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def written(function: Any) -> Any:
+    """Returns a function without what binds it."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__func__", function)
+
+
+def module_of(function: Any) -> str:
+    """The module in which a class, a function, a method or a callable object was written."""
+    function = written(function)
+    name = getattr(function, "__module__", None) or type(function).__module__
+    return str(name)
+
+
+def is_in_its_module(kind: type) -> bool:
+    """Returns whether a class stands in its module by its name, as one that was made for a single module does not."""
+    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+
+
+def _package(function: Any) -> str:
+    return module_of(function).partition(".")[0]

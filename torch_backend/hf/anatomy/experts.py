@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.reference import ExpertActivation
+from torch_backend.hf.anatomy.additions import has_hooks
 from torch_backend.hf.anatomy.layers import MARKS_OF_EXPERTS
-from torch_backend.hf.anatomy.unchanged import has_hooks
 from torch_backend.hf.override import names, original_class
 from torch_backend.ops.experts.plain import activated
 from torch_backend.ops.experts.products import Between

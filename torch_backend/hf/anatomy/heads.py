@@ -113,8 +113,8 @@ def _by_class(model: nn.Module) -> Head | None:
 def _head_inside(model: Any) -> Head | None:
     """The head of the transformers models inside ``model``, where it is known by its class."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    found = (_by_class(module) for module in modules if isinstance(module, PreTrainedModel))
-    return next((head for head in found if head is not None), None)
+    heads = (_by_class(module) for module in modules if isinstance(module, PreTrainedModel))
+    return next((head for head in heads if head is not None), None)
 
 
 def _is_a(model: nn.Module, ending: str) -> bool:

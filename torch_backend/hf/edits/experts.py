@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_backend.hf.anatomy.additions import has_foreign_hooks
 from torch_backend.hf.anatomy.experts import ExpertsLayout, holds_4_bits, is_spread, layout_of, makes_weights
 from torch_backend.hf.anatomy.layers import find_experts, passes_on
-from torch_backend.hf.anatomy.unchanged import has_foreign_hooks
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.mixers import segments_passed_on
 from torch_backend.hf.entry import THREAD, run_with
@@ -169,5 +169,5 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 def _innermost(wrapper: Any) -> nn.Module:
     while type(wrapper).__name__ == _WRAPPER:
         wrapper = wrapper.base_layer
-    found: nn.Module = wrapper
-    return found
+    module: nn.Module = wrapper
+    return module

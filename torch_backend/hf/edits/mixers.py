@@ -75,9 +75,9 @@ def why_not_on_the_row(layer: nn.Module) -> str | None:
     """Explains why a layer runs per document, None if it runs on the row."""
     if has_own_forward(layer):
         return "somebody set a forward on this instance, which may do anything"
-    found = row_forward(original_class(layer))
-    if isinstance(found, str):
-        return found
+    on_row = row_forward(original_class(layer))
+    if isinstance(on_row, str):
+        return on_row
     reason = without_triton(layer)
     return None if reason is None else f"its scan has no kernel: {reason}"
 
@@ -92,13 +92,14 @@ def row_forward(layer_class: type[nn.Module]) -> Callable[..., Any] | str:
         return FORWARDS[layer_class.__name__]
     if CONVOLUTION not in functions:
         return f"it does not convolve through {CONVOLUTION}"
-    known = {*WITHIN_TOKENS, *ONLY_WITH_A_CACHE, *FUSED_STEPS, *SCANS, SELECTIVE_SCAN, CONVOLUTION}
+    allowed = {*WITHIN_TOKENS, *ONLY_WITH_A_CACHE, *FUSED_STEPS, *SCANS, SELECTIVE_SCAN, CONVOLUTION}
     methods = {name for name in names(layer_class.forward) if _is_method(layer_class, name)}
-    unknown = sorted((functions.keys() - known) | (methods - set(WITHIN_TOKENS_METHODS)))
+    unknown = sorted((functions.keys() - allowed) | (methods - set(WITHIN_TOKENS_METHODS)))
     if unknown:
         return f"its forward calls {', '.join(unknown)}, which may mix tokens"
-    found = _rebound_row_forward(layer_class.forward, tuple(sorted(functions.items())))
-    return "a decorator hides its forward" if found is None else found
+    return (
+        _rebound_row_forward(layer_class.forward, tuple(sorted(functions.items()))) or "a decorator hides its forward"
+    )
 
 
 @cache
@@ -125,10 +126,10 @@ def _is_method(layer_class: type[nn.Module], name: str) -> bool:
 
 def _row_attributes(original: type[nn.Module]) -> dict[str, Any]:
     """Returns the class attributes that a packed call reads; found here because a compiler would trace the search."""
-    found = row_forward(original)
+    on_row = row_forward(original)
     parameters = inspect.signature(original.forward).parameters.values()
     return {
-        _ROW_FORWARD: None if isinstance(found, str) else found,
+        _ROW_FORWARD: None if isinstance(on_row, str) else on_row,
         _OURS: original.__name__ in FORWARDS,
         _SCANS_ALONE: SELECTIVE_SCAN in called(original.forward),
         _TAKES_OTHERS: any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
@@ -170,8 +171,8 @@ def _run_whole(
         inner.choices = forward.choices
         values = [inner if isinstance(value, PackedForward) else value for value in values]
         named = dict(zip(kwargs, values[len(args) :], strict=True))
-        found = _mixer_forward(layer, call, *values[: len(args)], **named)
-        out, *others[:] = found if isinstance(found, tuple) else (found,)
+        output = _mixer_forward(layer, call, *values[: len(args)], **named)
+        out, *others[:] = output if isinstance(output, tuple) else (output,)
         return out
 
     out = run_whole(forward.context, [*args, *kwargs.values()], on_documents)

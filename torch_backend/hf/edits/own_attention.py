@@ -28,16 +28,14 @@ _ON_ROW = "_crosspack_attention_forward"
 
 # -- layers with a method -------------------------------------------------------------------------------------------
 
-Options = Callable[[Any], dict[str, Any]]
-
 
 def _attend(
-    options: Options, layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *others: Any
+    kind: str, layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *others: Any
 ) -> Any:
-    """Stands in for a layer's ``_attn``: q, k, v [B, H, S, D] -> [B, H, S, D]."""
+    """Stands in for the method of a layer that computes attention: q, k, v [B, H, S, D] -> [B, H, S, D]."""
     if not isinstance(attention_mask, PackedForward):
         return getattr(type(layer), ATTENTION_METHOD)(layer, query, key, value, attention_mask, *others)
-    return [_attention(layer, query, key, value, attention_mask, **options(layer)).transpose(1, 2), None]
+    return [_attention(layer, query, key, value, attention_mask, **_OPTIONS[kind](layer)).transpose(1, 2), None]
 
 
 def _attention(
@@ -64,30 +62,20 @@ def _attention(
     return packed_attention(layer, q, k, v, forward, before="", dropout=dropout, **options)[0]
 
 
-def _gpt_j(layer: Any) -> dict[str, Any]:
-    return {"dropout": layer.attn_dropout}
-
-
-def _gpt_neo(layer: Any) -> dict[str, Any]:
-    """Products that are not scaled, and windows in every second layer."""
-    window = layer.config.window_size if layer.attention_type == "local" else None
-    return {"dropout": layer.attn_dropout, "scaling": 1.0, "sliding_window": window}
-
-
-def _gpt_neox_japanese(layer: Any) -> dict[str, Any]:
-    return {"dropout": layer.attention_dropout}
-
-
-def _openai(layer: Any) -> dict[str, Any]:
-    return {"dropout": layer.attn_dropout, "scaling": None if layer.scale else 1.0, "transposed": True}
-
-
-# the options of a layer's attention
-_OPTIONS: dict[str, Options] = {
-    "gpt_j": _gpt_j,
-    "gpt_neo": _gpt_neo,
-    "gpt_neox_japanese": _gpt_neox_japanese,
-    "openai": _openai,
+# the options of a layer's attention; GPT-Neo's products are not scaled, and windowed in every second layer
+_OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "gpt_j": lambda layer: {"dropout": layer.attn_dropout},
+    "gpt_neo": lambda layer: {
+        "dropout": layer.attn_dropout,
+        "scaling": 1.0,
+        "sliding_window": layer.config.window_size if layer.attention_type == "local" else None,
+    },
+    "gpt_neox_japanese": lambda layer: {"dropout": layer.attention_dropout},
+    "openai": lambda layer: {
+        "dropout": layer.attn_dropout,
+        "scaling": None if layer.scale else 1.0,
+        "transposed": True,
+    },
 }
 
 
@@ -184,8 +172,8 @@ def edits(decoder: nn.Module, layers: Iterable[nn.Module]) -> Iterator[Edit]:
     """The edits of layers that compute attention themselves, and of their decoder."""
     for layer in layers:
         if keeps_its_forward(layer):
-            options = _OPTIONS[OWN_METHODS[definer(type(layer), ATTENTION_METHOD).__name__]]
-            yield Attribute(layer, ATTENTION_METHOD, partial(_attend, options, layer))
+            kind = OWN_METHODS[definer(type(layer), ATTENTION_METHOD).__name__]
+            yield Attribute(layer, ATTENTION_METHOD, partial(_attend, kind, layer))
         else:
             yield LayerOverride(layer, _forward, _forward_of)
     if hasattr(type(decoder), _BIAS):

@@ -102,7 +102,7 @@ def interleaving(original: Rotation) -> bool | None:
             angle = torch.randn(2, 5, 4, dtype=torch.float64, generator=generator)
             cos, sin = (torch.cat((x, x), -1) for x in (angle.cos(), angle.sin()))
             try:
-                found = original(q, k, cos, sin)
+                rotated = original(q, k, cos, sin)
             except RuntimeError:
                 continue  # it cannot turn a part of a head; no such model has one
             for interleaved in (False, True):
@@ -110,7 +110,7 @@ def interleaving(original: Rotation) -> bool | None:
                     rotate(x.transpose(1, 2), angle.cos(), angle.sin(), interleaved=interleaved).transpose(1, 2)
                     for x in (q, k)
                 ]
-                if all(x.shape == y.shape and torch.allclose(x, y) for x, y in zip(found, right, strict=True)):
+                if all(x.shape == y.shape and torch.allclose(x, y) for x, y in zip(rotated, right, strict=True)):
                     return interleaved
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         return None
@@ -168,9 +168,9 @@ def _of_pieces(
             return torch.cat([x.index_select(-1, tokens), x.new_full((*x.shape[:-1], 1), length - 1)], -1)
 
         named = {name: of_length(x) for name, x in kwargs.items()}
-        found = _from_scratch(rotary, call, *map(of_length, args), **named)
+        of_tokens = _from_scratch(rotary, call, *map(of_length, args), **named)
         order.append(tokens)
-        angles.append([x[..., :-1, :] for x in found])
+        angles.append([x[..., :-1, :] for x in of_tokens])
     inverse = torch.cat(order).argsort()
     return tuple(torch.cat(parts, -2).index_select(-2, inverse) for parts in zip(*angles, strict=True))
 

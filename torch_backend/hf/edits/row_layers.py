@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_backend.hf.anatomy.additions import has_hooks
 from torch_backend.hf.anatomy.families import GATED_NORMS
-from torch_backend.hf.anatomy.unchanged import has_hooks
 from torch_backend.hf.edits.stand_ins import LayerSegments, convolve_by_triton, decayed_scan, diagonal_scan
 from torch_backend.hf.override import has_own_forward, original_class
 from torch_backend.ops.norm import WIDEST, gated_rms_norm
