@@ -66,12 +66,6 @@ def test_it_and_its_gradient_are_those_of_each_document_alone(masked: bool) -> N
         torch.testing.assert_close(gradient, right, rtol=1e-6, atol=1e-12)
 
 
-def test_it_is_one_where_tokens_are_spread_evenly() -> None:
-    scores, documents = torch.eye(6, dtype=torch.float64) + 1e-9, torch.zeros(6, dtype=torch.long)
-    assert float(document_balance([scores], documents, 2, 1, None)) == pytest.approx(1.0)
-    assert float(document_balance([scores[:1].repeat(6, 1)], documents, 2, 1, None)) == pytest.approx(6.0)
-
-
 def test_nothing_is_read_back() -> None:
     """A tensor on the meta device has no values to read."""
     scores, documents = torch.ones(11, 5, device="meta"), torch.zeros(11, dtype=torch.int32, device="meta")

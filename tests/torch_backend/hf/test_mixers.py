@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
@@ -22,11 +20,9 @@ from tests.torch_backend.models import alone, assert_same, collate, documents, p
 from torch_backend.hf.anatomy.families import CONVOLUTION, SCANS
 from torch_backend.hf.edits import mixers, row_layers, stand_ins
 from torch_backend.hf.edits.stand_ins import LayerSegments
-from torch_backend.hf.entry import run_with
 from torch_backend.hf.override import as_function, original_class
 from torch_backend.ops import conv, norm
 from torch_backend.ops.scan import request
-from torch_backend.ops.scan.libraries import fla
 from torch_backend.ops.scan.selective import operators as selective
 from torch_backend.segments import PackedMetadata
 
@@ -245,19 +241,6 @@ def test_a_library_that_fails_its_trial_is_passed_over_with_a_warning(
     assert "fla is installed and does not scan the row here, which costs speed: its trial run " in caplog.text
 
 
-@pytest.mark.parametrize("lengths", [(70, 29), (64, 1, 128, 65), (3,)])
-def test_chunks_are_listed_without_reading_the_boundaries(lengths: tuple[int, ...]) -> None:
-    right = [[i, chunk] for i, length in enumerate(lengths) for chunk in range(math.ceil(length / 64))]
-    for entries in (len(lengths), len(lengths) + 3):
-        known = PackedMetadata.from_lengths(lengths, entries=entries)
-        boundaries, chunks = fla.chunks(known)
-        assert boundaries.tolist() == [*known.cu_seqlens.tolist(), sum(lengths)] and chunks.tolist() == right
-        known.lengths = None
-        _, chunks = fla.chunks(known)
-        assert chunks.dtype == torch.int32 and chunks.tolist()[: len(right)] == right
-        assert all(rest == [entries, 0] for rest in chunks.tolist()[len(right) :])  # the empty segment
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -282,18 +265,6 @@ def test_what_the_kernel_does_not_know_is_left_to_the_model(convolved: list[int]
     packed, x, weight = LayerSegments(PackedMetadata.from_lengths((4, 3))), torch.zeros(1, 3, 7), torch.zeros(3, 2)
     assert stand_ins.convolve(gelu, x, weight, activation="gelu", packed=packed).eq(1).all() and not convolved
     assert stand_ins.convolve(gelu, x, weight, activation="silu", packed=packed).eq(0).all() and convolved == [7]
-
-
-def test_a_scan_is_given_what_it_takes_and_nothing_else_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "find_spec", lambda name: None)
-
-    def double(x: Tensor, *, scale: float = 1.0, **others: Any) -> Tensor:
-        assert not others
-        return x * scale
-
-    packed, x = LayerSegments(PackedMetadata.from_lengths((4, 3))), torch.randn(1, 7, 2)
-    options = {"scale": 2.0, "packed": packed, "position_ids": torch.arange(7)[None], "cu_seqlens": None}
-    assert torch.equal(stand_ins.scan("double", double, ("fla",), x, **options), x * 2)
 
 
 def test_the_recurrent_block_of_griffin_on_a_row_is_that_of_each_document(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,13 +302,3 @@ def test_a_gated_norm_with_hooks_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
         assert not row_layers._is_fast(found)
         handle.remove()
     assert row_layers._is_fast(found)
-
-
-def test_a_selective_scan_gets_the_layers_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selective, "diagonal_scan", lambda u, *others: u)
-    x, dt, z = torch.randn(3, 1, 4, 5).unbind()
-    b, c = torch.randn(2, 1, 2, 5).unbind()
-    segments = LayerSegments(PackedMetadata.from_lengths((2, 3)))
-    for gate, factor in ((z, F.silu(z)), (None, 1.0)):
-        found = run_with("segments", segments, stand_ins.selective_scan, x, dt, -torch.ones(4, 2), b, c, z=gate)
-        torch.testing.assert_close(found, dt * x * factor)
