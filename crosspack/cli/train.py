@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -69,6 +68,7 @@ class Steps:
 
     Attributes:
         model: that of the command; a config that knows the tokenizer, if none was named.
+        not_evaluated: documents of the evaluation that are left out, without a trained token.
         prompts: the token ids of ``--sample``.
         skipped: why records were left out, under ``--on-error skip``.
         uncapped: the rows of an epoch without ``--max-segments``, where there is one.
@@ -80,7 +80,7 @@ class Steps:
     model: str | Mapping[str, Any]
     schedule: Schedule
     evaluation: Schedule | None
-    held_out: EncodedRecords | None
+    not_evaluated: int
     prompts: tuple[tuple[int, ...], ...] = ()
     skipped: list[str] = field(default_factory=list)
     uncapped: PackPlan | None = None
@@ -127,18 +127,17 @@ class Steps:
             limit=options.steps,
             pad_id=source.pad_id,
         )
-        evaluation = held_out = None
-        if command.held_out is not None:  # whose documents that are left out are counted apart
-            held_out = replace(source, records=command.held_out, encoder=copy(source.encoder))
-            held_out.encoder.left_out = 0
-            evaluation = _evaluation(held_out, rule, options.workers)
+        evaluation, left_out = None, source.encoder.left_out
+        if command.held_out is not None:
+            evaluation = _evaluation(replace(source, records=command.held_out), rule, options.workers)
+        not_evaluated, source.encoder.left_out = source.encoder.left_out - left_out, left_out
         chats = bool(options.sample) and source.holds_chats()
         prompts = tuple(source.encoder.prompt(text, chat=chats) for text in options.sample or ())
-        return Steps(command, source, model, schedule, evaluation, held_out, prompts, skipped, uncapped)
+        return Steps(command, source, model, schedule, evaluation, not_evaluated, prompts, skipped, uncapped)
 
     def show(self) -> None:
         """Prints what will be trained on, and in which steps."""
-        schedule, held_out = self.schedule, self.held_out
+        schedule, held_out = self.schedule, self.command.held_out
         OUT.print(f"[bold]{escape(self.command.options.name)}[/] on {self.source.describe()}")
         OUT.print(lengths_table(schedule.corpus.documents.lengths, trained=schedule.corpus.n_trained))
         OUT.print(steps_table(schedule))
@@ -150,9 +149,9 @@ class Steps:
         warn_of_skipped(self.skipped)
         if self.evaluation is not None and held_out is not None:
             corpus, (rows,) = self.evaluation.corpus, self.evaluation.plans
-            lost = held_out.encoder.left_out
+            lost = self.not_evaluated
             OUT.print(
-                f"evaluation on {escape(held_out.records.name)}: {plural(len(corpus.documents), 'document')} in "
+                f"evaluation on {escape(held_out.name)}: {plural(len(corpus.documents), 'document')} in "
                 f"{plural(rows.n_rows, 'row')}, {corpus.n_trained:,} trained tokens"
                 + (f"; left out, nothing to evaluate: {plural(lost, 'document')}" if lost else "")
             )

@@ -45,7 +45,8 @@ def kept_types(files: Iterable[Path]) -> Kept:
     for path in files:
         _, values, dtypes = Rows.outline(path)
         for name, dtype in dtypes.items():
-            kept[name] = np.result_type(kept.get(name, dtype), dtype)
+            with _of_one_type(name):
+                kept[name] = np.result_type(kept.get(name, dtype), dtype)
         for name, column in values.items():
             pyarrow = require("pyarrow", extra="hf")
             with _of_one_type(name):
