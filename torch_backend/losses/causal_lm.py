@@ -30,11 +30,13 @@ from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import has_ligers_forward, own_forward, without_library_arguments
+from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.forests import TAKES_PARENTS
 from torch_backend.hf.patch import cut_over_ranks, state_of
 from torch_backend.losses.next_tokens import next_tokens_of
 from torch_backend.losses.output_layer import Tail, output_layer_loss
 from torch_backend.ops.divisor import quotient
+from torch_backend.packed_tokens import PackedBatchError
 
 WAY_OUT = "use its logits, packed_cross_entropy(...)"
 PROBE = 64.0  # the largest logit of the stand-in: beyond every softcap in use
@@ -86,8 +88,9 @@ def causal_lm_loss(
 
     Raises:
         LayoutError: the batch has no labels, or weights are given twice.
-        UnsupportedModelError: the logits are not those of one output layer, a scale and a softcap; the loss does not
-            come from ``loss_function``; or ZeRO-3 partitions the output layer.
+        UnsupportedModelError: the batch is packed and the model is not patched; the logits are not those of one output
+            layer, a scale and a softcap; the loss does not come from ``loss_function``; or ZeRO-3 partitions the output
+            layer.
     """
     arguments = dict(batch)
     if arguments.get(LOSS_WEIGHTS) is not None and weights is not None:
@@ -184,6 +187,8 @@ def _called_with_shortcut(
     tail, of = _tails.get(root, (None, None))
     if (state := state_of(root)) is not None:
         state.require_fit()  # with its own output layer, through which a proof of what was added goes
+    elif is_packed(batch):
+        raise PackedBatchError
     shortcut = Shortcut(root, head, tail if of == known_of else None, measure)
     # The first call compares values, which a compiled model cannot do.
     eager = nullcontext() if shortcut.tail is not None else torch.compiler.set_stance("force_eager")

@@ -82,9 +82,9 @@ def token_logprobs(
         LayoutError: the batch has no labels, or has them shifted; or shapes contradict each other; or the ranks of a
             mesh have different batches, options or candidates (on a GPU an assertion on the device fails instead).
         PackingError: the temperature is not above 0, or both ``top_k`` and ``candidates`` are given.
-        UnsupportedModelError: the logits are not those of one output layer, a scale and a softcap; the loss does not
-            come from ``loss_function``; ZeRO-3 partitions the output layer; or the batch has shared prefixes and the
-            model a mesh.
+        UnsupportedModelError: the batch is packed and the model is not patched; the logits are not those of one output
+            layer, a scale and a softcap; the loss does not come from ``loss_function``; ZeRO-3 partitions the output
+            layer; or the batch has shared prefixes and the model a mesh.
         UnsupportedError: the batch cannot be cut over the ranks of the model's mesh.
 
     >>> import torch_backend  # doctest: +SKIP

@@ -300,6 +300,19 @@ def test_a_loss_function_of_the_user_is_refused_and_stays(batch):
     assert model.loss_function is own
 
 
+def test_a_model_that_is_not_patched_is_refused_with_boundaries_beside_plain_tokens(batch):
+    """Other collators mark boundaries, and their tokens know nothing of them."""
+    batch = {**batch, "input_ids": batch["input_ids"].as_subclass(torch.Tensor)}
+    model, teacher = torch_backend.patch(tiny("qwen2"), verify=False), tiny("qwen2")
+    for loss in (
+        lambda: causal_lm_loss(teacher, batch),
+        lambda: torch_backend.token_logprobs(teacher, batch),
+        lambda: torch_backend.causal_lm_divergence(model, teacher, batch),
+    ):
+        with pytest.raises(UnsupportedModelError, match="a packed batch reached a model that is not patched"):
+            loss()
+
+
 def test_what_has_no_output_layer_is_refused(batch):
     with pytest.raises(UnsupportedModelError, match="Qwen2Model has no output layer"):
         causal_lm_loss(tiny("qwen2").model, batch)
