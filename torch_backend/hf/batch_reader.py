@@ -25,6 +25,7 @@ from torch_backend.hf.anatomy.structure import execution_device, why_not_adapter
 from torch_backend.hf.edits.experts import experts_edits
 from torch_backend.hf.edits.head_rows import HeadRows
 from torch_backend.hf.edits.mixers import why_not_on_the_row
+from torch_backend.hf.entry import refuse_transforms
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.index_loss import trains_indexers
 from torch_backend.hf.inputs import arguments as inputs
@@ -130,14 +131,16 @@ class BatchReader:
         if self.context is not None and shared is not None:
             refuse(self.root, OVER_RANKS)
         kwargs = self.cut(kwargs)
-        if kwargs.get(BatchKey.SHARE) is not None:
-            return self._forward_of_share(names, kwargs)
-        if not is_packed(kwargs):
+        of_share = kwargs.get(BatchKey.SHARE) is not None
+        if not (of_share or is_packed(kwargs)):
             if PAGED_CACHE not in kwargs:  # transformers' continuous batching, whose attention reads the rest
                 refuse_unread(kwargs, self.reads, type(module).__name__)
             check_unmarked(kwargs, self.guard)
             return None, kwargs
+        refuse_transforms()
         self.require_fit()
+        if of_share:
+            return self._forward_of_share(names, kwargs)
         tokens, numbers = inputs.tokens_of(kwargs), kwargs.get(BatchKey.DOCUMENTS)
         within = kwargs.pop(BatchKey.WITHIN, None)
         sizes = kwargs.get(BatchKey.IMAGES) or ()
@@ -239,7 +242,6 @@ class BatchReader:
                 "the batch was cut over ranks, and the model that runs it was patched without their mesh: call "
                 'crosspack.patch(model, mesh=mesh["cp"])'
             )
-        self.require_fit()
         shape = tuple(kwargs["position_ids"].shape)
         if "use_cache" in names:
             kwargs["use_cache"] = False

@@ -48,7 +48,6 @@ from torch_backend.hf.entry import (
     Hook,
     current_forward,
     entry_edits,
-    refuse_transforms,
     require_entry,
     run_inside,
     running,
@@ -293,7 +292,6 @@ class Patched(BatchReader):
         forward, kwargs = self.forward_of(self.root, self.root_names, kwargs)
         if forward is None:
             return run_inside(self, None, call, *args, **kwargs)
-        refuse_transforms()
         kwargs = self.rows.begin(forward, kwargs)
         forward.blank = blank_media(self.root, self.decoder, kwargs)
         call = by_loss_function(self.root, call)

@@ -199,8 +199,17 @@ def test_transforms_of_torch_func_are_refused_and_functional_calls_are_not(trans
     found = torch.autograd.grad(loss(weights), list(weights.values()))
     model(**batch).loss.backward()
     assert all(torch.equal(one, two.grad) for one, two in zip(found, model.parameters(), strict=True))
-    with pytest.raises(UnsupportedError, match=r"transforms of torch.func .*: take gradients by loss.backward\(\)"):
+    refused = r"transforms of torch.func .*: take gradients by loss.backward\(\)"
+    with pytest.raises(UnsupportedError, match=refused):
         transform(loss, weights)
+    decoder, inputs = model.get_decoder(), {name: x for name, x in batch.items() if name != "labels"}
+    weights = {name: weight.detach() for name, weight in decoder.named_parameters()}
+
+    def size(weights: Any) -> Any:
+        return torch.func.functional_call(decoder, weights, (), inputs).last_hidden_state.square().sum()
+
+    with pytest.raises(UnsupportedError, match=refused):
+        transform(size, weights)
 
 
 def test_a_wrapper_that_took_the_forward_before_the_patch_calls_the_entry() -> None:
