@@ -21,6 +21,7 @@ from tests.torch_backend.models import collate, documents, tiny
 from torch_backend.losses import output_layer
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
+from torch_backend.losses.distillation import causal_lm_divergence
 from torch_backend.packed_tokens import plain
 
 
@@ -302,12 +303,12 @@ def test_a_loss_function_of_the_user_is_refused_and_stays(batch):
 
 def test_a_model_that_is_not_patched_is_refused_with_boundaries_beside_plain_tokens(batch):
     """Other collators mark boundaries, and their tokens know nothing of them."""
-    batch = {**batch, "input_ids": batch["input_ids"].as_subclass(torch.Tensor)}
+    batch = plain(batch)
     model, teacher = torch_backend.patch(tiny("qwen2"), verify=False), tiny("qwen2")
     for loss in (
         lambda: causal_lm_loss(teacher, batch),
         lambda: torch_backend.token_logprobs(teacher, batch),
-        lambda: torch_backend.causal_lm_divergence(model, teacher, batch),
+        lambda: causal_lm_divergence(model, teacher, batch),
     ):
         with pytest.raises(UnsupportedModelError, match="a packed batch reached a model that is not patched"):
             loss()
