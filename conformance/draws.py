@@ -30,6 +30,8 @@ from packing_core.reference.arithmetic import WorkingDtype, operands, plain
 Rows = tuple[tuple[int, ...], ...]
 
 FULL: Rows = ((7, 16, 1, 33, 24, 15),)  # one row without padding
+# Spans of FULL: over boundaries, the whole of a segment, one token, more than a tile of 16.
+FULL_SPANS: Rows = ((-2, 8, 3, -8, 3, -6, 20, 7, 24, -15),)
 PADDED: Rows = ((-5, 9, 17, -3, 1, 30, 14, -17),)  # padding before, between and after
 FOUR_ROWS: Rows = ((5, 40, 12, 39), (16, 16, 2, 31, 31), (50, 46), (1, 30, 3, 62))  # other offsets in each row
 MANY_ROWS: Rows = ((5, 11), (16,), (1, 9, 6)) * 6  # more rows than a table of eight or sixteen holds

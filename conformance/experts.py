@@ -7,7 +7,7 @@ numbers, and choices of experts that must not be followed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,9 +20,10 @@ from packing_core.protocol import Array, segments
 from packing_core.reference import ExpertActivation, WorkingDtype
 
 FULL: Rows = ((7, 16, 1, 20, 4), (30, 18))
-PADDED: Rows = ((-3, 9, 13, -2, 1, 14, -6), (41, -7))
+PADDED: Rows = ((-3, 9, 13, -2, 1, 14, -6), (-48,))
 SILU = ExpertActivation()
 CLAMPED = ExpertActivation(alpha=1.702, limit=0.8, offset=1.0)
+NEVER_CLAMPED = replace(CLAMPED, limit=7.0)  # gpt-oss's; rounding moves a gradient where values are at the limit
 UNGATED = ExpertActivation("relu2", gated=False)
 PER_TOKEN = ("x", "weights")
 

@@ -144,11 +144,11 @@ class Judge:
     # -- against the oracle --------------------------------------------------------------------------------------
 
     def check(self, case: OperationCase, dtype: str | None = None, *, only: str | None = None) -> None:
-        """Hold a case against the oracle: output and gradients, or only the one named ("out", "q", ...)."""
+        """Hold a case against the oracle: output and gradients, or only the one named ("q", ...; "out" of a forward
+        alone)."""
         dtype, case = dtype or self.dtype, case.fitted(self.backend.capabilities.head_dims)
-        self.within(
-            self.ask_case(case, dtype), ORACLES[case.method](case, dtype), segment_ids(case.rows), dtype, only=only
-        )
+        answer = self.ask_case(case, dtype, {"dout": None} if only == "out" else None)
+        self.within(answer, ORACLES[case.method](case, dtype), segment_ids(case.rows), dtype, only=only)
 
     def loss(self, case: LossCase, dtype: str | None = None) -> None:
         """Hold the loss sum, the weight sum and the gradient of a case against the oracle."""
@@ -161,12 +161,18 @@ class Judge:
     def within(
         self, answer: Result, expected: Expected, ids: Array | None, dtype: str, *, only: str | None = None
     ) -> None:
-        """Hold arrays within the error budget, those of shape ``[B, S, ..]`` at the real tokens."""
+        """Hold arrays within the error budget, those of shape ``[B, S, ..]`` at the real tokens.
+
+        The floor of a gradient's budget follows the largest gradient alone: the size of a loss that is summed over a
+        thousand tokens says nothing about its gradient.
+        """
         results = {"out": answer[0], **answer[1]}
         exact = {"out": expected.exact[0], **expected.exact[1]}
         rounded = {"out": expected.rounded[0], **expected.rounded[1]}
-        scale = budget.largest(exact.values())
+        of_gradients = budget.largest(expected.exact[1].values())
+        of_all = max(of_gradients, budget.largest([exact["out"]]))
         for name in exact if only is None else [only]:
+            scale = of_all if name == "out" else of_gradients
             if name not in results:
                 raise Rejected(f"nothing came back for {name}, only for {', '.join(answer[1])}")
             got = results[name]

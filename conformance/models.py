@@ -109,13 +109,20 @@ def check_gradients(
     judge.within((np.array([mean]), found), _expected_gradients(judge, case, documents, dtype), None, dtype)
 
 
-def check_shared(judge: Judge, documents: Sequence[Document], shared: int, case: DecoderCase | None = None) -> None:
+def check_shared(
+    judge: Judge,
+    documents: Sequence[Document],
+    shared: int,
+    case: DecoderCase | None = None,
+    *,
+    dtype: str | None = None,
+) -> None:
     """Mean loss and weight gradients of documents that share beginnings are those of each document alone.
 
     Args:
         shared: tokens that all but one of the documents could do without, at least.
     """
-    case, dtype = case or DecoderCase(), judge.dtype
+    case, dtype = case or DecoderCase(), dtype or judge.dtype
     *answer, computed = judge.ask(
         "shared_gradients", case.decoder(), documents, dtype=dtype, options={"shared_prefixes"}
     )
@@ -123,18 +130,25 @@ def check_shared(judge: Judge, documents: Sequence[Document], shared: int, case:
     judge.holds(
         computed <= whole - shared, f"{computed} of {whole} tokens were computed: a common beginning counts once"
     )
-    check_mean(judge, answer, _expected_gradients(judge, case, documents, dtype))
+    check_mean(judge, answer, _expected_gradients(judge, case, documents, dtype), dtype)
 
 
-def check_cut(judge: Judge, documents: Sequence[Document], ranks: int, config: DecoderConfig | None = None) -> None:
+def check_cut(
+    judge: Judge,
+    documents: Sequence[Document],
+    ranks: int,
+    config: DecoderConfig | None = None,
+    *,
+    dtype: str | None = None,
+) -> None:
     """Mean loss and weight gradients of documents that are cut over ranks are those of each document alone.
 
     Args:
         documents: of which the longest has more tokens than a rank's share.
         config: of the decoder.
     """
-    case, dtype = DecoderCase(config or DecoderConfig()), judge.dtype
-    options = {"cut_documents"} | ({"sliding_window"} if case.config.sliding_window else set())
+    case, dtype = DecoderCase(config or DecoderConfig()), dtype or judge.dtype
+    options = {"cut_documents"} | options_of(case)
     *answer, held = judge.ask("context_gradients", case.decoder(), documents, ranks=ranks, dtype=dtype, options=options)
     lengths = [len(document.input_ids) for document in documents]
     judge.equal("number of ranks", len(held), ranks)
@@ -142,13 +156,13 @@ def check_cut(judge: Judge, documents: Sequence[Document], ranks: int, config: D
     judge.holds(
         max(held) < max(lengths), f"a rank computed {max(held)} tokens, and the document of {max(lengths)} is to be cut"
     )
-    check_mean(judge, answer, _expected_gradients(judge, case, documents, dtype))
+    check_mean(judge, answer, _expected_gradients(judge, case, documents, dtype), dtype)
 
 
-def check_mean(judge: Judge, answer: Any, expected: Expected) -> None:
-    """A mean and the gradients of all weights are within the budget of the first dtype."""
+def check_mean(judge: Judge, answer: Any, expected: Expected, dtype: str) -> None:
+    """A mean and the gradients of all weights are within the budget."""
     mean, of_weights = as_result(answer)
-    judge.within((mean.reshape(1), of_weights), expected, None, judge.dtype)
+    judge.within((mean.reshape(1), of_weights), expected, None, dtype)
 
 
 def _expected_gradients(judge: Judge, case: DecoderCase, documents: Sequence[Document], dtype: str) -> Expected:
@@ -170,10 +184,11 @@ def train(
     rate: float | None = None,
 ) -> tuple[Array, Gradients]:
     """Losses ``[steps]`` and final weights of the backend's trainer."""
-    taken = {"adamw": optimizer == "adamw", "ranks": ranks > 1, "mixed_precision": dtype != "float32"}
+    chosen = {"adamw": optimizer == "adamw", "ranks": ranks > 1, "mixed_precision": dtype != "float32"}
+    taken = options_of(case) | {name for name in chosen if chosen[name]}
     answer = judge.ask(
         "train", case.decoder(), steps, capacity=capacity, dtype=dtype, optimizer=optimizer, ranks=ranks,
-        learning_rate=RATES[optimizer] if rate is None else rate, options={name for name in taken if taken[name]},
+        learning_rate=RATES[optimizer] if rate is None else rate, options=taken,
     )  # fmt: skip
     return as_result(answer)
 
@@ -302,8 +317,13 @@ def check_untrained_isolated(judge: Judge, case: DecoderCase, dtype: str) -> Non
 
 def _options(case: DecoderCase, batch: Batch, judge: Judge) -> set[str]:
     """Lists what a call of `forward` or `gradients` takes beyond the plain decoder in the backend's own batches."""
+    drawn = batch.native is None and judge.backend.provides("collate")
+    return options_of(case) | ({"drawn_batches"} if drawn else set())
+
+
+def options_of(case: DecoderCase) -> set[str]:
+    """Lists what a decoder takes beyond the plain one."""
     taken = {
-        "drawn_batches": batch.native is None and judge.backend.provides("collate"),
         "sliding_window": case.config.sliding_window is not None,
         "dynamic_rope": case.config.dynamic_rope_factor is not None,
     }

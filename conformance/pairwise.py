@@ -53,6 +53,7 @@ def attention_pairs(declared: Capabilities) -> list[AttentionCase]:
         "softcap": [None] + [4.0] * ("softcap" in declared.options),
         "sinks": [False] + [True] * ("sinks" in declared.options),
         "alibi": [False] + [True] * ("alibi" in declared.options),
+        "scale": [None, 0.3],
     }
     cases = []
     for chosen in pairwise(factors):

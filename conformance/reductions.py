@@ -108,17 +108,18 @@ def expected(case: ReduceCase, dtype: WorkingDtype) -> Expected:
     return Expected(compute("float64"), compute(dtype))
 
 
-def ask(judge: Judge, case: ReduceCase, dtype: str, changed: Mapping[str, Array] | None = None) -> Result:
+def ask(judge: Judge, case: ReduceCase, dtype: str, changed: Mapping[str, Array | None] | None = None) -> Result:
     """``[N]`` and the gradient of the values, some of the arrays exchanged."""
     arrays = {**case.arguments(dtype), **(changed or {})}
     values = arrays.pop("values")
     return as_result(judge.ask("reduce", values, case.documents(), dtype=dtype, how=case.how, **arrays))
 
 
-def check_reduce(judge: Judge, case: ReduceCase, *, only: str | None = "out") -> None:
-    """The results, or the gradient, are those of each document's own tokens."""
-    dtype = judge.dtype
-    judge.within(ask(judge, case, dtype), expected(case, dtype), segment_ids(case.rows), dtype, only=only)
+def check_reduce(judge: Judge, case: ReduceCase, *, only: str | None = "out", dtype: str | None = None) -> None:
+    """The results of a forward alone, or the gradient, or with None both are those of each document's own tokens."""
+    dtype = dtype or judge.dtype
+    answer = ask(judge, case, dtype, {"dout": None} if only == "out" else None)
+    judge.within(answer, expected(case, dtype), segment_ids(case.rows), dtype, only=only)
 
 
 def check_reduce_isolated(judge: Judge, case: ReduceCase) -> None:
@@ -147,17 +148,20 @@ def check_logprobs(
     weights: bool | None = False,
     case: DecoderCase | None = None,
     capacity: int = 96,
+    dtype: str | None = None,
 ) -> None:
-    """Log-probabilities, or with ``weights`` the gradients, or both (None), are those of the documents run alone."""
-    case, dtype = case or DecoderCase(), judge.dtype
+    """Log-probabilities of a forward alone, or with ``weights`` the gradients, or with None both, are those of the
+    documents run alone."""
+    case, dtype = case or DecoderCase(), dtype or judge.dtype
     batch = models.collated(judge, drawn, capacity)
     where = models.places(batch, drawn)
     cotangents = [_cotangent(number, document) for number, document in enumerate(drawn)]
     dout = np.zeros(batch.labels.shape, np.float32)
     for (row, start, stop), cotangent in zip(where, cotangents, strict=True):
         dout[row, start:stop] = cotangent
-    options = {"temperature"} if temperature != 1 else set()
-    keywords: dict[str, Any] = {"dtype": dtype, "temperature": temperature, "dout": dout, "options": options}
+    options = models.options_of(case) | ({"temperature"} if temperature != 1 else set())
+    keywords: dict[str, Any] = {"dtype": dtype, "temperature": temperature, "options": options}
+    keywords["dout"] = None if weights is False else dout
     answer, found = as_result(judge.ask("logprobs", case.decoder(), batch, **keywords))
     judge.equal(
         "log-probabilities where nothing is trained", answer[batch.labels == -100], 0 * answer[batch.labels == -100]
@@ -188,19 +192,29 @@ def check_logprobs_isolated(judge: Judge, drawn: Sequence[Document]) -> None:
     models.check_moves_alone(judge, drawn, call, "log-probabilities")
 
 
-def check_embed(judge: Judge, drawn: Sequence[Document], how: str, *, only: str | None = None) -> None:
-    """Pooled hidden states, or the gradients of all weights, are those of the documents run alone."""
-    case, dtype = DecoderCase(), judge.dtype
+def check_embed(
+    judge: Judge,
+    drawn: Sequence[Document],
+    how: str,
+    *,
+    only: str | None = None,
+    case: DecoderCase | None = None,
+    dtype: str | None = None,
+) -> None:
+    """Pooled hidden states and the gradients of all weights, or the states of a forward alone ("out"), are those of the
+    documents run alone."""
+    case, dtype = case or DecoderCase(), dtype or judge.dtype
     width = case.config.hidden_size
     dout = round_to(dtype, generator("pooled", how, len(drawn)).standard_normal((len(drawn), width)))
-    answer, weights = as_result(judge.ask("embed", case.decoder(), drawn, how=how, dtype=dtype, dout=dout))
+    keywords: dict[str, Any] = {"how": how, "dtype": dtype, "options": models.options_of(case)}
+    keywords["dout"] = None if only == "out" else dout
+    answer, weights = as_result(judge.ask("embed", case.decoder(), drawn, **keywords))
     truth = []
     for arithmetic in ("float64", dtype):
         alone = [_embedded_alone(judge, case, x, how, y, arithmetic) for x, y in zip(drawn, dout, strict=True)]
         total = {name: np.sum([gradients[name] for _, gradients in alone], axis=0) for name in alone[0][1]}
         truth.append((np.stack([vector for vector, _ in alone])[None], total))
-    for name in truth[0][1] if only == "gradients" else [only]:
-        judge.within((answer[None], weights), Expected(*truth), np.arange(1, len(drawn) + 1)[None], dtype, only=name)
+    judge.within((answer[None], weights), Expected(*truth), np.arange(1, len(drawn) + 1)[None], dtype, only=only)
 
 
 def check_embed_isolated(judge: Judge, drawn: Sequence[Document], how: str) -> None:
@@ -266,10 +280,12 @@ def check_preference(
     beta: float = BETA,
     case: DecoderCase | None = None,
     capacity: int = 96,
+    dtype: str | None = None,
 ) -> None:
     """Loss and gradients are those of every document run alone, as a mean over all pairs."""
-    case, dtype = case or DecoderCase(), judge.dtype
-    answer = judge.ask("preference", case.decoder(), drawn, capacity=capacity, beta=beta, dtype=dtype)
+    case, dtype = case or DecoderCase(), dtype or judge.dtype
+    keywords: dict[str, Any] = {"capacity": capacity, "beta": beta, "dtype": dtype}
+    answer = judge.ask("preference", case.decoder(), drawn, **keywords, options=models.options_of(case))
     every = [document for microbatch in drawn for document in microbatch]
     truth = []
     for arithmetic in ("float64", dtype):
@@ -279,7 +295,7 @@ def check_preference(
         ]
         mean = {name: np.mean([gradients[name] for _, gradients in parts], axis=0) for name in parts[0][1]}
         truth.append((np.array([np.mean([one for one, _ in parts])]), mean))
-    models.check_mean(judge, answer, Expected(*truth))
+    models.check_mean(judge, answer, Expected(*truth), dtype)
 
 
 def _pair_alone(

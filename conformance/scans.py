@@ -23,7 +23,7 @@ from packing_core.storage.forest import lineage
 
 # All layouts are of one shape, so that compiled backends compile once.
 FULL: Rows = ((7, 16, 1, 33, 24, 15, 64), (50, 90, 20))
-PADDED: Rows = ((-5, 9, 17, -3, 1, 30, 14, -17, 60, -4), (160,))
+PADDED: Rows = ((-5, 9, 17, -3, 1, 30, 14, -17, 60, -4), (-160,))
 # Documents that start and end around multiples of 32, 64 and 128.
 EDGES: dict[str, Rows] = {
     "31 to 65": ((31, 32, 33, 63, 1), (64, 65, 31)),

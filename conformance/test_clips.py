@@ -13,7 +13,7 @@ from conformance.draws import LARGE, generator, round_to
 from conformance.judge import Judge, as_result
 from conformance.oracle import Expected, Result
 from packing_core import reference
-from packing_core.protocol import Array
+from packing_core.protocol import DTYPES, Array
 from packing_core.reference import WorkingDtype
 
 requirement = pytest.mark.requirement
@@ -35,9 +35,10 @@ def _ends() -> Array:
     return np.cumsum((FRAMES + 1) // 2)
 
 
-def _ask(judge: Judge, changed: Mapping[str, Array] | None = None) -> Result:
-    arrays: dict[str, Any] = {**_drawn(judge.dtype), **(changed or {})}
-    return as_result(judge.ask("clips", arrays.pop("features"), FRAMES, **arrays, dtype=judge.dtype))
+def _ask(judge: Judge, changed: Mapping[str, Array | None] | None = None, dtype: str | None = None) -> Result:
+    dtype = dtype or judge.dtype
+    arrays: dict[str, Any] = {**_drawn(dtype), **(changed or {})}
+    return as_result(judge.ask("clips", arrays.pop("features"), FRAMES, **arrays, dtype=dtype))
 
 
 def _expected(dtype: WorkingDtype) -> Expected:
@@ -60,7 +61,7 @@ def _expected(dtype: WorkingDtype) -> Expected:
 
 @requirement("CLIP-01")
 def test_clips_are_those_of_each_clip_alone(judge: Judge) -> None:
-    judge.within(_ask(judge), _expected(judge.dtype), None, judge.dtype, only="out")  # type: ignore[arg-type]
+    judge.within(_ask(judge, {"dout": None}), _expected(judge.dtype), None, judge.dtype, only="out")  # type: ignore[arg-type]
 
 
 @requirement("CLIP-02")
@@ -90,3 +91,9 @@ def test_a_clip_moves_no_other(judge: Judge) -> None:
         judge.unmoved("gradients of others", *gradients, because=because)
         moved = not np.array_equal(before[0][owner == number], after[0][owner == number])
         judge.holds(moved, f"clip {number} changed and its outputs did not move")
+
+
+@requirement("CLIP-04")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clips_in_every_dtype(judge: Judge, dtype: str) -> None:
+    judge.within(_ask(judge, dtype=dtype), _expected(dtype), None, dtype)  # type: ignore[arg-type]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from conformance import models
-from conformance.draws import documents
+from conformance.draws import ONE_LAYER, documents
 from conformance.judge import Judge
-from packing_core.protocol import DecoderConfig
+from packing_core.protocol import DTYPES, DecoderConfig
 
 requirement = pytest.mark.requirement
 
@@ -22,3 +22,9 @@ def test_documents_over_several_ranks(judge: Judge, ranks: int) -> None:
 @requirement("CUT-02")
 def test_windows_over_several_ranks(judge: Judge) -> None:
     models.check_cut(judge, documents(5, 60, 17, seed=4), 2, DecoderConfig(sliding_window=8))
+
+
+@requirement("CUT-03")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cut_documents_in_every_dtype(judge: Judge, dtype: str) -> None:
+    models.check_cut(judge, documents(9, 50, 1, 14, seed=3), 2, ONE_LAYER, dtype=dtype)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance import models
-from conformance.draws import FULL, AttentionCase, DecoderCase, documents
+from conformance import models, reductions
+from conformance.draws import FULL, ONE_LAYER, AttentionCase, DecoderCase, documents, grown
 from conformance.judge import Judge
 from conformance.oracle import Expected
 
@@ -63,3 +63,33 @@ def test_other_weights_after_the_first(judge: Judge) -> None:
     batch = models.collated(judge, drawn, 96)
     for seed in (0, 1):
         models.check_logits(judge, DecoderCase(seed=seed), batch, drawn)
+
+
+@requirement("DET-06")
+def test_log_probabilities_twice(judge: Judge) -> None:
+    for _ in range(2):
+        reductions.check_logprobs(judge, documents(7, 16, 1, 33), weights=None, case=DecoderCase(ONE_LAYER))
+
+
+@requirement("DET-07")
+def test_pooled_states_twice(judge: Judge) -> None:
+    for _ in range(2):
+        reductions.check_embed(judge, documents(7, 16, 1, 33), "mean", case=DecoderCase(ONE_LAYER))
+
+
+@requirement("DET-08")
+def test_pairs_twice(judge: Judge) -> None:
+    for _ in range(2):
+        reductions.check_preference(judge, reductions.pairs()[:1], case=DecoderCase(ONE_LAYER))
+
+
+@requirement("DET-09")
+def test_shared_beginnings_twice(judge: Judge) -> None:
+    for _ in range(2):
+        models.check_shared(judge, grown(documents(24), (9, 1, 14), seed=1), 24, DecoderCase(ONE_LAYER))
+
+
+@requirement("DET-10")
+def test_cut_documents_twice(judge: Judge) -> None:
+    for _ in range(2):
+        models.check_cut(judge, documents(9, 50, 1, 14, seed=3), 2, ONE_LAYER)

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from conformance import reductions as documents
-from conformance.draws import FOUR_ROWS, FULL, LONG_TAIL, PADDED, Rows, segment_ids
+from conformance.draws import EMPTY_ROW, FOUR_ROWS, FULL, LONG_TAIL, ONE_LAYER, PADDED, DecoderCase, Rows, segment_ids
 from conformance.draws import documents as draw
 from conformance.judge import Judge
 from conformance.reductions import HOW, ReduceCase
+from packing_core.protocol import DTYPES
 
 requirement = pytest.mark.requirement
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 LAYOUTS = {"one row": FULL, "padding": PADDED, "four rows": FOUR_ROWS}
 POOLED = ("first", "last", "mean")
@@ -30,7 +32,7 @@ def test_results_are_those_of_each_documents_own_tokens(judge: Judge, rows: Rows
 @requirement("DOC-02")
 @pytest.mark.parametrize("how", HOW)
 def test_padding_moves_no_result(judge: Judge, how: str) -> None:
-    for rows in (PADDED, LONG_TAIL):
+    for rows in (PADDED, LONG_TAIL, EMPTY_ROW):
         case = ReduceCase(rows, how)
         values = case.arguments(judge.dtype)["values"]
         before, _ = documents.ask(judge, case, judge.dtype)
@@ -105,16 +107,42 @@ def test_a_step_is_a_mean_over_pairs(judge: Judge) -> None:
 @requirement("DOC-12")
 @pytest.mark.parametrize("how", POOLED)
 def test_pooled_states_are_those_of_the_document_alone(judge: Judge, how: str) -> None:
-    documents.check_embed(judge, draw(7, 16, 1, 33, 24, 15, 60), how, only="out")
+    drawn = draw(7, 16, 1, 33, 24, 15, 60)
+    documents.check_embed(judge, [*drawn, drawn[0]], how, only="out")
 
 
 @requirement("DOC-13")
 @pytest.mark.parametrize("how", POOLED)
 def test_gradients_of_pooled_states(judge: Judge, how: str) -> None:
-    documents.check_embed(judge, draw(7, 16, 1, 33, 24), how, only="gradients")
+    documents.check_embed(judge, draw(7, 16, 1, 33, 24), how)
 
 
 @requirement("DOC-14")
 @pytest.mark.parametrize("how", POOLED)
 def test_pooled_states_are_isolated(judge: Judge, how: str) -> None:
     documents.check_embed_isolated(judge, draw(7, 16, 5, 33), how)
+
+
+@requirement("DOC-15")
+@every_dtype
+def test_reductions_in_every_dtype(judge: Judge, dtype: str) -> None:
+    for how in HOW:
+        documents.check_reduce(judge, ReduceCase(FOUR_ROWS, how), only=None, dtype=dtype)
+
+
+@requirement("DOC-16")
+@every_dtype
+def test_log_probabilities_in_every_dtype(judge: Judge, dtype: str) -> None:
+    documents.check_logprobs(judge, draw(7, 16, 1, 33, 24), weights=None, case=DecoderCase(ONE_LAYER), dtype=dtype)
+
+
+@requirement("DOC-17")
+@every_dtype
+def test_pairs_in_every_dtype(judge: Judge, dtype: str) -> None:
+    documents.check_preference(judge, documents.pairs()[:1], case=DecoderCase(ONE_LAYER), dtype=dtype)
+
+
+@requirement("DOC-18")
+@every_dtype
+def test_pooled_states_in_every_dtype(judge: Judge, dtype: str) -> None:
+    documents.check_embed(judge, draw(7, 16, 1, 33, 24), "mean", case=DecoderCase(ONE_LAYER), dtype=dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import cycle
+from typing import Any
 
 import pytest
 
@@ -11,6 +11,7 @@ from conformance.checks import check_isolated, check_padding
 from conformance.draws import (
     FOUR_ROWS,
     FULL,
+    FULL_SPANS,
     ONE_LAYER,
     PADDED,
     TILES,
@@ -27,7 +28,9 @@ from packing_core.protocol import DTYPES
 
 requirement = pytest.mark.requirement
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+narrow_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 heavy = pytest.mark.heavy
+# Other groups try each in the first dtype.
 OPTIONS = {
     "window": {"window": 6},
     "softcap": {"softcap": 5.0},
@@ -36,6 +39,9 @@ OPTIONS = {
     "gqa": {"heads": 6, "kv_heads": 2},
     "narrow values": {"value_width": 32},
     "bidirectional": {"causal": False},
+    "both ways": {"spans": FULL_SPANS},
+    "selected keys": {"top_k": 17},
+    "ranks": {"context_ranks": 4},
 }
 
 
@@ -48,16 +54,15 @@ def test_attention(judge: Judge, rows: Rows, dtype: str) -> None:
 
 @requirement("DTYPE-02")
 @heavy
-@pytest.mark.parametrize(
-    ("options", "dtype"), list(zip(OPTIONS.values(), cycle(["bfloat16", "float16"]))), ids=OPTIONS
-)  # MASK and GRAD try each in the first dtype
+@narrow_dtypes
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_attention_with_options(judge: Judge, options: dict[str, object], dtype: str) -> None:
     judge.check(AttentionCase(FULL, **options), dtype)  # type: ignore[arg-type]
 
 
 @requirement("DTYPE-03")
 @pytest.mark.heavy
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@narrow_dtypes
 def test_long_sums(judge: Judge, dtype: str) -> None:
     # Nearly uniform weights over a thousand keys whose values do not cancel: an accumulator of 8 or 11 bits stops
     # growing long before the end.
@@ -72,8 +77,9 @@ def test_large_scores(judge: Judge, dtype: str) -> None:
 
 @requirement("DTYPE-05")
 @every_dtype
-def test_rope(judge: Judge, dtype: str) -> None:
-    judge.check(RopeCase(FOUR_ROWS, first=10_000), dtype)
+@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"turned": 32}], ids=str)
+def test_rope(judge: Judge, options: dict[str, Any], dtype: str) -> None:
+    judge.check(RopeCase(FOUR_ROWS, first=10_000, **options), dtype)
 
 
 @requirement("DTYPE-06")

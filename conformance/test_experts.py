@@ -6,7 +6,7 @@ import pytest
 
 from conformance.checks import at_padding, check_isolated, check_padding
 from conformance.draws import Rows, segment_ids
-from conformance.experts import CLAMPED, FULL, PADDED, UNGATED, ExpertsCase
+from conformance.experts import CLAMPED, FULL, NEVER_CLAMPED, PADDED, UNGATED, ExpertsCase
 from conformance.judge import Judge
 from packing_core.protocol import DTYPES
 
@@ -58,5 +58,10 @@ def test_experts_without_gates(judge: Judge) -> None:
 
 @requirement("EXP-08")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_experts_in_every_dtype(judge: Judge, dtype: str) -> None:
-    judge.check(ExpertsCase(), dtype)
+@pytest.mark.parametrize(
+    "case",
+    [ExpertsCase(), ExpertsCase(activation=NEVER_CLAMPED, biased=True), ExpertsCase(activation=UNGATED)],
+    ids=["plain", "biased", "ungated"],
+)
+def test_experts_in_every_dtype(judge: Judge, case: ExpertsCase, dtype: str) -> None:
+    judge.check(case, dtype)

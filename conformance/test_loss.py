@@ -17,11 +17,11 @@ requirement = pytest.mark.requirement
 
 
 def microbatches() -> list[list[Document]]:
-    """Nine microbatches of very different numbers of targets; the fifth has none."""
+    """Nine microbatches of very different numbers of targets; the fifth has none, and the eighth no second token."""
     drawn = [
         documents(60, 20, seed=1), documents(9, 3, prompt=0.5, seed=2), documents(30, seed=3),
         documents(50, 40, turn=5, seed=4), [untrained(document) for document in documents(21, 12, seed=5)],
-        documents(8, seed=6), documents(90, seed=7), documents(2, 2, seed=8), documents(40, 9, prompt=0.9, seed=9),
+        documents(8, seed=6), documents(90, 60, seed=7), documents(1, 1, seed=8), documents(40, 9, prompt=0.9, seed=9),
     ]  # fmt: skip
     return drawn
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
-from conformance import models
+from conformance import models, reductions
 from conformance.checks import compare_mask, visible_keys
-from conformance.draws import FOUR_ROWS, FULL, AttentionCase, DecoderCase, Rows, documents
+from conformance.draws import FOUR_ROWS, FULL, ONE_LAYER, AttentionCase, DecoderCase, Rows, documents
 from conformance.golden import Case, golden
 from conformance.judge import Judge, Rejected
 from conformance.pairwise import attention_pairs
@@ -124,3 +124,33 @@ def _named(case: AttentionCase) -> str:
 def test_a_models_sliding_window(judge: Judge) -> None:
     case, drawn = DecoderCase(DecoderConfig(sliding_window=4)), documents(3, 4, 5, 16, 17, 40)
     models.check_logits(judge, case, models.collated(judge, drawn, 96), drawn)
+
+
+WINDOWED = DecoderCase(replace(ONE_LAYER, sliding_window=4))
+
+
+@requirement("MASK-16")
+@pytest.mark.heavy
+def test_a_sliding_window_in_gradients(judge: Judge) -> None:
+    drawn = documents(3, 4, 5, 16, 17, 40)
+    models.check_gradients(judge, WINDOWED, models.collated(judge, drawn, 96), drawn)
+
+
+@requirement("MASK-17")
+def test_a_sliding_window_in_log_probabilities(judge: Judge) -> None:
+    reductions.check_logprobs(judge, documents(3, 4, 5, 16, 17, 40), weights=None, case=WINDOWED)
+
+
+@requirement("MASK-18")
+def test_a_sliding_window_in_pooled_states(judge: Judge) -> None:
+    reductions.check_embed(judge, documents(3, 4, 5, 16, 17, 40), "mean", case=WINDOWED)
+
+
+@requirement("MASK-19")
+def test_a_sliding_window_in_training(judge: Judge) -> None:
+    models.check_train(judge, WINDOWED, [[documents(3, 4, 5, 16), documents(17, 40)]] * 2, capacity=96)
+
+
+@requirement("MASK-20")
+def test_a_sliding_window_under_pairs(judge: Judge) -> None:
+    reductions.check_preference(judge, reductions.pairs()[:1], case=WINDOWED)

@@ -8,10 +8,12 @@ import pytest
 from conformance import models
 from conformance.checks import check_padding
 from conformance.draws import (
+    EMPTY_ROW,
     PADDED,
     AttentionCase,
     DecoderCase,
     LossCase,
+    Rows,
     ScanCase,
     documents,
     lay_out,
@@ -27,6 +29,7 @@ PADDING = segment_ids(PADDED) == 0
 @requirement("PAD-01")
 def test_padding_anywhere(judge: Judge) -> None:
     judge.check(AttentionCase(PADDED))
+    judge.check(AttentionCase(PADDED), only="out")
 
 
 @requirement("PAD-02")
@@ -50,12 +53,14 @@ def test_what_stands_at_padding_moves_nothing(judge: Judge) -> None:
 @requirement("PAD-05")
 def test_padding_in_a_scan(judge: Judge) -> None:
     judge.check(ScanCase(PADDED))
+    judge.check(ScanCase(PADDED), only="out")
     check_padding(judge, ScanCase(PADDED))
 
 
 @requirement("PAD-06")
-def test_labels_at_padding_do_not_count(judge: Judge) -> None:
-    judge.loss(LossCase(PADDED))
+@pytest.mark.parametrize("rows", [PADDED, EMPTY_ROW], ids=["anywhere", "a row"])
+def test_labels_at_padding_do_not_count(judge: Judge, rows: Rows) -> None:
+    judge.loss(LossCase(rows))
 
 
 @requirement("PAD-07")

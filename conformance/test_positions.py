@@ -65,3 +65,10 @@ def test_frequencies_follow_the_length_of_the_document(judge: Judge) -> None:
     case = DecoderCase(DecoderConfig(max_position_embeddings=16, dynamic_rope_factor=4.0))
     drawn = documents(7, 48, 15, 1, 16, 9)
     models.check_logits(judge, case, models.collated(judge, drawn, 96), drawn)
+
+
+@requirement("POS-08")
+def test_gradients_at_the_frequencies_of_the_document(judge: Judge) -> None:
+    case = DecoderCase(DecoderConfig(num_hidden_layers=1, max_position_embeddings=16, dynamic_rope_factor=4.0))
+    drawn = documents(7, 48, 15, 1, 16, 9)
+    models.check_gradients(judge, case, models.collated(judge, drawn, 96), drawn)

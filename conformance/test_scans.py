@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from conformance.checks import check_isolated, check_padding
@@ -9,10 +11,12 @@ from conformance.draws import Rows
 from conformance.judge import Judge
 from conformance.scans import (
     EDGES,
+    FOREST,
     FULL,
     ON_EDGES,
     ON_EDGES_CHANGED,
     PADDED,
+    PARENTS,
     ConvolutionCase,
     DeltaCase,
     SsdCase,
@@ -20,6 +24,13 @@ from conformance.scans import (
 from packing_core.protocol import DTYPES
 
 requirement = pytest.mark.requirement
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+CONTINUED = {"rows": FOREST, "parents": PARENTS}
+
+
+def named(options: dict[str, Any]) -> str:
+    return next(reversed(options), "plain")
+
 
 LAYOUTS = pytest.mark.parametrize("rows", [FULL, PADDED], ids=["full", "padded"])
 LENGTHS = pytest.mark.parametrize("rows", EDGES.values(), ids=EDGES)
@@ -29,6 +40,7 @@ LENGTHS = pytest.mark.parametrize("rows", EDGES.values(), ids=EDGES)
 @LAYOUTS
 def test_delta_rules_of_documents(judge: Judge, rows: Rows) -> None:
     judge.check(DeltaCase(rows))
+    judge.check(DeltaCase(rows), only="out")
 
 
 @requirement("SCAN-02")
@@ -76,15 +88,17 @@ def test_normalisation_by_head(judge: Judge) -> None:
 
 
 @requirement("SCAN-10")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_delta_rules_in_every_dtype(judge: Judge, dtype: str) -> None:
-    judge.check(DeltaCase(ON_EDGES), dtype)
+@every_dtype
+@pytest.mark.parametrize("options", [{}, {"heads": 4}, {"normalise": True}, {"by_channel": True}, CONTINUED], ids=named)
+def test_delta_rules_in_every_dtype(judge: Judge, options: dict[str, Any], dtype: str) -> None:
+    judge.check(DeltaCase(**{"rows": ON_EDGES, **options}), dtype)
 
 
 @requirement("SCAN-11")
 @LAYOUTS
 def test_scans_of_mamba_2(judge: Judge, rows: Rows) -> None:
     judge.check(SsdCase(rows))
+    judge.check(SsdCase(rows), only="out")
 
 
 @requirement("SCAN-12")
@@ -111,18 +125,27 @@ def test_padding_moves_no_scan_of_mamba_2(judge: Judge) -> None:
 
 
 @requirement("SCAN-16")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_scans_of_mamba_2_in_every_dtype(judge: Judge, dtype: str) -> None:
-    judge.check(SsdCase(ON_EDGES), dtype)
+@every_dtype
+@pytest.mark.parametrize("options", [{}, CONTINUED], ids=named)
+def test_scans_of_mamba_2_in_every_dtype(judge: Judge, options: dict[str, Any], dtype: str) -> None:
+    judge.check(SsdCase(**{"rows": ON_EDGES, **options}), dtype)
 
 
 @requirement("SCAN-17")
 @LAYOUTS
 def test_convolutions_of_documents(judge: Judge, rows: Rows) -> None:
     judge.check(ConvolutionCase(rows))
+    judge.check(ConvolutionCase(rows), only="out")
 
 
 @requirement("SCAN-18")
 def test_no_convolution_reaches_over_a_boundary(judge: Judge) -> None:
     check_isolated(judge, ConvolutionCase(PADDED), where=(0, 2, 3))
     check_padding(judge, ConvolutionCase(PADDED))
+
+
+@requirement("SCAN-19")
+@every_dtype
+@pytest.mark.parametrize("options", [{}, CONTINUED], ids=named)
+def test_convolutions_in_every_dtype(judge: Judge, options: dict[str, Any], dtype: str) -> None:
+    judge.check(ConvolutionCase(**{"rows": ON_EDGES, **options}), dtype)

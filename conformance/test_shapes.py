@@ -100,8 +100,8 @@ def test_a_row_of_padding(judge: Judge) -> None:
 @requirement("SHAPE-09")
 @pytest.mark.parametrize(
     "rows",
-    [((1,) * 96,), ((96,),), ((1, 94, 1), (47, 48, 1)), (LONG_DOCUMENTS,), ((*MANY_DOCUMENTS, -1),)],
-    ids=["one token", "one document", "both", "long", "many"],
+    [((1,) * 96,), ((96,),), ((1, 94, 1), (47, 48, 1)), EMPTY_ROW, (LONG_DOCUMENTS,), ((*MANY_DOCUMENTS, -1),)],
+    ids=["one token", "one document", "both", "a row of padding", "long", "many"],
 )
 def test_scans(judge: Judge, rows: Rows) -> None:
     judge.check(ScanCase(rows))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conformance.checks import check_isolated, compare_mask, visible_keys
-from conformance.draws import FULL, PADDED, AttentionCase, Rows
+from conformance.draws import FULL, FULL_SPANS, PADDED, AttentionCase, Rows
 from conformance.judge import Judge
 
 requirement = pytest.mark.requirement
@@ -33,8 +33,6 @@ xxxxxx..........
 ................
 ................
 """
-# Over boundaries, the whole of a segment, one token, more than a tile of 16, beside padding and around it.
-FULL_SPANS: Rows = ((-2, 8, 3, -8, 3, -6, 20, 7, 24, -15),)
 PADDED_SPANS: Rows = ((-4, 12, -12, 8, -10, 25, -25),)
 
 

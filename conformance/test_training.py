@@ -47,3 +47,10 @@ def test_long_documents_and_many(judge: Judge) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", id="adamw")])
 def test_one_step_moves_every_weight(judge: Judge, optimizer: str) -> None:
     models.check_one_step(judge, optimizer)
+
+
+@requirement("TRAIN-06")
+def test_adamw_in_mixed_precision_over_ranks(judge: Judge) -> None:
+    judge.promised("train", "mixed_precision")
+    dtype = next(dtype for dtype in judge.backend.capabilities.dtypes if dtype != "float32")
+    models.check_train(judge, DecoderCase(), steps()[:3], capacity=96, optimizer="adamw", ranks=2, dtype=dtype)

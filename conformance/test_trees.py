@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from conformance import models, scans
-from conformance.draws import documents, grown
+from conformance.draws import ONE_LAYER, DecoderCase, documents, grown
 from conformance.judge import Judge
+from packing_core.protocol import DTYPES
 
 requirement = pytest.mark.requirement
 
@@ -37,3 +38,9 @@ def test_scans_of_mamba_2_go_on_from_the_state_of_their_parent(judge: Judge) -> 
 @requirement("TREE-05")
 def test_convolutions_see_the_last_tokens_of_their_parent(judge: Judge) -> None:
     judge.check(scans.ConvolutionCase(scans.FOREST, parents=scans.PARENTS))
+
+
+@requirement("TREE-06")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_answers_in_every_dtype(judge: Judge, dtype: str) -> None:
+    models.check_shared(judge, grown(documents(24), (9, 1, 14), seed=1), 24, DecoderCase(ONE_LAYER), dtype=dtype)

@@ -24,6 +24,7 @@ for _name in (
     "clips",
     "larger",
     "combined",
+    "calls",
     "sizes",
 ):
     import_module(f"{__name__}.{_name}")  # fills MUTANTS

@@ -72,6 +72,13 @@ class SoftcapBesideSinks(_Pair, rejected_by="MASK-14"):
         return sinks and options.get("softcap") is not None and not options.get("window")
 
 
+class ScaleOfBothDirections(_Pair, rejected_by="MASK-14"):
+    """The gradient of k under a scale that is given is off in attention to both sides."""
+
+    def pair(self, arrays, options):
+        return options.get("scale") is not None and not options.get("causal", True)
+
+
 class NarrowValuesUnderGqa(_Pair, rejected_by="MASK-14"):
     """The gradient of k with narrow values under GQA is off."""
 
