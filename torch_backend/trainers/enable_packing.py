@@ -149,6 +149,7 @@ def enable_packing(
     port = port_of(trainer)(trainer, request)
     with changing(trainer) as changes:
         port.plan()
+        changes.set("_eval_dataloaders", {})  # those that persistent workers keep have the collator of before
         port.install(changes)
     return trainer
 

@@ -223,3 +223,16 @@ def test_a_collator_of_the_users_own_is_given_back_too(tmp_path: Path) -> None:
         assert trainer.packed_step.metrics.counts_by_mask
     disable_packing(trainer)
     assert vars(trainer.data_collator) == before
+
+
+@pytest.mark.slow  # starts workers
+def test_an_evaluation_has_the_batches_of_the_last_call_though_its_workers_persist(tmp_path: Path) -> None:
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "per_device_eval_batch_size": 4}
+    args = arguments(transformers.TrainingArguments, tmp_path, **options)
+    trainer = transformers.Trainer(llama(), args, train_dataset=even(), eval_dataset=even())
+    stock = trainer.evaluate()["eval_loss"]
+    enable_packing(trainer, capacity=CAPACITY, verify=False)
+    assert "packed_lengths" in next(iter(trainer.get_eval_dataloader()))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(stock, rel=1e-6)
+    disable_packing(trainer)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(stock, rel=1e-6)
