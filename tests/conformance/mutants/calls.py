@@ -251,7 +251,7 @@ class RanksTakeTheFirstRow(Training, rejected_by="LOSS-09"):
 
 
 class EqualDocumentsPooledOnce(Mutant, rejected_by="DOC-12"):
-    """Of equal documents the first one has a vector."""
+    """The first of equal documents alone has a vector."""
 
     def embed(self, decoder, documents, **keywords):
         vectors, found = super().embed(decoder, documents, **keywords)
