@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from packing_core.errors import PackingError
 from tests.imports import ROOT
+from tests.processes import limited
 from tests.torch_backend.preference import tokenizer
 from tests.torch_backend.scored_trainers import datasets, dpo, trl
 from tests.torch_backend.trainers.test_trainer import CAPACITY, arguments, documents, llama
@@ -230,9 +231,10 @@ def test_an_evaluation_has_the_batches_of_the_last_call_though_its_workers_persi
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "per_device_eval_batch_size": 4}
     args = arguments(transformers.TrainingArguments, tmp_path, **options)
     trainer = transformers.Trainer(llama(), args, train_dataset=even(), eval_dataset=even())
-    stock = trainer.evaluate()["eval_loss"]
-    enable_packing(trainer, capacity=CAPACITY, verify=False)
-    assert "packed_lengths" in next(iter(trainer.get_eval_dataloader()))
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(stock, rel=1e-6)
-    disable_packing(trainer)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(stock, rel=1e-6)
+    with limited():
+        stock = trainer.evaluate()["eval_loss"]
+        enable_packing(trainer, capacity=CAPACITY, verify=False)
+        assert "packed_lengths" in next(iter(trainer.get_eval_dataloader()))
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(stock, rel=1e-6)
+        disable_packing(trainer)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(stock, rel=1e-6)

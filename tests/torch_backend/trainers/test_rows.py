@@ -347,6 +347,7 @@ def test_a_stream_trains_each_document_once_in_the_steps_of_an_epoch_and_resumes
     assert steps[0] != steps[per_epoch], "each epoch is packed again"
     for checkpoint in range(1, len(steps)):
         workers = {"dataloader_num_workers": checkpoint % 2, "dataloader_persistent_workers": bool(checkpoint % 2)}
-        rest, resumed = trained(checkpoint, **workers, save_strategy="no")
+        with limited():
+            rest, resumed = trained(checkpoint, **workers, save_strategy="no")
         assert rest == steps[checkpoint:]
         assert differences(model, resumed) < 1e-6
