@@ -49,7 +49,8 @@ def share_of_peak(
     rising = math.ceil(warmup * steps)
     if step < rising:
         return (step + 1) / rising
-    return _SCHEDULES[decay](_Place(step - rising, steps - rising, rising, lr), **(options or {}))
+    place = _Place(step - rising, steps - rising, rising, lr or 1.0)  # any share of a peak of 0 is 0
+    return _SCHEDULES[decay](place, **(options or {}))
 
 
 def check_schedule(decay: str, options: Mapping[str, Any] | None) -> None:

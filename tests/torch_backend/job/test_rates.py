@@ -42,6 +42,13 @@ def test_the_first_steps_rise_to_the_peak():
 
 
 @pytest.mark.parametrize(
+    "decay", [{"decay": "polynomial"}, {"decay": "cosine_with_min_lr", "decay_options": {"min_lr": 0}}]
+)
+def test_a_rate_of_0_stays_0(decay):
+    assert [Options(lr=0.0, warmup=0.2, **decay).learning_rate(step, 10) for step in range(10)] == [0.0] * 10
+
+
+@pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"decay": "reduce_lr_on_plateau"}, "--decay reduce_lr_on_plateau is not served: pass one of cosine, linear"),
