@@ -38,6 +38,7 @@ _MOVES = frozenset((
     "constant_pad_nd", "pad_sequence",
 ))
 # fmt: on
+_LOOKUPS = ("__getitem__", "gather", "take", "index_select", "take_along_dim")  # of which tokens may be the index
 _FILLS = {"pad": (3, "value"), "constant_pad_nd": (2, "value"), "pad_sequence": (2, "padding_value")}
 _VIEWS = (Tensor.data.__get__, Tensor.T.__get__, Tensor.mT.__get__)  # type: ignore[attr-defined]
 
@@ -49,8 +50,9 @@ class PackedBatchError(UnsupportedModelError):
         super().__init__(
             "a packed batch reached a model that is not patched, or that was called past its entry: its documents "
             "would see each other. Call crosspack.patch(model) on the model that runs the batch, also on one that was "
-            "rebuilt or replaced after the first was patched, and call model(**batch). To make embeddings that go with "
-            "the boundaries, or to run a whole row as one document, pass input_ids.as_subclass(torch.Tensor)"
+            "rebuilt or replaced after the first was patched, and call model(**batch). With "
+            "input_ids.as_subclass(torch.Tensor) embeddings can be made that go with the boundaries, and without "
+            "boundaries (cu_seq_lens_q, packed_lengths) a whole row runs as one document"
         )
 
 
@@ -77,13 +79,20 @@ class PackedTokens(Tensor):
             if not any(_is_integer(x) for x in _tensors(result)):
                 return result
             name = getattr(func, "__name__", "")
-            moves = name in _MOVES or func in _VIEWS
-            if moves and (moved := _segments_moved(func, name, args, kwargs)) is not None:
-                return _known(result, moved)
-            if not isinstance(result, Tensor) or name == "__get__" or name.startswith("new_") or name.endswith("_like"):
+            if name in _MOVES or func in _VIEWS:
+                if (moved := _segments_moved(func, name, args, kwargs)) is not None:
+                    return _known(result, moved)
+                if name not in _LOOKUPS:  # tokens say only where to, of which dtype or of which shape
+                    return result
+                over = [x.segments for x in tokens if x.segments.shape == result.shape]
+            elif (
+                not isinstance(result, Tensor) or name == "__get__" or name.startswith("new_") or name.endswith("_like")
+            ):
                 return result
-            same = [x.segments for x in tokens if _spreads(x.segments.shape, result.shape)]
-            return _known(result, same[0].expand(result.shape)) if same else result
+            else:
+                over = [x.segments for x in tokens if _broadcasts(x.segments.shape, result.shape)]
+            # of several, those that are not broadcast along the row
+            return _known(result, max(over, key=lambda x: x.shape[-1:]).expand(result.shape)) if over else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedTokens:
         return memo.setdefault(id(self), packed_tokens(plain(self).clone(), self.segments.clone()))
@@ -136,9 +145,8 @@ def _is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def _spreads(shape: torch.Size, over: torch.Size) -> bool:
-    """Returns whether a tensor of a shape, broadcast over others, has another shape; it may be the same."""
-    return len(shape) <= len(over) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(over), strict=False))
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(to), strict=False))
 
 
 def _segments_moved(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

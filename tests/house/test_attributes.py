@@ -1,4 +1,4 @@
-"""Names that are imported from the project, and attributes that are read of its modules, exist.
+"""Names that are imported from the project, and attributes that are read of a module behind one name, exist.
 
 This holds for code that only a GPU or another library runs too: the source is read, and nothing is imported.
 """

@@ -18,7 +18,7 @@ from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.additions import Structure
-from torch_backend.hf.anatomy.heads import targets_among
+from torch_backend.hf.anatomy.heads import entries_of, targets_among
 from torch_backend.hf.anatomy.layers import block_of
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.structure import execution_device, why_not_adapters
@@ -154,11 +154,10 @@ class BatchReader:
             segments,
             self.guard,
             labels="document" if self.rows.head == "document" else "next" if self.shifted else "token",
+            entries=self._entries,
             renumbered=self.anatomy.numbers_tokens or segments.parents is not None or shared is not None,
             axes=self.anatomy.takes_axes,
         )
-        if self.shifted:
-            self._check_targets(kwargs)
         rows, row_length = tokens.shape[:2]
         if self.anatomy.numbering is not None:
             kwargs["position_ids"] = self.anatomy.numbering(kwargs.get("input_ids"), segments).view(rows, row_length)
@@ -206,11 +205,12 @@ class BatchReader:
         inputs.check_arguments(self.root, kwargs, self.guard)
         metadata = dict(kwargs)
         segments = take_metadata(metadata, tokens=tokens, host_lengths=True, guard=self.guard)
-        inputs.check_vocabulary(self.root, "input_ids", kwargs.get("input_ids"), self.guard)
+        inputs.check_vocabulary(self.root, kwargs.get("input_ids"), self.guard)
         # frequencies that follow from the largest position of a document are those of its length
         dynamic = bool(self.anatomy.rotaries)
-        inputs.check_packed(kwargs, segments, self.guard, labels="next", renumbered=dynamic, axes=False)
-        self._check_targets(kwargs)
+        inputs.check_packed(
+            kwargs, segments, self.guard, labels="next", entries=self._entries, renumbered=dynamic, axes=False
+        )
         positions = kwargs.get("position_ids")
         positions = segments.position_ids if positions is None else positions
         inputs.check_table(segments, positions, self.anatomy.positions, type(self.root).__name__)
@@ -218,9 +218,9 @@ class BatchReader:
             kwargs["loss_weights"] = weights
         return cut_batch(kwargs, segments.to(self.device), self.context, masked=routed)
 
-    def _check_targets(self, kwargs: Mapping[str, Any]) -> None:
-        for name in ("labels", "shift_labels"):
-            inputs.check_vocabulary(self.root, name, kwargs.get(name), self.guard)
+    @property
+    def _entries(self) -> int | None:
+        return entries_of(self.root, self.root.get_output_embeddings()) if self.shifted else None
 
     def with_count(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments with the number of targets on all ranks, by which the model divides its sum."""

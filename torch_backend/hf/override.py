@@ -1,9 +1,9 @@
 """Forwards of modules: what they name, how one instance gets another, and copies in which names mean something else.
 
 ``override(layer, forward)`` swaps the class of one instance for a subclass whose calls go to ``forward``, as FSDP2 and
-``torch.nn.utils.parametrize`` do; nothing else replaces a forward. Setting an attribute ``layer.forward`` would be
-simpler, but accelerate's hooks save and restore that attribute in an order of their own, and the closures that it needs
-can be neither pickled nor copied.
+``torch.nn.utils.parametrize`` do; edits of a patch replace a forward in no other way. Setting an attribute
+``layer.forward`` would be simpler, but accelerate's hooks save and restore that attribute in an order of their own, and
+the closures that it needs can be neither pickled nor copied.
 
 A layer can come with a ``forward`` attribute, which hides the class's. If accelerate set it, the forward that it calls
 is in ``_old_forward``, and that one is replaced. Any other is treated as the layer's own forward.

@@ -90,13 +90,14 @@ def no_router_loss(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def with_any_token(root: Any, batch: dict[str, Any], share: RankShare | None) -> tuple[dict[str, Any], Tensor | None]:
-    """Returns arguments of a model whose mask marks tokens even in a batch of padding alone, and whether it is none.
+    """Returns arguments whose mask marks all tokens of a batch of padding alone, and whether the batch is none such.
 
     Such batches fill up the last step of an epoch. The loss of a router is a mean over the tokens that the mask marks,
-    which of none is 0 / 0; :func:`without_padding_alone` leaves it out.
+    which of none is 0 / 0; :func:`without_padding_alone` leaves it out of the output. None for a bool tensor [] where
+    the mask stays: it is not there, the loss is not wanted, or the output would be a tuple.
     """
-    mask = batch.get("attention_mask")
-    if mask is None or share is not None or not asks_for_router_loss(root, batch):
+    mask, as_tuple = batch.get("attention_mask"), batch.get("return_dict", root.config.return_dict) is False
+    if mask is None or share is not None or as_tuple or not asks_for_router_loss(root, batch):
         return batch, None
     real = mask.any()
     return {**batch, "attention_mask": torch.where(real, mask, torch.ones_like(mask))}, real

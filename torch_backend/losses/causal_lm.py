@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
-from torch_backend.hf.anatomy.heads import takes_next_token_loss
+from torch_backend.hf.anatomy.heads import entries_of, takes_next_token_loss
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.entry import refuse_transforms
 from torch_backend.hf.foreign_kernels import has_ligers_forward, own_forward, without_library_arguments
 from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.forests import TAKES_PARENTS
@@ -185,10 +186,13 @@ def _called_with_shortcut(
         raise UnsupportedModelError(f"{name} has a loss function of its own: {WAY_OUT}")
     known_of = id(root.__dict__.get("forward")), *Tail.candidates(root.config)
     tail, of = _tails.get(root, (None, None))
-    if (state := state_of(root)) is not None:
+    state = state_of(root)
+    if is_packed(batch):
+        refuse_transforms()
+        if state is None:
+            raise PackedBatchError
+    if state is not None:
         state.require_fit()  # with its own output layer, through which a proof of what was added goes
-    elif is_packed(batch):
-        raise PackedBatchError
     shortcut = Shortcut(root, head, tail if of == known_of else None, measure)
     # The first call compares values, which a compiled model cannot do.
     eager = nullcontext() if shortcut.tail is not None else torch.compiler.set_stance("force_eager")
@@ -208,11 +212,6 @@ def _called_with_shortcut(
     assert shortcut.tail is not None
     _tails[root] = shortcut.tail, known_of
     return output, shortcut.result
-
-
-def entries_of(root: Any, head: nn.Module) -> int:
-    """Counts the logits of each token of a causal language model with this output layer."""
-    return int(getattr(head, "out_features", 0) or root.config.get_text_config().vocab_size)
 
 
 class _StandIn(Tensor):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError
 from torch_backend.ops.divisor import Divisor
+from torch_backend.ops.linear_cross_entropy import counted_targets
 
 
 def next_token_targets(labels: Tensor) -> Tensor:
@@ -36,7 +37,8 @@ def packed_cross_entropy(
         ignore_index: targets that do not count.
 
     Returns:
-        Two scalars, float32 at least.
+        Two scalars, float32 at least. A target that is no class makes the loss and its gradients NaN, unless its weight
+        is 0.
 
     Raises:
         LayoutError: the shapes contradict each other.
@@ -47,13 +49,12 @@ def packed_cross_entropy(
             f"logits are [..., V] and targets and weights [...], got {list(logits.shape)}, {list(targets.shape)}{given}"
         )
     working = torch.promote_types(logits.dtype, torch.float32)
-    losses = F.cross_entropy(
-        logits.flatten(0, -2).to(working), targets.flatten(), ignore_index=ignore_index, reduction="none"
+    weights = None if weights is None else weights.flatten()
+    labels, counted, valid = counted_targets(
+        targets.flatten(), weights, classes=logits.shape[-1], ignore_index=ignore_index, dtype=working
     )
-    counted = (targets.flatten() != ignore_index).to(working)
-    if weights is not None:
-        counted = counted * weights.flatten()
-    return (losses * counted).sum(), counted.sum()
+    losses = F.cross_entropy(logits.flatten(0, -2).to(working), labels, ignore_index=ignore_index, reduction="none")
+    return (losses * counted).sum() * valid, counted.sum()
 
 
 def normalise(loss_sum: Tensor, weight_sum: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
+from torch_backend.hf.anatomy.heads import entries_of
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.patch import cut_over_ranks
-from torch_backend.losses.causal_lm import LOSS_WEIGHTS, Shortcut, call_with_shortcut, entries_of, loss_in
+from torch_backend.losses.causal_lm import LOSS_WEIGHTS, Shortcut, call_with_shortcut, loss_in
 from torch_backend.losses.next_tokens import next_tokens_of
 from torch_backend.losses.output_layer import Tail, linear_logits, output_layer_divergence
 from torch_backend.ops.divisor import quotient

@@ -81,6 +81,11 @@ def labels_documents(model: Any) -> bool:
     return _head_inside(model) == "document"
 
 
+def entries_of(root: Any, head: nn.Module) -> int:
+    """Counts the logits of each token of a causal language model with this output layer."""
+    return int(getattr(head, "out_features", 0) or root.config.get_text_config().vocab_size)
+
+
 def targets_among(labels: Tensor, config: Any, *, of_documents: bool) -> Tensor:
     """Marks the targets among labels: -100 marks a class that is missing, and is a number like others in a regression.
 

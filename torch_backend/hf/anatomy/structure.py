@@ -1,6 +1,6 @@
 """Locates the parts of a model: the transformers model in its wrappers, its decoder, its own modules, their device.
 
-Also finds what shards, compiles or replaces them. Nothing here knows of packing.
+Also finds what shards, compiles or replaces them.
 """
 
 from __future__ import annotations

@@ -127,6 +127,7 @@ def check_packed(
     guard: Guard,
     *,
     labels: Labels,
+    entries: int | None,
     renumbered: bool,
     axes: bool,
 ) -> None:
@@ -137,6 +138,7 @@ def check_packed(
         packed: the segments.
         guard: see :meth:`Guard.check`.
         labels: what they belong to: the next token, as language-model heads take them, the token, or the document.
+        entries: logits of each token, where labels are those of the next.
         renumbered: whether every document will run at positions 0, 1, 2, ..., or on from a prefix, whatever
             ``position_ids`` says.
         axes: whether positions may have several axes, [3, B, S].
@@ -152,7 +154,7 @@ def check_packed(
     check_positions(positions, packed, guard, shape=shape, renumbered=renumbered, axes=axes)
     for name, ahead in {"labels": 0, "shift_labels": 1}.items() if labels != "document" else ():
         moved = ahead if labels == "next" else None
-        check_labels(kwargs.get(name), packed, guard, name=name, shape=shape, ahead=moved)
+        check_labels(kwargs.get(name), packed, guard, name=name, shape=shape, ahead=moved, entries=entries)
 
 
 def check_mask(mask: Any, packed: PackedMetadata, guard: Guard, *, shape: tuple[int, int]) -> None:
@@ -249,11 +251,13 @@ def check_labels(
     name: str,
     shape: tuple[int, int],
     ahead: int | None,
+    entries: int | None,
 ) -> None:
-    """Accept no labels, or one per token [B, S] of which none is predicted from the document before.
+    """Accept no labels, or one of the vocabulary per token [B, S], none of which the document before would predict.
 
     ``ahead`` says by how many tokens they are already moved towards the token that predicts them; None if they are not
-    those of the next token, so that nothing can cross a boundary.
+    those of the next token, so that nothing can cross a boundary. The label of a row's first token is dropped by the
+    shift. A fused loss would read another row's logit for a label that is none of the ``entries``.
     """
     if labels is None:
         return
@@ -262,9 +266,9 @@ def check_labels(
         raise LayoutError(f"{name} must be {list(shape)}, one per token as in input_ids, got {form}")
     if ahead is None:
         return
+    starts, dropped = packed.cu_seqlens[1:-1], 1 - ahead
 
     def find() -> Tensor:
-        starts = packed.cu_seqlens[1:-1]
         roots = torch.ones_like(starts, dtype=torch.bool)
         # the first token of a segment with a parent is predicted by the parent's last
         if packed.parent_index is not None:
@@ -272,15 +276,27 @@ def check_labels(
         elif packed.parents is not None:
             parents = torch.tensor(packed.parents[1:])
             roots[: len(parents)] = to_device(parents < 0, roots.device)
-        # the label of a row's first token is dropped by the shift; moved ahead, it stands at the last token before
+        # moved ahead, a label of a row's first token stands at the last token before
         crosses = starts < packed.tokens if ahead else starts % shape[1] != 0
-        flat = to_device(labels, packed.device).flatten()
-        return roots & crosses & (flat.index_select(0, (starts - ahead).clamp(max=len(flat) - 1)) != IGNORE_INDEX)
+        on_device = to_device(labels, packed.device)
+        first = on_device.flatten().index_select(0, (starts - ahead).clamp(max=labels.numel() - 1))
+        trained = roots & crosses & (first != IGNORE_INDEX)
+        if entries is None:
+            return trained
+        shifted = on_device[:, dropped:].flatten()
+        return torch.cat([trained, ((shifted < 0) | (shifted >= entries)) & (shifted != IGNORE_INDEX)])
 
     def error(i: int) -> PackingError:
+        if i < len(starts):
+            return LayoutError(
+                f"{name} train the first token of segment {i + 1}, which the last token of segment {i} would predict: "
+                f"set it to {IGNORE_INDEX}, or wrap the collator, crosspack.with_boundaries(collator), which does"
+            )
+        i -= len(starts)
+        label, where = int(labels[:, dropped:].flatten()[i]), place_of(i, shape[1] - dropped, dropped)
         return LayoutError(
-            f"{name} train the first token of segment {i + 1}, which the last token of segment {i} would predict: set "
-            f"it to {IGNORE_INDEX}, or wrap the collator, crosspack.with_boundaries(collator), which does"
+            f"{name} holds {label} at {where}, and the model has logits for 0 to {(entries or 0) - 1}: label what is "
+            f"not trained {IGNORE_INDEX}"
         )
 
     guard.check(name, find, error)
@@ -309,43 +325,28 @@ def is_flag(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def check_vocabulary(model: Any, name: str, ids: Any, guard: Guard) -> None:
-    """Check that tokens or labels are of the vocabulary, where no library does.
-
-    The rank that holds a token without an embedding would fail, and the others wait. A loss that makes no logits would
-    look for the one of a label elsewhere.
+def check_vocabulary(model: Any, ids: Any, guard: Guard) -> None:
+    """Check tokens that are cut over ranks: the rank that holds one without an embedding would fail, and others wait.
 
     Args:
         model: the model that is called.
-        name: ``input_ids``, or ``labels`` or ``shift_labels`` of next tokens.
         ids: [B, S] of the whole batch.
         guard: see :meth:`Guard.check`.
 
     Raises:
-        LayoutError: a token has no row in the model's embedding, or a label none in its output layer.
+        LayoutError: a token has no row in the model's embedding.
     """
-    of_tokens = name == "input_ids"
-    layer = model.get_input_embeddings() if of_tokens else model.get_output_embeddings()
-    rows = getattr(layer, "num_embeddings" if of_tokens else "out_features", None)
-    if not isinstance(ids, Tensor) or not isinstance(rows, int):
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if not isinstance(ids, Tensor) or rows is None:
         return
 
-    def find() -> Tensor:
-        outside = (ids < 0) | (ids >= rows)
-        return (outside if of_tokens else outside & (ids != IGNORE_INDEX)).flatten()
-
     def error(i: int) -> PackingError:
-        has, way = (
-            ("embeddings", "take the tokenizer of the model, and its pad_token_id for padding")
-            if of_tokens
-            else ("logits", f"label what is not trained {IGNORE_INDEX}")
-        )
         return LayoutError(
-            f"{name} holds {int(ids.flatten()[i])} at {place_of(i, ids.shape[-1])}, and {type(model).__name__} has "
-            f"{has} for 0 to {rows - 1}: {way}"
+            f"input_ids holds {int(ids.flatten()[i])} at {place_of(i, ids.shape[-1])}, and {type(model).__name__} has "
+            f"embeddings for 0 to {rows - 1}: take the tokenizer of the model, and its pad_token_id for padding"
         )
 
-    guard.check(f"{name} of the vocabulary", find, error)
+    guard.check("tokens of the vocabulary", lambda: ((ids < 0) | (ids >= rows)).flatten(), error)
 
 
 def place_of(i: int, width: int, ahead: int = 0) -> str:

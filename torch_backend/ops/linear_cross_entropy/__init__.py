@@ -71,22 +71,39 @@ def linear_cross_entropy(
     if not targets.numel():
         raise LayoutError(f"linear_cross_entropy needs at least one row, got {given}")
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
-    counts = targets != ignore_index
-    outside = counts & ((targets < 0) | (targets >= len(weight)))
-    counted = counts.to(torch.promote_types(hidden.dtype, torch.float32))
-    if weights is not None:
-        weights = weights.detach().flatten()
-        counted = counted * weights
+    weights = None if weights is None else weights.detach().flatten()
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    labels, counted, valid = counted_targets(
+        targets, weights, classes=len(weight), ignore_index=ignore_index, dtype=dtype
+    )
     per_row = weight.shape[0] * hidden.element_size()
     if chunk_bytes is None:
         chunk_bytes = loss_chunk(len(hidden), per_row)
     rows = max(1, chunk_bytes // per_row)
     rows = -(-rows // 128) * 128 if rows > 128 else rows
     options = ignore_index, scale, softcap or 0.0, rows
-    # no kernel looks for the logit of what is no class
-    loss = _LinearCrossEntropy.apply(hidden, weight, bias, targets.masked_fill(outside, ignore_index), weights, options)
-    wrong = (outside & (counted != 0)).any()
-    return loss * torch.where(wrong, torch.nan, 1.0).to(loss.dtype), counted.sum()
+    loss = _LinearCrossEntropy.apply(hidden, weight, bias, labels, weights, options)
+    return loss * valid, counted.sum()
+
+
+def counted_targets(
+    targets: Tensor, weights: Tensor | None, *, classes: int, ignore_index: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tells which targets count: those that are not ``ignore_index`` and have a weight other than 0.
+
+    A kernel must not read the logit of a target that is no class.
+
+    Returns:
+        The targets, ``ignore_index`` in place of those that are no class; the weight of each, 0 for ``ignore_index``;
+        and 1, or NaN if one that counts is no class.
+    """
+    counts = targets != ignore_index
+    outside = counts & ((targets < 0) | (targets >= classes))
+    counted = counts.to(dtype)
+    if weights is not None:
+        counted = counted * weights
+    valid = torch.where((outside & (counted != 0)).any(), torch.nan, 1.0).to(dtype)
+    return targets.masked_fill(outside, ignore_index), counted, valid
 
 
 def check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from torch_backend.ops.operators import operator
 
-# Warps that work on a tile [tokens, heads, R/2] and its heads at most, measured on an H200 by benchmarks/gpu_rope.py,
-# which is at commit 4a1cdf83; the norm's backward keeps sums per tile. A warp takes as many pairs as leave each thread
+# Warps that work on a tile [tokens, heads, R/2] and its heads at most, measured on an H200; the norm's backward keeps
+# sums per tile. A warp takes as many pairs as leave each thread
 # one wide load of either channel.
 _WARPS, _HEADS, _PAIRS_OF_A_WARP = 2, 4, 256
 _BACKWARD_WARPS, _BACKWARD_HEADS = 4, 8

@@ -105,12 +105,14 @@ def test_labels_outside_of_the_vocabulary_are_refused(beyond: bool) -> None:
     entries = model.config.vocab_size
     label = entries if beyond else -1
     place = torch.arange(128).view(2, 64) == 7
-    wrong = f"labels holds {label} at row 0, token 7, and LlamaForCausalLM has logits for 0 to {entries - 1}"
+    wrong = f"labels holds {label} at row 0, token 7, and the model has logits for 0 to {entries - 1}"
     for call in (lambda batch: model(**batch), lambda batch: causal_lm_loss(model, batch)):
         with pytest.raises(LayoutError, match=wrong):
             call({**batch, "labels": torch.where(place, label, batch["labels"])})
     with pytest.raises(LayoutError, match=f"shift_{wrong}"):
         model(**batch, shift_labels=torch.where(place, label, batch["labels"].roll(-1, 1)))
+    first = torch.arange(128).view(2, 64) % 64 == 0
+    model(**{**batch, "labels": torch.where(first, label, batch["labels"])})  # which the shift drops
 
 
 def test_labels_that_train_a_document_s_first_token_are_refused() -> None:
