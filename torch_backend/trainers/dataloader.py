@@ -113,11 +113,16 @@ def _of_ranks(value: Any) -> list[Any]:
     return values
 
 
-def use_rows(changes: Changes, rows: EpochRows | RowStream | None) -> None:
+def use_rows(changes: Changes, rows: EpochRows | RowStream | None, *, whole_steps: bool) -> None:
     """Let a trainer make its training dataloader of rows, or make its own again (None), of packed batches alone.
 
     A run that resumes inside an epoch then checks that its rows are those of before (:class:`.callbacks.SameRows`).
+
+    Args:
+        whole_steps: as of :class:`.epoch_rows.RowStream`.
     """
+    if isinstance(rows, RowStream):
+        rows.whole_steps = whole_steps
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     changes.set("dispatch_batches", False, of=changes.trainer.accelerator.dataloader_config)
     if rows is None:
@@ -199,7 +204,8 @@ def _dataloader(trainer: Any, rows: EpochRows | RowStream) -> DataLoader[PackedB
     prepared: DataLoader[PackedBatch] = trainer.accelerator.prepare(loader)
     # accelerate knows how many ranks read data of their own: all but those of tensor and context parallelism
     if isinstance(rows, RowStream):
-        rows.group = size * args.gradient_accumulation_steps * getattr(prepared.dataset, "num_processes", 1)
+        batches = args.gradient_accumulation_steps if rows.whole_steps else 1
+        rows.group = size * batches * getattr(prepared.dataset, "num_processes", 1)
     else:
         rows.ranks = getattr(prepared.batch_sampler, "num_processes", 1)
         _refuse_no_batch(prepared, trainer, str(rows))

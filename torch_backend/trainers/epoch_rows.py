@@ -271,10 +271,12 @@ class RowStream(IterableDataset[PackedBatch]):
 
     Attributes:
         epoch: which one the next pass is.
-        resumed_in: the epoch in which a resumed run was saved: epoch 0 then begins with all before it, and others
-            follow it.
-        group: an epoch is filled up with empty rows to a multiple of this, the rows of a step on all ranks, so that no
-            step begins in one epoch and ends in another, and accelerate repeats no row for a rank.
+        resumed_in: the epoch in which a resumed run was saved. After a resume, epoch 0 replays all epochs up to this
+            one, because transformers skips batches of epoch 0 only.
+        whole_steps: whether the last step of an epoch is filled up with batches of padding, so that none begins in one
+            epoch and ends in another. It takes a loss that is divided by the targets of the step.
+        group: an epoch is filled up with empty rows to a multiple of this, the rows of a batch on all ranks, so that
+            accelerate repeats no row for a rank, or those of a whole step.
     """
 
     def __init__(
@@ -294,6 +296,7 @@ class RowStream(IterableDataset[PackedBatch]):
         self.pad_id = pad_id
         self.seed = seed
         self.epoch = self.resumed_in = 0
+        self.whole_steps = True
         self.group = 1
 
     @property

@@ -68,7 +68,9 @@ class RowsPort(TrainerPort):
         if labels_documents(trainer.model) or trains_first_token(trainer.model):
             changes.set("model_accepts_loss_kwargs", True)  # a patched classifier divides by the step's targets
         changes.wrap("_get_num_items_in_batch", _count_targets, trainer)
-        use_rows(changes, plan.rows)
+        # a loss that does not divide by the step's targets would be 0 / 0, or divided by one batch more
+        divides = self.loss.function is None and bool(trainer.model_accepts_loss_kwargs)
+        use_rows(changes, plan.rows, whole_steps=divides)
         warn_of_room(trainer)
         warn_of_last_tokens(self.loss)
         warn_of_rows(changes, self.loss)

@@ -351,3 +351,32 @@ def test_a_stream_trains_each_document_once_in_the_steps_of_an_epoch_and_resumes
             rest, resumed = trained(checkpoint, **workers, save_strategy="no")
         assert rest == steps[checkpoint:]
         assert differences(model, resumed) < 1e-6
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["a loss function", "a model without the step's targets"])
+def test_a_stream_gives_no_batch_of_padding_to_a_loss_that_is_not_divided_by_the_targets_of_its_step(
+    tmp_path, own
+) -> None:
+    """20 rows are 10 batches of 2: an epoch lacks two of its last step, in which a mean would be 0 / 0."""
+    trainer = build(tmp_path, numbered().to_iterable_dataset(), max_steps=5, gradient_accumulation_steps=4)
+    if own:
+        trainer.compute_loss_func = mean_of_batch
+    else:
+        trainer.model_accepts_loss_kwargs = False
+    enabled(trainer)
+    step, trained = trainer.training_step, []
+
+    def recorded(model, inputs, *args):
+        trained.append(bool((inputs["labels"] != -100).any()))
+        return step(model, inputs, *args)
+
+    trainer.training_step = recorded
+    trainer.train()
+    assert len(trained) >= 20 and all(trained)
+    assert all(weight.isfinite().all() for weight in trainer.model.parameters())
+
+
+def mean_of_batch(outputs, labels, num_items_in_batch=None):
+    targets = labels[:, 1:].flatten()
+    losses = torch.nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), targets, reduction="none")
+    return losses.sum() / (targets != -100).sum()
