@@ -14,6 +14,8 @@ from packing_core.errors import LayoutError, PackingError
 from packing_core.planning.pieces import PieceSpan, integer, too_long
 from packing_core.planning.rule import RowRule
 from packing_core.storage.arrays import Int64
+from packing_core.storage.ragged import Ragged
+from packing_core.storage.segment_indexing import offsets_of
 
 Piece = tuple[int, int, int, int, Any]  # document number, first token, length, context, content
 
@@ -177,7 +179,7 @@ def part(document: Any, span: PieceSpan, number: int) -> Any:
         return taken(document)
     length = len(document["input_ids"])
     parts: dict[str, Any] = {}
-    for name, column in document.items():
+    for name, column in _columns(document).items():
         if name == PROMPT:
             prompt = integer(column)
             if prompt is None or not 0 <= prompt <= length:
@@ -202,42 +204,57 @@ def columns_of(contents: list[Any], numbers: Int64) -> dict[str, Any]:
     """The arguments of ``pack`` that hold these documents; a token is trained if all of their masks train it.
 
     Raises:
-        LayoutError: they have not all the same columns, or their masks have not the same length.
+        LayoutError: they have not all the same columns, or a mask is not one of each token.
     """
     if not any(issubclass(kind, Mapping) for kind in set(map(type, contents))):
         return {"sequences": contents}
-    names = _names(contents[0])
-    for content, number in zip(contents, numbers.tolist(), strict=True):
-        if _names(content) != names:
+    documents = [_columns(content) for content in contents]
+    first = documents[0]
+    for document, number in zip(documents, numbers.tolist(), strict=True):
+        if document.keys() != first.keys():
             raise LayoutError(
-                f"document {number} has {_listed(content)} and the first one has {_listed(contents[0])}: "
+                f"document {number} has {_listed(document)} and the first one has {_listed(first)}: "
                 "give every document the same columns"
             )
-    columns = {name: [content[name] for content in contents] for name in contents[0]}
+    columns = {name: [document[name] for document in documents] for name in first}
+    sequences = columns.pop("input_ids")
+    masks = {name: columns.pop(name) for name in TRAINED if name in columns}
     arguments = {
-        "sequences": columns.pop("input_ids"),
+        "sequences": sequences,
         "labels": columns.pop("labels", None),
-        "loss_mask": _trained([columns.pop(name) for name in TRAINED if name in columns], numbers),
+        "loss_mask": _trained(masks, sequences),
         "prompt_lengths": columns.pop(PROMPT, None),
     }
     return {**arguments, "columns": columns}
 
 
-def _trained(masks: list[list[Any]], numbers: Int64) -> list[Any] | None:
-    """One mask of each document, of lists with one mask of each."""
-    if len(masks) < 2:
-        return masks[0] if masks else None
-    both = []
-    for number, of_document in zip(numbers.tolist(), zip(*masks, strict=True), strict=True):
-        if len({len(mask) for mask in of_document}) > 1:
-            raise LayoutError(f"the masks of document {number} have several lengths: give one entry per token")
-        both.append(np.logical_and.reduce(of_document))
-    return both
+def _trained(masks: Mapping[str, list[Any]], sequences: list[Any]) -> Ragged | None:
+    """Reads one mask of each document out of those of all names.
+
+    Raises:
+        LayoutError: one has another length than its document, or something else than 0 and 1.
+    """
+    if not masks:
+        return None
+    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+    both = np.ones(int(lengths.sum()), np.bool_)
+    for name, column in masks.items():
+        mask = Ragged.of(column, name=name)
+        if not np.array_equal(mask.lengths, lengths):
+            raise LayoutError(f"{name} has not as many entries as input_ids: give one per token")
+        entries = mask.flat().values
+        if entries.dtype.kind not in "biu" or entries.min() < 0 or entries.max() > 1:
+            raise LayoutError(f"{name} has entries other than 0 and 1: pass 1 (or True) at tokens that may be trained")
+        both &= entries != 0
+    return Ragged(both, offsets_of(lengths), name="loss_mask")
 
 
-def _names(content: Any) -> set[Any]:
-    return set(content) if isinstance(content, Mapping) else set()
+def _columns(content: Any) -> Mapping[str, Any]:
+    """A document's columns; None stands for one that it does not have."""
+    if not isinstance(content, Mapping):
+        return {}
+    return {name: column for name, column in content.items() if column is not None}
 
 
-def _listed(content: Any) -> str:
-    return ", ".join(map(str, content)) if isinstance(content, Mapping) else "no columns"
+def _listed(columns: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, columns)) or "no columns"

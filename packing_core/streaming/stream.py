@@ -75,8 +75,9 @@ def stream(
             a mixture of sources is (:func:`packing_core.mix`). Also an iterable, which is read from its start to
             continue, and an iterator, with which the stream cannot be continued and has one epoch. A document is
             token ids, or a mapping of ``input_ids`` and optionally ``labels``, ``prompt_length``, the masks that
-            ``pack`` reads (``loss_mask``, ``completion_mask``, ``assistant_masks``) and other per-token columns. It
-            must give the same documents every time; every shard reads all of them.
+            ``pack`` reads (``loss_mask``, ``completion_mask``, ``assistant_masks``) and other per-token columns; a
+            column that is None counts as absent. It must give the same documents every time; every shard reads all of
+            them.
         capacity: tokens a row can hold.
         buffer: documents that are pending at most; more fill rows better.
         buffer_tokens: tokens that are pending at most, not counting the last document that was read; by default 2**24,

@@ -27,6 +27,7 @@ from packing_core import (
     plan,
     stream,
 )
+from packing_core.batches.columns import TRAINED
 
 EXAMPLES = int(os.environ.get("CROSSPACK_EXAMPLES", "40"))
 ANY = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
@@ -192,11 +193,15 @@ def test_packs_give_the_documents_back_or_are_refused(sequences, capacity, chose
 
 
 @ANY
-@given(collections(), CAPACITIES, options(STREAM_OPTIONS), st.booleans())
-def test_streams_give_the_documents_back_or_are_refused(sequences, capacity, chosen, mappings) -> None:
+@given(collections(), CAPACITIES, options(STREAM_OPTIONS), st.booleans(), st.data())
+def test_streams_give_the_documents_back_or_are_refused(sequences, capacity, chosen, mappings, data) -> None:
     source = sequences
     if mappings and isinstance(sequences, list):
+        masks = data.draw(st.lists(st.sampled_from(TRAINED), unique=True, max_size=2))
         source = [{"input_ids": document, "prompt_length": 1} for document in sequences]
+        for document in source:
+            whole = np.ones(np.size(document["input_ids"]), np.int64)
+            document |= {name: data.draw(st.one_of(st.just(whole), arrays(len(whole)), ODD)) for name in masks}
     try:
         rows = list(stream(source, capacity, **chosen))
         documents = [np.asarray(document).tolist() for document in Ragged.of(sequences)]

@@ -185,9 +185,35 @@ def test_a_stream_reads_the_masks_that_pack_reads(names: list[str]) -> None:
     assert not streamed.columns
     for number, targets in streamed.unpack("targets").items():
         assert targets.tolist() == whole[number].tolist()
-    longer = [{**source[0], **{name: [1] * (n + 1) for n, name in enumerate(names)}}]
-    with pytest.raises(LayoutError, match="document 0"):
-        list(stream(longer, 8))
+
+
+@pytest.mark.parametrize("beside", [{}, {"assistant_masks": [1, 1, 1]}], ids=["alone", "beside another"])
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        ([1, 1], "not as many entries as input_ids"),
+        ([0, 1, 2], "entries other than 0 and 1"),
+        ([0, 1, 0.5], "entries other than 0 and 1"),
+        (1, ""),
+        ([1, [1], 1], ""),
+        ([None, 1, 1], ""),
+    ],
+    ids=str,
+)
+def test_a_stream_refuses_what_is_no_mask_by_the_name_of_its_column(beside, mask, text: str) -> None:
+    masked = {"input_ids": [1, 2, 3], "completion_mask": mask, **beside}
+    with pytest.raises(LayoutError, match=f"document 1 of the stream: completion_mask.*{text}"):
+        list(stream([{**masked, "completion_mask": [0, 1, 1]}, masked], 8))
+
+
+def test_none_stands_for_a_column_that_a_document_of_a_stream_does_not_have() -> None:
+    absent = dict.fromkeys(("labels", "prompt_length", *TRAINED))
+    source = [{"input_ids": [1, 2, 3, 4, 5], **absent}, {"input_ids": [6, 7], **absent}]
+    for made in (next(stream(source, 8).chunks()), pack(source, 8)):
+        assert made.loss_mask is None and made.labels is None
+    assert [row.n_tokens for row in stream(source, 2, overflow="split", seed=None)]
+    with pytest.raises(LayoutError, match="document 1 has input_ids, loss_mask and the first one has input_ids: give"):
+        list(stream([source[0], {**source[1], "loss_mask": [1, 1]}], 8, seed=None))
 
 
 @pytest.mark.parametrize(
