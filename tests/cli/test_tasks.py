@@ -264,6 +264,32 @@ def test_columns_that_the_first_record_lacks_reach_the_trainer():
     records = [{"prompt": "a"}, {"prompt": "b", "answer": 3}]
     dataset: Any = TaskKind.dataset(SimpleNamespace(example=dict), records)  # type: ignore[arg-type]
     assert dataset.to_list() == [{"prompt": "a", "answer": None}, records[1]]
+    for value in ("three", [3], 2**70):
+        with pytest.raises(PackingError, match='column "answer" cannot be one column .*: give all its values one type'):
+            TaskKind.dataset(SimpleNamespace(example=dict), [*records, {"answer": value}])  # type: ignore[arg-type]
+
+
+def answers(task: str, records: list[dict[str, Any]], *, images: bool) -> Any:
+    """The data of a task of TRL's, whose first data set left out a record."""
+    from torch_backend.job.kinds import Answers
+
+    kind: Any = Answers.__new__(Answers)
+    kind.job = SimpleNamespace(task=task, records=records, on_error="skip", images=images)
+    kind.skipped = ["a record of the other data"]
+    return kind
+
+
+@pytest.mark.parametrize("images", [False, True], ids=["texts", "images"])
+def test_data_of_which_no_record_can_be_used_say_why(images):
+    kind = answers("dpo", PAIRS, images=images)
+    with pytest.raises(PackingError, match="none of the 2 records can be used, the first because example 0 has chosen"):
+        kind.dataset([{"chosen": "b"}, {"prompt": "c"}])
+
+
+@pytest.mark.parametrize("images", [False, True], ids=["texts", "images"])
+def test_a_prompt_that_is_null_is_none(images):
+    records = [{"prompt": None, "chosen": "b", "rejected": "c"}] * 2
+    assert "prompt" not in answers("dpo", records, images=images).dataset(records).column_names
 
 
 @pytest.mark.parametrize(

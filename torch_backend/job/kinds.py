@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from packing_core.errors import CapacityError, LayoutError, PackingError
+from packing_core.errors import CapacityError, LayoutError, PackingError, first_line
 from packing_core.extras import require
 from packing_core.training.tasks import TASKS, TaskJob
 from torch_backend.auditing.model import AuditReport, verify
@@ -213,20 +213,20 @@ class Answers(TaskKind):
         Raises:
             PackingError: a record cannot be used, or under ``on_error="skip"`` none can.
         """
-        named = self.alike(records)
-        if not self.job.images:
-            return super().dataset([record for _, record in named])
-        datasets, examples = require("datasets", extra="hf"), []
-        for where, record in named:
+        datasets, before, examples = require("datasets", extra="hf"), len(self.skipped), []
+        for where, record in self.alike(records):
+            example = self.example(record)
             try:
-                examples.append(_with_images(record, where))
+                examples.append(_with_images(example, where) if self.job.images else example)
             except PackingError as error:
                 if self.job.on_error == "stop":
                     raise
                 self.skipped.append(str(error))
         if not examples:
-            raise PackingError(f"none of the {len(records):,} records can be used, the first because {self.skipped[0]}")
-        return _dataset(examples).cast_column("images", datasets.Sequence(datasets.Image()))
+            why = self.skipped[before]
+            raise PackingError(f"none of the {len(records):,} records can be used, the first because {why}")
+        dataset = _dataset(examples)
+        return dataset.cast_column("images", datasets.Sequence(datasets.Image())) if self.job.images else dataset
 
     def example(self, record: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in record.items() if name != "prompt" or value is not None}
@@ -274,10 +274,21 @@ class RewardModel(Answers):
 
 
 def _dataset(examples: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns a data set with all columns of the examples; ``Dataset.from_list`` takes those of the first alone."""
-    names = dict.fromkeys(name for example in examples for name in example)
-    columns = {name: [example.get(name) for example in examples] for name in names}
-    return require("datasets", extra="hf").Dataset.from_dict(columns)
+    """Returns a data set with all columns of the examples; ``Dataset.from_list`` takes those of the first alone.
+
+    Raises:
+        PackingError: a column has values of several types, or of one that Arrow does not have.
+    """
+    datasets, columns = require("datasets", extra="hf"), []
+    for name in dict.fromkeys(name for example in examples for name in example):
+        try:
+            columns.append(datasets.Dataset.from_dict({name: [example.get(name) for example in examples]}))
+        except Exception as error:  # Arrow's, of many types
+            raise PackingError(
+                f'the records\' column "{name}" cannot be one column ({first_line(error)}): give all its values one '
+                "type, or leave it out"
+            ) from error
+    return datasets.concatenate_datasets(columns, axis=1)
 
 
 def _processor(job: TaskJob) -> Any:

@@ -164,7 +164,8 @@ class Retrieval(TaskKind):
 
     def _usable(self, records: Records) -> list[Mapping[str, Any]]:
         """Returns the records whose texts the model takes."""
-        job, named, usable = self.job, self.alike(records), []
+        job, before, usable = self.job, len(self.skipped), []
+        named = self.alike(records)
         for (where, record), lengths in zip(named, self._lengths([x for _, x in named]), strict=True):
             too_long = [(count, longest) for count, longest in lengths if count > longest]
             if not all(count for count, _ in lengths):
@@ -180,7 +181,7 @@ class Retrieval(TaskKind):
                     "--overflow truncate or drop"
                 )
         if records and not usable:
-            why = f": {self.skipped[0]}" if self.skipped else ""
+            why = f": {self.skipped[before]}" if len(self.skipped) > before else ""
             raise PackingError(f"none of the {len(records):,} records can be used{why}")
         return usable
 
