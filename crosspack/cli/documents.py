@@ -13,7 +13,7 @@ from crosspack.cli.console import OUT
 from crosspack.cli.options import EncodedRecords
 from crosspack.cli.packjob import INLINE_BYTES, cores, opened_pool, unit_size
 from crosspack.cli.progress import PackProgress
-from crosspack.encoding.kinds import key_of, raise_error, with_keys
+from crosspack.encoding.kinds import check_key, checked, key_of, raise_error
 from crosspack.encoding.text import Encoder
 from crosspack.encoding.tokens import check_length
 from crosspack.packing.mixture import Mixed
@@ -73,7 +73,7 @@ def _documents_of(
         PackingError: a record cannot be used.
     """
     refuse = raise_error if skipped is None else lambda _, error: skipped.append(first_line(error))
-    for found in encoder.encoded(with_keys(items, rule.keys, refuse), refuse):
+    for found in encoder.encoded(checked(items, partial(check_key, column=rule.keys), refuse), refuse):
         if rule.overflow == "error":
             check_length(str(found.where), found.document, rule.capacity)
         key = None if rule.keys is None else key_of(found.where, found.record, rule.keys)

@@ -133,14 +133,19 @@ def key_of(where: Where, record: Record, column: str) -> Key:
     return value
 
 
-def with_keys(items: Iterable[Item], column: str | None, refuse: Refuse) -> Iterator[Row]:
-    """Yields the records; what is no record, or has no key in the column, is refused with the error."""
+def check_key(record: Row, column: str | None) -> None:
+    """Raises PackingError if a column is named and the record has no key in it."""
+    if column is not None:
+        key_of(record.where, record, column)
+
+
+def checked(items: Iterable[Item], check: Callable[[Row], Any], refuse: Refuse) -> Iterator[Row]:
+    """Yields the records; what is no record, or makes ``check`` raise an error, is refused with the error."""
     for item in items:
         try:
             if isinstance(item, BadRecord):
                 raise item.error()
-            if column is not None:
-                key_of(item.where, item, column)
+            check(item)
         except PackingError as error:
             refuse(item if isinstance(item, BadRecord) else bad_record(_place(item), item, error), error)
         else:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, first_line
 from packing_core.storage.arrays import Array
 from packing_core.storage.segment_indexing import offsets_of, ranges
 
@@ -123,14 +123,26 @@ def _as_text(value: Any) -> str:
     """Returns a date as text, which JSON has in its place.
 
     Raises:
-        PackingError: it is none.
+        TypeError: it is none.
     """
     if isinstance(value, date | time):
         return value.isoformat()
-    raise PackingError(
-        f"--keep carries numbers, texts, dates, and lists and objects of them, and a column has a "
-        f"{type(value).__name__}: leave it out"
-    )
+    raise TypeError(f"of type {type(value).__name__}")
+
+
+def check_values(record: Mapping[str, Any], keep: Iterable[str], where: Any) -> None:
+    """Raises PackingError if a column to carry has a value of which a file has no type."""
+    for name in keep:
+        value = record.get(name)
+        if value is None or isinstance(value, str | int | float):
+            continue
+        try:
+            json.dumps(value.tolist() if isinstance(value, np.ndarray) else value, default=_as_text)
+        except (TypeError, ValueError) as error:
+            raise PackingError(
+                f"{where}: --keep {name} has a value {first_line(error)}, and numbers, texts, dates, and lists and "
+                "objects of them are carried: leave the column out"
+            ) from None
 
 
 def check_kept(values: Iterable[str], tokens: Iterable[str]) -> None:

@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from crosspack.encoding.kinds import key_of, with_keys
+from crosspack.encoding.kinds import check_key, checked, key_of
 from crosspack.encoding.text import Encoded, Encoder
 from crosspack.encoding.tokens import check_length
-from crosspack.packing.row_files import Gathered, Rows
-from crosspack.reading.places import BadRecord, Item, Piece
+from crosspack.packing.row_files import Gathered, Rows, check_values
+from crosspack.reading.places import BadRecord, Item, Piece, Row
 from packing_core.errors import PackingError
 from packing_core.planning.pieces import CUTS
 from packing_core.planning.plan import plan
@@ -171,7 +171,11 @@ def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: 
             outcome.records += 1
             yield item
 
-    records = with_keys(counted(), rules.rows.keys, refuse)
+    def check(record: Row) -> None:
+        check_key(record, rules.rows.keys)
+        check_values(record, rules.keep, record.where)
+
+    records = checked(counted(), check, refuse)
     for encoded in fit.pieces(encoder.encoded(records, refuse, partial(fit.note, "left_out"))):
         values, tokens = _kept(encoded, rules.keep)
         if rules.rows.keys is not None:

@@ -172,13 +172,19 @@ def test_kept_columns_that_no_file_can_hold_are_refused(corpus, write, tmp_path)
     assert sorted(rows_of(tmp_path / "out")[0]["day"]) == ["2024-02-03", "2024-02-04"]
     lines = [{"input_ids": [5, 6, 7], "w": [1, 2, 3], "mixed": 1}, {"input_ids": [5, 6, 7], "w": None, "mixed": "a"}]
     for path, name, says in (
-        (table, "raw", "and a column has a bytes: leave it out"),
+        (table, "raw", f"{table}[0]: --keep raw has a value of type bytes, and numbers, texts, dates, and"),
         (write("data.jsonl", lines), "mixed", "--keep mixed: its values have not all one type"),
         (write("data.jsonl", lines), "w", "--keep w: some records have a number for each token and others do not"),
         (write("data.jsonl", lines * 9), "w", "--keep w: some records have a number for each token and others do not"),
     ):
         options = ("--data", path, "--tokenizer", corpus[1], "--keep", name, "--block-size", 60)
         assert says in pack(*options, "--output", tmp_path / "refused", code=2)
+    some = write("some.parquet", [{"input_ids": [5, 6, 7], "raw": raw} for raw in (None, b"x", None)])
+    options = ("--data", some, "--tokenizer", corpus[1], "--keep", "raw", "--on-error", "skip")
+    pack(*options, "--output", tmp_path / "some")
+    bad = json.loads((tmp_path / "some" / "bad_records.jsonl").read_text())
+    assert bad["where"].endswith("[1]") and bad["error"].startswith("--keep raw has a value of type bytes")
+    assert len(rows_of(tmp_path / "some")[0]["raw"]) == 2
 
 
 def test_labels_beside_token_ids_count_whatever_the_column_of_the_ids_is_called(corpus, write, tmp_path):
