@@ -315,8 +315,9 @@ class DecoderSizes:
             what = f"layers of the kind {others[0]}" if others else "attention, experts or recurrent layers of its own"
             what = "an encoder beside its decoder" if find("is_encoder_decoder") else what
             raise UnsupportedModelError(
-                f"the memory of {family} is not known beforehand, because it has {what}: choose a level of memory by "
-                'trying, "selective" or "full"'
+                f"how much {family} keeps of a step is not known beforehand, because it has {what}: try "
+                'memory="selective" or "full"',
+                option="memory",
             )
 
         def mixer(kind: str) -> Mixer:

@@ -298,7 +298,7 @@ def test_the_loss_holds_a_seventh_of_the_logits_within_bounds() -> None:
         (
             QWEN2 | {"model_type": "dbrx"},
             UnsupportedModelError,
-            "memory of dbrx is not known beforehand, because it has",
+            "dbrx keeps of a step is not known beforehand, because it has",
         ),
         (QWEN2 | {"model_type": "t5", "is_encoder_decoder": True}, UnsupportedModelError, "an encoder beside its deco"),
     ],

@@ -51,7 +51,7 @@ WHOLE = ("arcee", "apertus", "falcon_h1", "llama4_text", "nanochat", "persimmon"
 
 def test_the_formula_is_not_known_of_families_that_it_would_count_wrong() -> None:
     for family in WITHOUT_FORMULA:
-        with pytest.raises(UnsupportedModelError, match=f"the memory of {family} is not known beforehand"):
+        with pytest.raises(UnsupportedModelError, match=f"how much {family} keeps of a step is not known"):
             parts_told(tiny(family).config)
 
 
