@@ -117,14 +117,16 @@ def report(options: ReportOptions) -> None:
     config = None if model is None else model_config(model)
     about_model: dict[str, Any] = {}
     if config is not None:
+        about_model = {"model": model, "gpu_gib": gib}
         try:
             memory = longest_rows(config, gib, options.adapters)
-            about_model = {"model": model, "gpu_gib": gib, "longest_rows": memory}
-            OUT.print(memory_table(memory, gib, adapters=options.adapters))
         except UnsupportedModelError as error:  # the data are reported in any case
             if options.data is None:
                 raise
             warn(f"--model {model}: {error}")
+        else:
+            about_model["longest_rows"] = memory
+            OUT.print(memory_table(memory, gib, adapters=options.adapters))
         if options.data is None:
             figures(about_model)
             return

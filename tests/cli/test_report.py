@@ -39,8 +39,12 @@ def test_report_says_the_longest_row_of_a_model(report, model):
     hybrid = model.with_name("hybrid.json")
     hybrid.write_text('{"model_type": "jamba"}')
     reported = run(*report, "--model", hybrid, "--json")
-    assert json.loads(reported.stdout)["documents"] and "warning" in reported.stderr
-    assert "the memory of jamba is not known beforehand" in one_line(run("report", "--model", hybrid))
+    said = json.loads(reported.stdout)
+    assert said["documents"] and "warning" in reported.stderr
+    assert said["model"] == str(hybrid) and "longest_rows" not in said
+    refused = one_line(run("report", "--model", hybrid))
+    assert "how much jamba keeps of a step is not known beforehand" in refused
+    assert refused.endswith("try --gradient-checkpointing")
     both = json.loads(run(*report, "--model", model, "--gpu", "h100", "--json").stdout)
     assert both["documents"] and both["gpu_gib"] == 80 and both["time"]["gpu"] == "h100"
     assert f"{none:,}" in run("report", "--model", model, "--gpu", 2).output
