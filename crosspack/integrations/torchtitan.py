@@ -110,12 +110,12 @@ class _Documents:
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         for record in crosspack.read(self.path):
-            if "input_ids" in record:
+            if record.get("input_ids") is not None:
                 try:
                     yield from documents_of({name: record[name] for name in _READ if name in record})
                 except PackingError as error:
                     raise error.reworded(f"{record.where}: {error}") from None
-            elif "text" in record:
+            elif record.get("text") is not None:
                 yield {"input_ids": self.tokenizer.encode(record["text"], add_bos=True, add_eos=True)}
             else:
                 raise LayoutError(

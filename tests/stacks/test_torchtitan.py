@@ -144,7 +144,7 @@ def test_a_file_holds_tokens_or_text_and_other_columns_are_left_out(plugin, tmp_
     file.write_text(json.dumps({"input_ids": [5, 6, 7], "seq_lengths": [2, 2]}) + "\n")
     with pytest.raises(LayoutError, match=r"train.jsonl:1: seq_lengths add up to 4 and input_ids has 3"):
         [*loader(plugin, str(file))]
-    file.write_text(json.dumps({"text": "5 6"}) + "\n")
+    file.write_text(json.dumps({"input_ids": None, "text": "5 6"}) + "\n")
     assert documents_in(loader(plugin, str(file), tokenizer=tokenizer, rows=1))[0] == ([1, 5, 6, 2], [5, 6, 2, -100])
     file.write_text(json.dumps({"prompt": "5", "answer": "6"}) + "\n")
     with pytest.raises(
