@@ -83,7 +83,8 @@ def _launch(module: str, contender: Any, chosen: argparse.Namespace) -> Figures:
     """Starts the processes of a contender and waits for its figures; raises the reason if there are none."""
     free()  # what this process holds of the first GPU
     options = {name.replace("_", "-"): x for name, x in vars(chosen).items() if name not in OF_THE_LAUNCHER}
-    arguments = [f"--{name}" if x is True else f"--{name}={x}" for name, x in options.items() if x not in (None, False)]
+    chosen_ones = {name: x for name, x in options.items() if x is not None and x is not False}  # 0 is a choice
+    arguments = [f"--{name}" if x is True else f"--{name}={x}" for name, x in chosen_ones.items()]
     with TemporaryDirectory() as folder:
         figures, log = Path(folder, "figures.json"), Path(folder, "log")
         command = [
