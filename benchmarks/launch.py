@@ -96,10 +96,21 @@ def _launch(module: str, contender: Any, chosen: argparse.Namespace) -> Figures:
             try:
                 process.wait()
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # ranks may wait for each other for ever
+                _end(process)
         if figures.exists():
             measured: Figures = json.loads(figures.read_text())
             return measured
         lines = log.read_text().splitlines() or [""]
     raise RuntimeError(next((line for line in lines if "Error" in line), f"no result, and at last: {lines[-1]}"))
+
+
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """Ends torchrun and, by it, its ranks: they are in sessions of their own and may wait for each other for ever."""
+    if launcher.poll() is None:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the time limit, which would interrupt again
+        launcher.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(40)  # it gives its ranks 30 seconds to end before it kills them
+    with suppress(ProcessLookupError):
+        os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.wait()
