@@ -1,8 +1,8 @@
 """The selective scan of Mamba with its state reset at segment starts, as an associative scan.
 
-Data flows dt, A -> decay, set to 0 at segment starts -> associative scan of (decay, input) pairs -> states -> y. A
-decay of 0 is what a reset is: nothing that stood before reaches the state. Gradients are JAX's own. Memory is [B, S, E,
-N] float32.
+Data flows dt, A -> decay, set to 0 at segment starts and padding -> associative scan of (decay, input) pairs -> states
+-> y. A decay of 0 is what a reset is: nothing that stood before reaches the state. Gradients are JAX's own. Memory is
+[B, S, E, N] float32.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def selective_scan(
     x_, dt_, B_, C_ = (at_tokens(w) for w in (x, dt, B, C))
     drive = (dt_ * x_)[..., None] * _per_channel(B_, x)  # [B, S, E, N]
     decay = jnp.exp(dt_[..., None] * A.astype(jnp.float32)[None, None])
-    decay = jnp.where(segment_starts(segment_ids)[..., None, None], 0.0, decay)
+    decay = jnp.where((real & ~segment_starts(segment_ids))[..., None, None], decay, 0.0)
     _, states = jax.lax.associative_scan(_compose, (decay, drive), axis=1)
     y = jnp.sum(states * _per_channel(C_, x), axis=-1)
     if D is not None:

@@ -103,6 +103,21 @@ def test_what_is_broken_at_padding_reaches_no_output_and_no_gradient(scan: str, 
         jax.tree.map(np.testing.assert_array_equal, (found, gradients), (wanted, wanted_gradients))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_broken_before_padding_reaches_no_gradient_of_A_by_the_document_after_it(value: float) -> None:
+    rng, ids = np.random.default_rng(0), np.array([[1] * 4 + [0] * 2 + [2] * 4])
+    x, dt = rng.standard_normal((1, 10, 4), np.float32), rng.random((1, 10, 4), np.float32)
+    B, C = rng.standard_normal((2, 1, 10, 8), np.float32)
+
+    def of_the_second(x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array) -> jax.Array:
+        return selective_scan(x, dt, A, B, C, jnp.asarray(ids))[ids == 2].sum()
+
+    gradients = jax.jit(jax.grad(of_the_second, argnums=2))
+    wanted = gradients(x, dt, -np.ones((4, 8), np.float32), B, C)
+    x[:, 3] = value
+    np.testing.assert_array_equal(gradients(x, dt, -np.ones((4, 8), np.float32), B, C), wanted)
+
+
 @pytest.mark.parametrize("scan", ["delta rule", "ssd"])
 def test_a_broken_state_reaches_the_document_that_goes_on_from_it_and_is_handed_on(scan: str) -> None:
     whole, one = np.ones((1, 64), np.int32), np.float32(1)
