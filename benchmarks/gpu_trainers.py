@@ -113,7 +113,14 @@ def train_step(run: Run, model: Any) -> None:
     step = make_train_step(model, optimizer, max_grad_norm=1.0)
     rows: Any = run.rows
     loader = DataLoader(rows, batch_size=1, collate_fn=PackedCollator(model), pin_memory=not TOY)
-    run.losses.append(float(run.clock.loop(step, chain.from_iterable(repeat(loader)))["loss"]))
+
+    def recorded(batch: Any) -> Any:
+        metrics = step(batch)
+        if not run.losses:  # after the first step the clock waits too
+            run.losses.append(float(metrics["loss"]))
+        return metrics
+
+    run.losses.append(float(run.clock.loop(recorded, chain.from_iterable(repeat(loader)))["loss"]))
     run.note = "; ".join(f"{part}: {what}" for part, what in step.parts.items())
 
 
