@@ -111,7 +111,8 @@ def report(roster: Roster, records: Iterable[Record], spec: Mapping[str, Require
 
 
 def write(path: Path, found: Mapping[str, Any]) -> None:
-    """Write the report as strict JSON: an error that is not finite becomes the string "inf"."""
+    """Write the report as strict JSON, in a folder that is made if need be; an error that is not finite becomes the
+    string "inf"."""
 
     def strict(value: Any) -> Any:
         if isinstance(value, dict):
@@ -120,6 +121,7 @@ def write(path: Path, found: Mapping[str, Any]) -> None:
             return [strict(entry) for entry in value]
         return "inf" if isinstance(value, float) and not math.isfinite(value) else value
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(strict(found), indent=1, allow_nan=False) + "\n")
 
 

@@ -34,13 +34,13 @@ def hostile(tmp_path):
 def test_the_callers_pytest_settings_do_not_touch_it(hostile):
     before = sorted(hostile.iterdir())
     code, output = conform(
-        hostile, "--backend", "reference", "--requirement", "ISO-01", "--report", "found.json", "-n", "2",
+        hostile, "--backend", "reference", "--requirement", "ISO-01", "--report", "reports/found.json", "-n", "2",
         PYTEST_ADDOPTS="--no-such-option", PYTEST_PLUGINS="no_such_plugin",
     )  # fmt: skip
     assert code == 0, output
-    report = json.loads((hostile / "found.json").read_text())
+    report = json.loads((hostile / "reports" / "found.json").read_text())
     assert report["backends"]["reference"]["requirements"]["ISO-01"]["status"] == "pass"
-    assert sorted(hostile.iterdir()) == sorted([*before, hostile / "found.json"])
+    assert sorted(hostile.iterdir()) == sorted([*before, hostile / "reports"])
 
 
 def test_a_backend_of_the_callers_folder_is_found(tmp_path):
