@@ -61,6 +61,12 @@ class Judge:
         return self.backend.capabilities.dtypes[0]
 
     @property
+    def narrow_dtype(self) -> str:
+        """The dtype of mixed precision: the first that is declared and is not float32, or bfloat16 if none is."""
+        narrow = [dtype for dtype in self.backend.capabilities.dtypes if dtype != "float32"]
+        return (narrow or ["bfloat16"])[0]
+
+    @property
     def words(self) -> int:
         """The number of token ids that a model's documents are drawn from, where many matter."""
         capabilities = self.backend.capabilities

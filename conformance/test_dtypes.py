@@ -140,6 +140,5 @@ def test_isolation_of_weight_gradients(judge: Judge, dtype: str) -> None:
 
 @requirement("DTYPE-14")
 def test_mixed_precision(judge: Judge) -> None:
-    narrow = [dtype for dtype in judge.backend.capabilities.dtypes if dtype != "float32"]
     steps = [[documents(40, 3, 17, seed=i), documents(25, 8, 30, turn=4, seed=i + 9)] for i in range(4)]
-    models.check_train(judge, DecoderCase(), steps, capacity=96, dtype=(narrow or ["bfloat16"])[0])
+    models.check_train(judge, DecoderCase(), steps, capacity=96, dtype=judge.narrow_dtype)

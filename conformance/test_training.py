@@ -52,5 +52,6 @@ def test_one_step_moves_every_weight(judge: Judge, optimizer: str) -> None:
 @requirement("TRAIN-06")
 def test_adamw_in_mixed_precision_over_ranks(judge: Judge) -> None:
     judge.promised("train", "mixed_precision")
-    dtype = next(dtype for dtype in judge.backend.capabilities.dtypes if dtype != "float32")
-    models.check_train(judge, DecoderCase(), steps()[:3], capacity=96, optimizer="adamw", ranks=2, dtype=dtype)
+    models.check_train(
+        judge, DecoderCase(), steps()[:3], capacity=96, optimizer="adamw", ranks=2, dtype=judge.narrow_dtype
+    )
