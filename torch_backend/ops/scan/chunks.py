@@ -34,7 +34,7 @@ class ChunkTile(NamedTuple):
 
 
 # In float16 and bfloat16; float32 takes half of the channels, without stages, for its elements are twice as large.
-# Measured on an H200 by benchmarks/gpu_scan_tiles.py, which is at commit e33bdc18.
+# Measured on an H200 by benchmarks/gpu_scan_tiles.py, which is at commit 82638478.
 TILES = {
     "prepare": ChunkTile(0, 1),
     "carry": ChunkTile(32, 2, 3),

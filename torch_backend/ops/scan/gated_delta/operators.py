@@ -26,7 +26,7 @@ from torch_backend.ops.scan.chunks import (
 )
 
 # In float16 and bfloat16; float32 takes half of the channels, without stages, for its elements are twice as large.
-# Measured on an H200 by benchmarks/gpu_scan_tiles.py, which is at commit e33bdc18.
+# Measured on an H200 by benchmarks/gpu_scan_tiles.py, which is at commit 82638478.
 TILES = {
     "prepare": ChunkTile(64, 2),
     "carry": ChunkTile(64, 4, 2),
