@@ -58,7 +58,9 @@ def command(name: str, output: Path | None, tiny: bool) -> list[str]:
     if section.module == "pytest":
         options = ["--requirement", "ISO-01"] * tiny + (["--report", str(output / "gate.json")] if output else [])
     else:
-        options = ["--tiny"] * tiny + (["--output", str(output / name)] if output else [])
+        # so that it ends by itself and reports what it has
+        budget = [] if "--budget" in section.arguments else ["--budget", f"{section.limit - 30:.0f}"]
+        options = [*budget, *["--tiny"] * tiny, *(["--output", str(output / name)] if output else [])]
     return [sys.executable, "-m", section.module, *section.arguments, *options]
 
 
