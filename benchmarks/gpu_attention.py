@@ -1,10 +1,11 @@
 """Packed attention: every implementation on sets of short, middling and long documents, plain and with options.
 
 Options are what layers have beyond a causal mask: sinks, softcap, windows, ALiBi, narrow values. Every implementation
-that takes a layer is compared with torch's own attention in float32, forward and backward, in the same run, which tests
-hold to the oracle; what fails that has no figure. Rates are over useful operations, 2 (D + Dv) per visible pair and
-head forward and 2.5 times that backward, so work on masked pairs counts as none. Of layers with options, milliseconds
-and memory of forward and backward are measured; ``torch_backend.ops.attention.order`` records the order that follows.
+that takes a layer is compared in the same run, forward and backward, with each document alone in float32: by torch's
+own attention or, of a layer with options, by our call of it. What fails that has no figure. Rates are over useful
+operations, 2 (D + Dv) per visible pair and head forward and 2.5 times that backward, so work on masked pairs counts as
+none. Of layers with options, milliseconds and memory of forward and backward are measured;
+``torch_backend.ops.attention.order`` records the order that follows.
 """
 
 from __future__ import annotations
@@ -52,6 +53,24 @@ class Layer:
             softcap=self.softcap, sinks=self.sinks, alibi=self.alibi, scale=self.width**-0.5,
         )  # fmt: skip
 
+    @property
+    def plain(self) -> bool:
+        return self.window is None and self.softcap is None and not self.sinks and not self.alibi
+
+    def attend(self, leaves: Sequence[Tensor], packed: PackedMetadata, implementation: str) -> Tensor:
+        q, k, v, *sinks = leaves
+        slopes = 2.0 ** -torch.linspace(1, 8, self.heads, device=DEVICE) if self.alibi else None
+        options: dict[str, Any] = {"window": self.window, "softcap": self.softcap, "alibi_slopes": slopes}
+        return attention(q, k, v, packed, implementation=implementation, sinks=sinks[0] if sinks else None, **options)
+
+    def alone(self, leaves: Sequence[Tensor]) -> Tensor:
+        """One document, by torch's own attention or, with options, by our call of it."""
+        if not self.plain:
+            return self.attend(leaves, PackedMetadata.from_lengths([len(leaves[0])], device=DEVICE), "sdpa")
+        q, k, v = (x.transpose(0, 1)[None] for x in leaves)
+        k, v = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+
 
 @dataclass
 class Call:
@@ -77,12 +96,7 @@ class Call:
         return self
 
     def forward(self, implementation: str) -> Tensor:
-        q, k, v, *sinks = self.leaves
-        slopes = 2.0 ** -torch.linspace(1, 8, self.layer.heads, device=DEVICE) if self.layer.alibi else None
-        options: dict[str, Any] = {"window": self.layer.window, "softcap": self.layer.softcap, "alibi_slopes": slopes}
-        return attention(
-            q, k, v, self.packed, implementation=implementation, sinks=sinks[0] if sinks else None, **options
-        )
+        return self.layer.attend(self.leaves, self.packed, implementation)
 
     def both(self, implementation: str) -> list[Tensor]:
         """The output and the gradients."""
@@ -111,8 +125,16 @@ class Call:
 
 @cache
 def right(layer: Layer, documents: Documents) -> list[Tensor]:
-    """Output and gradients in float32."""
-    return Call(layer, documents).in_float32().both("sdpa")
+    """Output and gradients in float32, of each document alone."""
+    call = Call(layer, documents).in_float32()
+    inputs, sinks = call.leaves[:3], call.leaves[3:]
+    results = []
+    for *parts, dout in zip(*(x.detach().split(documents) for x in (*inputs, call.dout)), strict=True):
+        leaves = [*(x.requires_grad_() for x in parts), *sinks]
+        out = layer.alone(leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    columns = list(zip(*results, strict=True))
+    return [torch.cat(x) for x in columns[:4]] + [torch.stack(x).sum(0) for x in columns[4:]]
 
 
 LLAMA = Layer(4, 2, 32, 32) if TOY else Layer(32, 8, 128, 128)
