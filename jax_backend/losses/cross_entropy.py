@@ -55,7 +55,7 @@ def packed_cross_entropy(
 
     Returns:
         (loss_sum, weight_sum), float32 scalars. A target that is no class makes the loss and its gradients NaN, unless
-        its weight is 0.
+        its weight is 0; there logits need not be finite either.
 
     Raises:
         LayoutError: the shapes contradict each other.
@@ -64,8 +64,8 @@ def packed_cross_entropy(
         raise LayoutError(f"logits {logits.shape} must be targets {targets.shape} with a last axis of classes")
     if weights is not None and weights.shape != targets.shape:
         raise LayoutError(f"weights {weights.shape} and targets {targets.shape} must have the same shape")
-    wide = logits.astype(jnp.float32)
     labels, weight, valid = counted(targets, weights, classes=logits.shape[-1], ignore_index=ignore_index)
+    wide = jnp.where((labels >= 0)[..., None], logits.astype(jnp.float32), 0.0)
     picked = jnp.take_along_axis(wide, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     nll = jnp.where(labels >= 0, jax.nn.logsumexp(wide, axis=-1) - picked, 0.0)
     return jnp.sum(weight * nll) * valid, jnp.sum(weight)

@@ -92,7 +92,7 @@ def linear_cross_entropy(
 
     Returns:
         (loss_sum, weight_sum), float32 scalars. A target that is no class makes the loss and its gradients NaN, unless
-        its weight is 0.
+        its weight is 0; there hidden states need not be finite either.
 
     Raises:
         LayoutError: the shapes contradict each other.
@@ -117,6 +117,7 @@ def linear_cross_entropy(
     def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array) -> jax.Array:
         """The loss sum [1] of what one device has."""
         tokens, channels = labels.size, hidden.shape[-1]
+        hidden = jnp.where((labels >= 0)[..., None], hidden, 0)  # 0 times what is not finite would be NaN
         asked = None if chunk is None else min(chunk, chunk_of(tokens, tokens))
         long, short = (asked or chunk_of(tokens, entries // classes) for entries in (_POWERS, _ENTRIES))
         found = answers(hidden.reshape(tokens, channels), classes, platform=platform, softcap=softcap, chunk=long)
