@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.clock import DEVICE, DTYPE, QUICK, TOY, device_ms, gpu_ms, peak_gib, relative_error
-from benchmarks.harness import NOTE, Figures, measured, wanted
+from benchmarks.harness import Figures, measured, wanted
 from benchmarks.report import Result
 from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections, select
 from torch_backend.ops.attention.order import order
@@ -126,7 +126,7 @@ class Call:
     def costs(self, implementation: str) -> Figures:
         both = partial(self.both, implementation)
         memory, ms = peak_gib(both), gpu_ms(both, 1)
-        return {"ms": ms if ms > LONG_RUN else device_ms(both), "GiB at most": memory, NOTE: implementation}
+        return {"ms": ms if ms > LONG_RUN else device_ms(both), "GiB at most": memory}
 
 
 @cache
@@ -233,7 +233,7 @@ def run_options() -> Iterator[Result]:
             names.sort(key=lambda name: name == "flex")  # which compiles for long
             refused = rejections(request, names)
             others = tuple(name for name in order(request, load) if not name.startswith("flash"))
-            contenders = {AUTO: select(request, others)} if wanted(AUTO) else {}
+            contenders = {f"{AUTO}: {auto}": auto for auto in [select(request, others)] if wanted(AUTO)}
             contenders |= {name: name for name, why in refused.items() if why is None}
             for contender, implementation in contenders.items():
                 costs, error = partial(call.costs, implementation), partial(call.error, implementation)
