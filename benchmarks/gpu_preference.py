@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         "--lora", action="store_true", help="train adapters, whose reference is the model without them"
     )
     chosen = parsed(options, arguments)
-    results = collected(run(chosen), header(), chosen.output, "gpu")
+    results = collected(run(chosen), header(), chosen.output, "gpu_preference")
     for case in dict.fromkeys(result.case for result in results):
         print(verdict(case, results), flush=True)
     return results
