@@ -287,7 +287,12 @@ def by_command(options: Sequence[str]) -> Figures:
         shape.write_text(json.dumps(config("Qwen2-0.5B").to_dict() | size))
         command = ["-m", "crosspack", "train", "--model", str(shape), *options, "--output", f"{folder}/run"]
         with log.open("w") as output:
-            done = subprocess.run([sys.executable, *command], timeout=LIMIT, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                done = subprocess.run(
+                    [sys.executable, *command], timeout=LIMIT, stdout=output, stderr=subprocess.STDOUT
+                )
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"no end after {LIMIT} s") from None
         report = Path(folder, "run", "crosspack.json")
         if not report.exists():
             lines = [line for line in log.read_text().splitlines() if line.strip()]
