@@ -114,7 +114,7 @@ def config(name: str, few: bool = False, *, layers: int | None = None, experts: 
     """The config of a shape; a toy has few layers.
 
     Args:
-        few: a model of few layers and at most 16 experts.
+        few: a model of few layers and at most 16 experts, or 32 in groups, of which a token sees half.
         layers, experts: how many; those of ``SHAPES`` if None.
     """
     from transformers import AutoConfig
@@ -127,7 +127,7 @@ def config(name: str, few: bool = False, *, layers: int | None = None, experts: 
         count = shape.few
     if shape.count:
         wanted = experts or shape.experts
-        sizes[shape.count] = 8 if TOY else min(wanted, 16) if few else wanted
+        sizes[shape.count] = 8 if TOY else min(wanted, 32 if "n_group" in sizes else 16) if few else wanted
     if shape.few == 4:
         sizes["layer_types"] = (["linear_attention"] * 3 + ["full_attention"]) * (count // 4)
     return AutoConfig.for_model(shape.family, **sizes, num_hidden_layers=count)
