@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -197,13 +197,46 @@ def chosen_for(case: Case, name: str) -> Case:
 
 
 def exact(case: Case) -> list[Tensor]:
-    """The result and the gradients in float64, by transformers' loop over experts, kept on the host."""
+    """The result and the gradients in float64, by transformers' loop over experts, kept on the host.
+
+    Experts that train are taken one at a time: in float64 those of a large layer and their gradients do not fit.
+    """
+    if not all(p.requires_grad for p in case.module.parameters()):
+        return [x.float().cpu() for x in in_float64(case)]
+    result, dx, dweights = (torch.zeros_like(x, dtype=torch.float64) for x in (case.out, case.x, case.weights))
+    of_experts = [torch.zeros(p.shape) for p in case.trained]
+    for number in range(len(case.trained[0])):
+        tokens, places = torch.where(case.indices == number)
+        if not len(tokens):
+            continue
+        module, weights = one_expert(case.module, number), case.weights[tokens, places][:, None]
+        indices, trained = torch.zeros_like(tokens)[:, None], list(module.parameters())
+        part = in_float64(Case(module, case.x[tokens], indices, weights, case.out[tokens], trained))
+        result.index_add_(0, tokens, part[0])
+        dx.index_add_(0, tokens, part[1])
+        dweights[tokens, places] = part[2][:, 0]
+        for whole, gradient in zip(of_experts, part[3:], strict=True):
+            whole[number] = gradient[0]
+    return [*(x.float().cpu() for x in (result, dx, dweights)), *of_experts]
+
+
+def one_expert(experts: Any, number: int) -> Any:
+    """A module with the weights of one of transformers' experts alone, which it shares."""
+    module = copy(experts)
+    parameters = {name: p.detach()[number : number + 1] for name, p in experts.named_parameters()}
+    module._parameters = {name: torch.nn.Parameter(p) for name, p in parameters.items()}
+    module.num_experts = 1
+    return module
+
+
+def in_float64(case: Case) -> list[Tensor]:
+    """The result and the gradients in float64, by transformers' loop over experts."""
     leaves = [x.detach().double().requires_grad_() for x in (case.x, case.weights)]
     module = deepcopy(case.module).double()
     trained = [p for p in module.parameters() if p.requires_grad]
     twin = Case(module, leaves[0], case.indices, leaves[1], case.out.double(), trained)
     result, gradients = chosen_for(twin, "eager").both()
-    return [x.detach().float().cpu() for x in (result, *gradients)]
+    return [result.detach(), *gradients]
 
 
 SECTIONS: dict[str, Callable[[Sequence[Experts]], Iterator[Result]]] = {
