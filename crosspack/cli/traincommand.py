@@ -115,8 +115,10 @@ class TrainCommand:
         records, held_out = _opened(options, task, tokenizer)
         settled = effective(context, lr=losses.lr, precision=losses.precision)
         alone = options.nproc == launch.world_size() == 1 and task is None
-        files = [*(read.state() for read in (records, held_out) if read is not None), _state(model), _state(tokenizer)]
-        run = digest([settled, files]) if alone else None
+        run = None
+        if alone:
+            files = [read.state() for read in (records, held_out) if read is not None]
+            run = digest([settled, [*files, _state(model), _state(tokenizer)]])
         check_output(options, resume=resume, run=run)
         if resume and output is not None and task is None:
             check_resume(output, losses, model if isinstance(model, str) else None)
