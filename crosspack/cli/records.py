@@ -24,7 +24,9 @@ def open_records(
     sample_by: SampleBy = "line",
     max_record: int = MAX_RECORD,
 ) -> Records:
-    """Open one data set, as :func:`crosspack.read` does; without a ``split``, files, or the split ``validation``.
+    """Open one data set, as :func:`crosspack.read` does.
+
+    Without a ``split``, reads files as they are and the split ``validation`` of a folder or hub data set.
 
     Raises:
         PackingError: it cannot be opened; the error names ``option``, which names the data.

@@ -28,7 +28,7 @@ def token_documents(
     """The documents of a record; a column that is null counts as absent.
 
     Args:
-        carried: other columns by name, those of which that have a number for each token are given with each document.
+        carried: other columns by name; those with one number per token are returned with each document.
 
     Raises:
         PackingError: a column is not of whole numbers, or they contradict each other.

@@ -287,7 +287,7 @@ def has_splits(data: str | None) -> bool:
 
 
 def _files_at(path: str) -> tuple[list[str], bool]:
-    """The files that a path, a URL, a glob or a pipe stands for, and whether it is a folder, which stands for none."""
+    """The files that a path, URL, glob or pipe stands for, and whether it is a folder (then the list is empty)."""
     if is_url(path):
         with remote(path) as (system, inside):
             return ([path] if system.isfile(inside) else []), system.isdir(inside)
