@@ -81,9 +81,9 @@ def race(
         except ImportError as missing:
             lines.append([title, f"not installed ({missing.name})", "", "", ""])
             continue
-        rows = packer()
-        seconds = best(repeat if title in OURS else 1, packer, clock)
-        first = first or seconds
+        counts = list[int]()  # of rows, of each run
+        seconds = best(repeat if title in OURS else 1, lambda counts=counts, run=packer: counts.append(run()), clock)
+        first, rows = first or seconds, counts[-1]
         fill = int(lengths.sum()) / (rows * capacity)
         lines.append([title, f"{seconds * 1e3:,.1f}", f"{seconds / first:.2f}", f"{rows:,}", f"{fill:.4f}"])
     print(table([case, "ms", "time, ratio to the first", "rows", "efficiency"], lines), end="\n\n")
