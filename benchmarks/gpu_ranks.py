@@ -41,7 +41,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.clock import DEVICE, TOY, StepClock, header
+from benchmarks.clock import DEVICE, TOY, StepClock, header, highest_gib
 from benchmarks.harness import NOTE, Figures, parsed, parser
 from benchmarks.launch import add_options, compared, trained
 from benchmarks.report import Result, collected
@@ -165,7 +165,10 @@ def clock_of(chosen: argparse.Namespace, tokens: Sequence[int], together: int) -
     """
     steps = [sum(tokens[at : at + together]) for at in range(0, len(tokens), together)]
     timed = chosen.epochs * len(steps)
-    return StepClock(chosen.warm_up, min(timed, chosen.steps or timed)), steps
+    peak = highest_gib()
+    clock = StepClock(chosen.warm_up, min(timed, chosen.steps or timed))
+    clock.peak = peak  # of the process: what making and sharding the model took counts too
+    return clock, steps
 
 
 def by_trainer(
