@@ -23,6 +23,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
 
+if "--tiny" in sys.argv:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX looks for devices
+
 import jax
 import jax.numpy as jnp
 import numpy as np

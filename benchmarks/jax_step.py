@@ -16,12 +16,17 @@ measured from the least memory to the most.
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
+
+if "--tiny" in sys.argv:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX looks for devices
 
 import jax
 import jax.numpy as jnp
