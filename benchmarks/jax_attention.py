@@ -167,7 +167,7 @@ CONTENDERS: dict[str, Callable[[Row], Call]] = {
 
 
 def program_of(name: str, row: Row) -> tuple[object, ...]:
-    """What decides the programs of a contender, which serve every set of these shapes; cuDNN's count documents."""
+    """Returns what decides the programs of a contender, for sets of all its shapes; cuDNN's count documents."""
     documents = len(row.lengths) if "cudnn" in name.lower() else None
     return name, sum(row.lengths), row.heads, row.kv_heads, row.width, documents
 
