@@ -82,7 +82,11 @@ def race(
             lines.append([title, f"not installed ({missing.name})", "", "", ""])
             continue
         counts = list[int]()  # of rows, of each run
-        seconds = best(repeat if title in OURS else 1, lambda counts=counts, run=packer: counts.append(run()), clock)
+
+        def run(packer: Callable[[], int] = packer, counts: list[int] = counts) -> None:
+            counts.append(packer())
+
+        seconds = best(repeat if title in OURS else 1, run, clock)
         first, rows = first or seconds, counts[-1]
         fill = int(lengths.sum()) / (rows * capacity)
         lines.append([title, f"{seconds * 1e3:,.1f}", f"{seconds / first:.2f}", f"{rows:,}", f"{fill:.4f}"])
