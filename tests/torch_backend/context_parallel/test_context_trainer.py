@@ -192,7 +192,7 @@ def restarting(share: RankShare) -> Any:
 def test_an_audit_of_a_trainer_tells_what_is_exact(kind: str, broken: bool) -> None:
     verdict, words = on_ranks(audited, kind, broken)
     assert verdict == ("contaminated" if broken else "exact"), words
-    assert "rows cut over 2 ranks" in words
+    assert "row cut over 2 ranks" in words
 
 
 def pack(kind: str = "Trainer", replaced: Any = None, predicts: bool = False, **changes: Any) -> None:
