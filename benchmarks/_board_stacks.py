@@ -256,11 +256,11 @@ def load(module: str, *, stubs: Sequence[str] = (), bare: Sequence[str] = ()) ->
 def _put_bare(name: str) -> None:
     parent, _, last = name.rpartition(".")
     folders = sys.modules[parent].__path__ if parent else sys.path
-    found = next((str(Path(folder, last)) for folder in folders if Path(folder, last).is_dir()), None)
-    if found is None:
+    installed = next((str(Path(folder, last)) for folder in folders if Path(folder, last).is_dir()), None)
+    if installed is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     package = types.ModuleType(name)
-    package.__path__ = [found]
+    package.__path__ = [installed]
     sys.modules[name] = package
 
 

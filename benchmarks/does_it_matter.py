@@ -173,7 +173,7 @@ def text(data: Path, held_out: int, capacity: int, tokenizer: Any = None) -> Tas
     with data.open(encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines]
     order = np.random.default_rng(10**6).permutation(len(records))
-    held, trained = order[:held_out], order[held_out:]
+    evaluated, trained = order[:held_out], order[held_out:]
     if tokenizer is None:
         some = (f"{records[n]['prompt']}\n{records[n]['completion']}" for n in islice(trained.tolist(), 2000))
         tokenizer = train_tokenizer(some, VOCABULARY)
@@ -190,7 +190,7 @@ def text(data: Path, held_out: int, capacity: int, tokenizer: Any = None) -> Tas
             if document(number).has_target:
                 yield document(number)
 
-    return Task(len(tokenizer), capacity, Corpus.collect(map(document, held.tolist())), draw)
+    return Task(len(tokenizer), capacity, Corpus.collect(map(document, evaluated.tolist())), draw)
 
 
 def _endless(random: np.random.Generator, numbers: np.ndarray) -> Iterator[int]:

@@ -108,19 +108,19 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Figures:
     lengths = lengths_of(chosen.row, chosen.mean, chosen.sigma)
     batch = batch_of(model, lengths, model.config.vocab_size)
     clock = StepClock(1 if chosen.short else 2, chosen.steps)  # compile, and DDP makes its buckets anew
-    on_host, held = list[float](), 0.0
+    on_host, before_step = list[float](), 0.0
 
     def timed(batch: Any) -> Any:
-        nonlocal held
+        nonlocal before_step
         if len(on_host) == clock.warm_up:
-            held = allocated_gib()
+            before_step = allocated_gib()
         begin = time.perf_counter()
         sums = step(batch)
         on_host.append(time.perf_counter() - begin)
         return sums
 
     loss = clock.loop(timed, repeat(batch))["loss"]
-    peak = torch.tensor(clock.timed_peak - held, device=DEVICE)
+    peak = torch.tensor(clock.timed_peak - before_step, device=DEVICE)
     if mesh is not None:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
     crossing = next((layer.request for layer in explain(model).layers if "straddl" in layer.request), "")

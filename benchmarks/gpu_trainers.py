@@ -101,10 +101,10 @@ def trainer(run: Run, model: Any, *, packed: bool = True, memory: Any = None) ->
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, **_options(run, "sequential"), remove_unused_columns=False)
         rows: Any = run.rows if packed else StockRows(run.rows)
-        made = Trainer(model, arguments, train_dataset=rows, callbacks=[run.clock.callback()])
+        hf_trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[run.clock.callback()])
         if packed:
-            enable_packing(made, verify=False, memory=memory)
-        _train(run, made, packed)
+            enable_packing(hf_trainer, verify=False, memory=memory)
+        _train(run, hf_trainer, packed)
 
 
 def train_step(run: Run, model: Any) -> None:
@@ -144,13 +144,13 @@ def sft(
             folder, **_options(run, "sequential" if packing else "random"), packing=packing,
             max_length=run.rows.plan.capacity, bf16=not TOY, gradient_checkpointing=checkpointing,
         )  # fmt: skip
-        made = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer())
+        sft_trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer())
         if packed:
-            enable_packing(made, verify=False, fast=fast, memory=memory)
-        run.set_rows(len(made.get_train_dataloader()))
-        made.add_callback(run.clock.callback())
+            enable_packing(sft_trainer, verify=False, fast=fast, memory=memory)
+        run.set_rows(len(sft_trainer.get_train_dataloader()))
+        sft_trainer.add_callback(run.clock.callback())
         arguments.max_steps, arguments.logging_steps = run.clock.last, run.row_count
-        _train(run, made, packed)
+        _train(run, sft_trainer, packed)
 
 
 TRAINER, SFT = "Trainer, enable_packing", "SFTTrainer(packing=True), enable_packing"

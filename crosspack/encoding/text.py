@@ -333,12 +333,12 @@ class Encoder:
         for where, record in chunk:
             try:
                 carried = {name: as_read(record).get(name) for name in self.carried}
-                found = list(token_documents(record, str(where), carried))
-                check_entries(str(where), (document for document, _ in found), self.entries)
+                documents = list(token_documents(record, str(where), carried))
+                check_entries(str(where), (document for document, _ in documents), self.entries)
             except PackingError as error:
                 refuse(bad_record(where, record, error), error)
             else:
-                yield from (Encoded(where, as_read(record), document, columns) for document, columns in found)
+                yield from (Encoded(where, as_read(record), document, columns) for document, columns in documents)
 
     def _ids(self, texts: list[str]) -> list[NDArray[np.int32]]:
         pieces = [self._long_texts.pieces(text) for text in texts]

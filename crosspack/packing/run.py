@@ -329,13 +329,13 @@ def planned_rows(files: Sequence[Path], rules: Rules) -> Iterator[Rows]:
     """
     outlines = [Rows.outline(path) for path in files]
     lengths = [outline.segments for outline in outlines]
-    made = _plan(np.concatenate(lengths), [outline.values for outline in outlines], rules)
+    rows = _plan(np.concatenate(lengths), [outline.values for outline in outlines], rules)
     first = np.cumsum([0, *map(len, lengths)])
-    upto = np.cumsum(made.row_tokens)
+    upto = np.cumsum(rows.row_tokens)
     blocks = np.flatnonzero(np.diff(upto // TOGETHER, prepend=-1))
-    for begin, end in zip(blocks, [*blocks[1:], made.n_rows], strict=True):
-        counts = np.diff(made.row_offsets[begin : end + 1])
-        wanted = made.source[made.row_offsets[begin] : made.row_offsets[end]]
+    for begin, end in zip(blocks, [*blocks[1:], rows.n_rows], strict=True):
+        counts = np.diff(rows.row_offsets[begin : end + 1])
+        wanted = rows.source[rows.row_offsets[begin] : rows.row_offsets[end]]
         yield _gathered(files, first, wanted).take(np.argsort(np.argsort(wanted)), counts)
 
 

@@ -99,8 +99,8 @@ def test_what_is_broken_at_padding_reaches_no_output_and_no_gradient(scan: str, 
         changed = [*operands]
         changed[operand] = operands[operand].copy()
         changed[operand][IDS == 0] = value
-        found, gradients, _ = scanned(scan, changed)
-        jax.tree.map(np.testing.assert_array_equal, (found, gradients), (wanted, wanted_gradients))
+        out, gradients, _ = scanned(scan, changed)
+        jax.tree.map(np.testing.assert_array_equal, (out, gradients), (wanted, wanted_gradients))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -286,8 +286,8 @@ def test_what_weighs_nothing_may_be_no_class_and_have_no_finite_logits(loss: str
     call = jax.value_and_grad(run, has_aux=True)
     wanted = call(logits, targets)
     for outside in (-1, FEW_WORDS):
-        found = call(logits, jnp.where(weights == 0, outside, targets))
-        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        result = call(logits, jnp.where(weights == 0, outside, targets))
+        jax.tree.map(np.testing.assert_array_equal, result, wanted)
     broken = call(jnp.where(weights[..., None] == 0, jnp.nan, logits), targets)
     jax.tree.map(np.testing.assert_array_equal, broken, wanted)
 

@@ -254,6 +254,6 @@ class EqualDocumentsPooledOnce(Mutant, rejected_by="DOC-12"):
     """The first of equal documents alone has a vector."""
 
     def embed(self, decoder, documents, **keywords):
-        vectors, found = super().embed(decoder, documents, **keywords)
+        vectors, gradients = super().embed(decoder, documents, **keywords)
         tokens = [document.input_ids.tobytes() for document in documents]
-        return vectors * [[tokens.index(ids) == number] for number, ids in enumerate(tokens)], found
+        return vectors * [[tokens.index(ids) == number] for number, ids in enumerate(tokens)], gradients

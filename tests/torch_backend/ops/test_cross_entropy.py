@@ -133,9 +133,9 @@ def test_a_target_that_is_no_class_has_no_loss_and_weighs_nothing_where_it_has_n
     assert loss.isnan() and all(x.isnan().all() for x in torch.autograd.grad(loss, (hidden, weight)))
 
     weights = (~place).float()
-    found, right = (linear_cross_entropy(hidden, weight, x, weights=weights) for x in (wrong, targets))
-    gradients = (torch.autograd.grad(loss, (hidden, weight)) for loss, _ in (found, right))
-    assert found[1] == right[1] == (targets != -100).sum() - 1 and found[0] == right[0]
+    without_class, right = (linear_cross_entropy(hidden, weight, x, weights=weights) for x in (wrong, targets))
+    gradients = (torch.autograd.grad(loss, (hidden, weight)) for loss, _ in (without_class, right))
+    assert without_class[1] == right[1] == (targets != -100).sum() - 1 and without_class[0] == right[0]
     assert all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
 
 

@@ -106,8 +106,10 @@ def test_values_may_be_written_with_a_strength_and_without_corrections(where):
 def test_no_document_moves_another_by_a_bit(where, kimi):
     lengths, long = (FEWER, 3) if kimi else ((20, 70, 22), 1)  # the document that spans several chunks
 
-    def ran(given, dout):
-        return (run_kimi(where, given, dout) if kimi else run(where, given, packed_on(where, lengths), dout=dout))[0]
+    def ran(changed, dout):
+        return (run_kimi(where, changed, dout) if kimi else run(where, changed, packed_on(where, lengths), dout=dout))[
+            0
+        ]
 
     inputs = drawn_kimi(where, sum(lengths)) if kimi else drawn(where, sum(lengths))
     assert_moved_alone(ran, inputs, where.draw(*inputs[2].shape, seed=6), long, lengths)

@@ -62,7 +62,7 @@ def test_no_document_moves_another_by_a_bit(where, short_spans):
     inputs = drawn(where)
     dout = where.draw(*inputs[2].shape, seed=6)
     # the document that spans three chunks
-    assert_moved_alone(lambda given, dout: run(where, given, packed_on(where), dout), inputs, dout, 3, LENGTHS)
+    assert_moved_alone(lambda changed, dout: run(where, changed, packed_on(where), dout), inputs, dout, 3, LENGTHS)
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)

@@ -224,8 +224,8 @@ def test_a_step_without_a_target_trains_nothing(tmp_path: Path, fast: bool) -> N
     def trained_steps(count: int) -> tuple[dict[str, Tensor], list[float]]:
         options = PLAIN_SGD | {"max_steps": count, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
         options |= {"train_sampling_strategy": "sequential", "logging_nan_inf_filter": False}
-        given = transformers.TrainingArguments(str(tmp_path), **options)
-        trainer = transformers.Trainer(llama(), given, train_dataset=data)
+        arguments = transformers.TrainingArguments(str(tmp_path), **options)
+        trainer = transformers.Trainer(llama(), arguments, train_dataset=data)
         enable_packing(trainer, capacity=CAPACITY, verify=False, fast=fast).train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         return trainer.model.state_dict(), losses
