@@ -50,7 +50,8 @@ def linear_4bit(x: Tensor, weight: Weight4bit, bias: Tensor | None = None) -> Te
 
 class _Linear4bit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x, bias, *weight = arguments
         ctx.save_for_backward(*(x for x in weight[:5] if x is not None))
         ctx.options = weight[5:]
         ctx.bias_dtype = None if bias is None else bias.dtype

@@ -49,7 +49,8 @@ def linear_stored(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) -
 
 class _LinearStored(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: str, shape: tuple[int, int], *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x, bias, kind, shape, *parts = arguments
         ctx.save_for_backward(*parts)
         ctx.kind, ctx.shape = kind, shape
         ctx.bias_dtype = None if bias is None else bias.dtype

@@ -3,7 +3,9 @@
 A launcher (plain Python that allocates its outputs and starts a kernel) -> :func:`operator` -> an entry of
 ``torch.ops.crosspack``. Autograd stays outside: each public function is a ``torch.autograd.Function`` over two such
 operators, as :func:`differentiable` makes it. Registering with the dispatcher directly costs 3 microseconds a call
-where ``torch.library.custom_op`` costs 13, which counts beside a kernel of ten.
+where ``torch.library.custom_op`` costs 13, which counts beside a kernel of ten. A function of any number of arguments
+declares ``(ctx, *arguments)`` alone: without gradients, Dynamo leaves the context out where a call has as many
+arguments as the forward has parameters, which ``(ctx, x, *others)`` has with two others.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ def by_tiles(ahead: Callable[..., Any], behind: Callable[..., Any], options: int
 
     class ByTiles(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, *others: Any) -> Any:
-            ctx.options, tensors = others[:options], list(others[options:])
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            x, ctx.options, tensors = arguments[0], arguments[1 : 1 + options], list(arguments[1 + options :])
             ctx.save_for_backward(x, *tensors)
             results = ahead(x, tensors, *ctx.options)
             return tuple(results) if isinstance(results, list) else results

@@ -1,7 +1,9 @@
-"""Operators: kernels are started on the device of their tensors, and traces ask for its sizes without a warning."""
+"""Operators: kernels are started on the device of their tensors, and traces ask for its sizes and keep contexts."""
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -10,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torch_backend import ops
+from torch_backend.ops.linear_stored import linear_stored, stored_weight
 from torch_backend.ops.operators import on_its_device, shared_memory
 
 
@@ -56,3 +60,30 @@ def test_an_operator_takes_and_returns_what_its_launcher_is_annotated_with() -> 
         "crosspack::row_norm_backward(Tensor x, Tensor? weight, Tensor? gate, Tensor dy, float eps, int count, "
         "bool silu) -> (Tensor, Tensor, Tensor)"
     )
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_product_over_a_stored_weight_is_traced_where_nothing_has_a_gradient(parts: int) -> None:
+    values = torch.randn(5, 3)
+    weight = stored_weight([values, *values.new_ones(parts - 1)], "values", (5, 3), lambda parts, dtype: parts[0])
+    x = torch.randn(2, 3)
+    traced = torch.compile(lambda x: linear_stored(x, weight), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(traced(x), x @ values.T)
+
+
+def test_functions_of_any_number_of_arguments_name_none_of_them() -> None:
+    """Dynamo leaves out the context where a call has as many arguments as the forward has parameters."""
+    modules = [import_module(module.name) for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")]
+    functions = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function)
+    }
+    variadic = [
+        [*parameters]
+        for parameters in (inspect.signature(function.forward).parameters for function in functions)
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+    ]
+    assert len(variadic) >= 3 and all(len(names) == 2 for names in variadic)

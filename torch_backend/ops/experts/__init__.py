@@ -177,7 +177,8 @@ _BY_TOKEN = ("x", "weights")  # of these, those with a line for each token
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: _Options, again: Any, tile: int | None, *operands: Tensor | None) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        options, again, tile, *operands = arguments
         y, *saved = _forward(*operands, *options) if tile is None else (_tiled_forward(*operands, *options, tile),)
         made = () if again is None else ("up", "down")
         kept = (None if name in made else x for name, x in zip(_Operands._fields, operands, strict=True))
