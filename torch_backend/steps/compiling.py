@@ -37,6 +37,18 @@ def enough_graphs() -> AbstractContextManager[None]:
     return found
 
 
+def start_compilers() -> None:
+    """Start the processes in which Inductor compiles kernels, so that they are up when the first graph needs them.
+
+    They take seconds to start, during which a first batch runs through plain layers; without them Inductor compiles one
+    kernel after the other, in this process.
+    """
+    if torch.cuda.is_available():
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.use_process_pool()
+
+
 def announce(text: str) -> None:
     """Print a line at once, on the first rank of each host alone."""
     if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -24,7 +24,7 @@ from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.hf.quantised import quantised_layers, traceable_weights
-from torch_backend.steps.compiling import GRAPHS, whole_layers
+from torch_backend.steps.compiling import GRAPHS, start_compilers, whole_layers
 from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.steps.eligibility import level_inside, why_not_compiled
 from torch_backend.steps.memory import Level, level_layers, recomputing_inside
@@ -75,6 +75,7 @@ class CompiledCalls:
         """The output of ``run(forward, kwargs)``, the layers of a packed call."""
         if not self.calls:
             asks_only, self.was_called = torch.is_grad_enabled() and not self.was_called, True
+            start_compilers()
             with torch.no_grad() if asks_only else nullcontext():  # plain layers keep more than compiled ones
                 output = run(forward, dict(kwargs))
             self._compile("none")

@@ -28,7 +28,7 @@ from torch_backend.hf.patch import Patched, context_of, state_of
 from torch_backend.hf.quantised import quantised_layers, traceable_weights
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS
 from torch_backend.steps.boundaries import Host
-from torch_backend.steps.compiling import announced, enough_graphs, whole_layers
+from torch_backend.steps.compiling import announced, enough_graphs, start_compilers, whole_layers
 from torch_backend.steps.cuda_graph import (
     CapturedBackward,
     compile_layers,
@@ -369,6 +369,8 @@ class Gradients:
         if not self.pieces and (graph is None or (layers is None and not self.forests)):
             self.fixed = self.shapes
             self.fixed.forests = self.forests
+        if layers is None:
+            start_compilers()
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
             self.why_logits = self.choose(batch if self.fixed is None else self.fixed(batch), layers is None)
         reason, state = None if self.fixed is None else why_mixers_wait(self.model), state_of(causal_lm(self.model))

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.async_compile import AsyncCompile
 
 from tests.torch_backend.graphs import compiled as compiled
 from tests.torch_backend.graphs import counted_compilation
@@ -28,6 +29,7 @@ from torch_backend.hf.patch import state_of
 from torch_backend.hf.unpadding import unpad_calls
 from torch_backend.segments import PackedMetadata
 from torch_backend.steps import dynamic_compile as packed_calls
+from torch_backend.steps.compiling import start_compilers
 from torch_backend.steps.dynamic_compile import COMPILED, CompiledCalls
 from torch_backend.trainers import preference
 from torch_backend.trainers.enable_packing import enable_packing
@@ -72,6 +74,27 @@ def test_plain_layers_keep_nothing_for_a_backward(compiled: SimpleNamespace, pos
     model.model.layers[0].register_forward_hook(lambda *call: kept.append((call[2].requires_grad, compiled.calls)))
     model(input_ids=torch.full((2, 4), 5), attention_mask=mask).logits.sum().backward()
     assert kept == [(False, 0), (True, 1)]
+
+
+def test_compilers_start_while_plain_layers_run(
+    compiled: SimpleNamespace, possible: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their processes take seconds to start: once, before the first call's kernels are compiled in this one."""
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: order.append("compilers"))
+    start_compilers()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    start_compilers()
+    assert order == ["compilers"]
+    monkeypatch.setattr(packed_calls, "start_compilers", lambda: order.append("compilers"))
+    model = patch(tiny("qwen2"), verify=False).train()
+    unpad_calls(model, always=True)
+    CompiledCalls(model)
+    model.model.layers[0].register_forward_pre_hook(lambda *call: order.append("layer"))
+    for _ in range(2):
+        model(input_ids=torch.full((1, 4), 5), attention_mask=torch.ones(1, 4, dtype=torch.long))
+    assert order[1:3] == ["compilers", "layer"] and order.count("compilers") == 2
 
 
 def test_other_calls_run_the_layers_as_they_are(compiled: SimpleNamespace, possible: None, tmp_path: Any) -> None:
