@@ -20,6 +20,7 @@ from torch_backend.ops.attention.reference import segments_of
 from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest
 from torch_backend.ops.attention.triton import Triton
 from torch_backend.ops.trial import in_own_thread, refusal
+from torch_backend.segments import PackedMetadata
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 LIMIT = 30  # seconds; a trial that waits for the thread that waits for it never ends
@@ -118,6 +119,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bidirectional": {"causal": False},
     "window": {"window": 9},
     "more keys": {"key_tokens": 9_000},
+    "segments that continue others": {"parents": True},
     "narrow": {"head_dim": 16, "value_dim": 16},
     "without gradients": {"requires_grad": False},
 }
@@ -144,11 +146,30 @@ def test_kernels_that_round_alone_pass_in_one_run(kind: str, change: str, dtype:
     assert library.runs == 1
 
 
-def test_our_own_kernels_are_tried_on_few_documents() -> None:
+def test_kernels_that_do_not_see_what_a_segment_continues_are_found_out() -> None:
+    class Flat(Library):
+        def __call__(self, inputs: AttentionInputs, request: Any) -> Tensor:
+            flat = PackedMetadata(inputs.packed.cu_seqlens, request.max_seqlen, request.tokens, inputs.packed.lengths)
+            return super().__call__(inputs._replace(packed=flat), request)
+
+    assert Flat(right).supports(HERE) is None
+    reason = Flat(right).supports(replace(HERE, parents=True))
+    assert reason is not None and reason.startswith("its trial run was wrong by")
+
+
+def test_our_own_kernels_are_tried_on_few_documents_and_all_heads() -> None:
+    heads = []
+
     class Own(Library):
         own = Triton.own
 
-    assert Own(no_more_than_256_documents).supports(HERE) is None
+        def __call__(self, inputs: AttentionInputs, request: Any) -> Tensor:
+            heads.append(inputs.k.shape[1])
+            return super().__call__(inputs, request)
+
+    request = replace(HERE, heads=12, kv_heads=6)
+    assert Own(no_more_than_256_documents).supports(request) is None
+    assert heads == [6]
 
 
 def test_a_gradient_that_is_not_a_number_is_refused() -> None:

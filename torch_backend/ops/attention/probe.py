@@ -23,6 +23,7 @@ from torch_backend.segments import PackedMetadata
 # Shorter than, equal to and longer than a tile of 64, with a boundary inside a tile; two zero-length segments follow,
 # and the longest is rounded up.
 _LENGTHS = (5, 64, 1, 70, 12)
+_PARENTS = (-1, 0, 0, 2, 1)  # of the same segments, where some continue others
 _MANY = 100 * (1, 2, 3)  # more documents than some kernels count
 _OUTLIERS = slice(2, 30)  # tokens of queries and keys, in the first two documents
 _OUTLIER = 256.0  # its square, a term of a score, is beyond float16, and bfloat16 drops what is added to it
@@ -45,7 +46,9 @@ class Probed:
     """
 
     host_lengths = False
-    own = False  # this project's: its suite has hundreds of documents and outliers, and its trial, interpreted, few
+    # This project's: its suite has hundreds of documents and outliers, and its trial, interpreted, few. All heads are
+    # tried, so that the kernels that a trial compiles are those of the call.
+    own = False
     key: str  # names the instance
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -64,7 +67,7 @@ class Probed:
             request.dtype,
             request.device,
             request.heads // request.kv_heads,
-            min(request.kv_heads, 2),
+            request.kv_heads if self.own else min(request.kv_heads, 2),
             request.head_dim,
             request.value_dim,
             request.requires_grad,
@@ -74,6 +77,7 @@ class Probed:
             request.sinks,
             request.alibi,
             request.key_tokens is not None,
+            request.parents,
             request.both_ways,
             torch.are_deterministic_algorithms_enabled(),
         )
@@ -105,6 +109,7 @@ def _outcome(
     sinks: bool,
     alibi: bool,
     more_keys: bool,
+    parents: bool,
     both_ways: bool,
     deterministic: bool,
 ) -> str | None:
@@ -127,6 +132,7 @@ def _outcome(
         alibi=alibi,
         scale=head_dim**-0.5,
         key_tokens=sum(lengths) + len(lengths) * _MORE_KEYS if more_keys else None,
+        parents=parents,
         both_ways=both_ways,
     )
     return refusal(partial(_errors, implementation, request, lengths), _TOLERANCE)
@@ -136,7 +142,11 @@ def _outcome(
 def _errors(implementation: Probed, request: AttentionRequest, lengths: tuple[int, ...]) -> list[float]:
     """The errors of the output and of each gradient, as shares of its largest value."""
     packed = PackedMetadata.from_lengths(
-        lengths, device=request.device, entries=request.segments, max_seqlen=_MAX_SEQLEN
+        lengths,
+        device=request.device,
+        entries=request.segments,
+        max_seqlen=_MAX_SEQLEN,
+        parents=[*_PARENTS, *[-1] * (len(lengths) - len(_PARENTS))] if request.parents else None,
     )
     if request.key_tokens is not None:
         packed = PackedMetadata.of_last_tokens(lengths, [n + _MORE_KEYS for n in lengths], device=request.device)

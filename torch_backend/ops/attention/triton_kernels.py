@@ -72,7 +72,7 @@ def over_keys(
     return m, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "window"])
 def forward(
     q, k, v, sinks, slopes, out, lse, work, parts, ends, tokens, scale, softcap, window,
     Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
@@ -180,7 +180,7 @@ def over_keys_again(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "window"])
 def backward_queries(
     q, k, v, out, dout, lse, slopes, dq, stats, work, parts, ends, tokens, scale, softcap, window,
     Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
@@ -316,7 +316,7 @@ def over_queries(
     return dk_acc, dv_acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "window"])
 def backward_keys(
     q, k, v, dout, stats, slopes, dk, dv, shares, work, parts, begins, tokens, scale, softcap, window,
     Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
