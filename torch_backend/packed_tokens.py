@@ -35,7 +35,7 @@ _MOVES = frozenset((
     "stack", "hstack", "vstack", "dstack", "chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit",
     "unbind", "index_select", "gather", "take", "take_along_dim", "masked_select", "roll", "flip", "fliplr", "flipud",
     "unfold", "as_strided", "to", "long", "int", "cuda", "cpu", "pin_memory", "contiguous", "clone", "detach", "pad",
-    "constant_pad_nd", "pad_sequence",
+    "constant_pad_nd", "pad_sequence", "type_as",
 ))
 # fmt: on
 _LOOKUPS = ("__getitem__", "gather", "take", "index_select", "take_along_dim")  # of which tokens may be the index
@@ -89,8 +89,10 @@ class PackedTokens(Tensor):
                 not isinstance(result, Tensor) or name == "__get__" or name.startswith("new_") or name.endswith("_like")
             ):
                 return result
+            elif _is_elementwise(result, args, kwargs):
+                over = [x.segments for x in tokens if _broadcasts(x.shape, result.shape)]
             else:
-                over = [x.segments for x in tokens if _broadcasts(x.segments.shape, result.shape)]
+                return result
             # of several, those that are not broadcast along the row
             return _known(result, max(over, key=lambda x: x.shape[-1:]).expand(result.shape)) if over else result
 
@@ -143,6 +145,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _is_elementwise(result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tells whether every axis of a result is one of the arguments'; ``one_hot`` and ``outer`` build one."""
+    over = _tensors((args, tuple(x for name, x in kwargs.items() if name != "out")))
+    shapes = [x.shape for x in over if _broadcasts(x.shape, result.shape)]
+    return torch.broadcast_shapes(*shapes) == result.shape
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:

@@ -41,6 +41,7 @@ SEVERAL: dict[str, Callable[[Tensor], Tensor]] = {
     "where, a token of the row first": lambda ids: torch.where(ids > 6, ids[:, :1], ids),
     "where, a token first": lambda ids: torch.where(ids > 6, ids[0, 0], ids),
     "plus a column": lambda ids: ids[0] + torch.zeros(3, 1, dtype=torch.int64),
+    "written into tokens": lambda ids: ids.scatter(1, torch.tensor([[1], [2]]), 3),
     "by a table": lambda ids: torch.arange(64).flip(0)[ids],
     "gathered by a table": lambda ids: torch.arange(64).expand(2, 64).gather(1, ids),
     "taken by a table": lambda ids: torch.arange(64).take(ids),
@@ -72,6 +73,13 @@ ONE: dict[str, Callable[[Tensor], Tensor]] = {
     "types": torch.zeros_like,
     "places": lambda ids: ids.new_zeros(2, 10),
     "of their dtype": lambda ids: torch.ones(2, 10).to(ids),
+    "of their type": lambda ids: torch.ones(2, 10, dtype=torch.int64).type_as(ids),
+    "one hot": lambda ids: F.one_hot(ids[0] - 5, 10),
+    "outer products": lambda ids: torch.outer(ids[0], torch.ones(10, dtype=torch.int64)),
+    "outer products, of a tensor that is there": lambda ids: torch.outer(
+        ids[0], ids[0] * 0, out=torch.ones(10, 10).long()
+    ),
+    "on a diagonal": lambda ids: torch.diag(ids[0]),
     "of their shape": lambda ids: torch.zeros(1, 1, dtype=torch.int64).expand_as(ids),
     "seen in their shape": lambda ids: torch.zeros(20, dtype=torch.int64).view_as(ids),
     "rows of a table": lambda ids: torch.zeros(64, 10, dtype=torch.int64)[ids],
