@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from packing_core.batches.documents import segments_by_document
 from packing_core.batches.stored import IGNORE_INDEX, StoredBatch, of_row
 from packing_core.storage.arrays import Array, Bool, Float32, Int32, Int64, read_only
 from packing_core.storage.segment_indexing import gaps, indexes, ramps, spread
@@ -102,13 +103,17 @@ class DerivedBatch(StoredBatch):
 
     @property
     def loss_weights(self) -> Float32:
-        """float32 [R, capacity]: the weight of each target, 0 where ``targets`` is -100; see ``weighting``."""
+        """float32 [R, capacity]: the weight of each target, 0 where ``targets`` is -100; see ``weighting``.
+
+        Raises:
+            LayoutError: targets are weighed by document, and the batch holds the same tokens of one twice.
+        """
         trained = self.targets != IGNORE_INDEX
         weights = trained.astype(np.float32)
         if self.weighting == "document":
             flat = indexes(self.flat_starts, self.lengths)
-            _, document = np.unique(self.sources, return_inverse=True)
-            of_token = np.repeat(document, self.lengths)
+            documents, _, _ = segments_by_document(self)
+            of_token = np.repeat(np.searchsorted(documents, self.sources), self.lengths)
             counts = np.bincount(of_token, weights=trained.reshape(-1)[flat])
             weights.reshape(-1)[flat] /= np.maximum(counts, 1).astype(np.float32)[of_token]
         return read_only(weights)

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.batches.derived import DerivedBatch
+from packing_core.batches.stored import StoredBatch
 from packing_core.errors import LayoutError
 from packing_core.planning.pieces import choice
 from packing_core.storage.arrays import NUMBERS, Array, Int64, as_array
@@ -23,7 +23,7 @@ Reduction = Literal["sum", "mean", "last", "first"]
 REDUCTIONS = get_args(Reduction)
 
 
-def segments_by_document(batch: DerivedBatch) -> tuple[Int64, Int64, Int64]:
+def segments_by_document(batch: StoredBatch) -> tuple[Int64, Int64, Int64]:
     """The segments of each document in reading order; a segment that several documents share is in each of them.
 
     Returns:
@@ -41,12 +41,15 @@ def segments_by_document(batch: DerivedBatch) -> tuple[Int64, Int64, Int64]:
     again = (np.diff(sources) == 0) & (starts[1:] < (starts + lengths)[:-1])
     if again.any():
         twice = int(sources[int(np.argmax(again))])
-        raise LayoutError(f"document {twice} is in this batch twice: take the rows it repeats in on their own")
+        raise LayoutError(
+            f"document {twice} is in this batch twice: take the rows it repeats in on their own, or pack the data sets "
+            "that they come from as one"
+        )
     ids, counts = np.unique(sources, return_counts=True)
     return ids, order, counts
 
 
-def unpack(batch: DerivedBatch, array: Array) -> dict[int, Array]:
+def unpack(batch: StoredBatch, array: Array) -> dict[int, Array]:
     """The tokens of a per-token array [R, capacity] by document, whose pieces are put together again."""
     ids, order, counts = segments_by_document(batch)
     begins, _, own = batch.own
@@ -58,7 +61,7 @@ def unpack(batch: DerivedBatch, array: Array) -> dict[int, Array]:
     return dict(zip(ids.tolist(), parts, strict=False))
 
 
-def reduce(batch: DerivedBatch, values: Any, how: Reduction, where: Any) -> Array:
+def reduce(batch: StoredBatch, values: Any, how: Reduction, where: Any) -> Array:
     """One value per document; see :meth:`PackedBatch.reduce`."""
     choice("how", how, REDUCTIONS)
     flat = _per_token(batch, "values", values)
@@ -80,7 +83,7 @@ def reduce(batch: DerivedBatch, values: Any, how: Reduction, where: Any) -> Arra
     return np.where((counts > 0)[per_document], picked, np.zeros_like(picked))
 
 
-def spread(batch: DerivedBatch, values: Any) -> Array:
+def spread(batch: StoredBatch, values: Any) -> Array:
     """Each document's value at each of its tokens; see :meth:`PackedBatch.spread`."""
     tokens, lengths = _tokens(batch)
     array = as_array(values, "values", NUMBERS)
@@ -92,7 +95,7 @@ def spread(batch: DerivedBatch, values: Any) -> Array:
     return out.reshape(*batch.input_ids.shape, *array.shape[1:])
 
 
-def document_ids(batch: DerivedBatch) -> NDArray[np.int32]:
+def document_ids(batch: StoredBatch) -> NDArray[np.int32]:
     """int32 [R, capacity]: the place of each token's document among the documents of the batch; -1 in padding."""
     tokens, lengths = _tokens(batch)
     out = np.full(batch.input_ids.size, -1, np.int32)
@@ -101,7 +104,7 @@ def document_ids(batch: DerivedBatch) -> NDArray[np.int32]:
     return out.reshape(batch.input_ids.shape)
 
 
-def _paths(batch: DerivedBatch, parents: Int64) -> tuple[Int64, Int64, Int64]:
+def _paths(batch: StoredBatch, parents: Int64) -> tuple[Int64, Int64, Int64]:
     """:func:`segments_by_document` of a forest: each leaf ends the document that it is of."""
     ends = leaves(parents)
     ends = ends[np.argsort(batch.sources[ends], kind="stable")]
@@ -119,7 +122,7 @@ def _paths(batch: DerivedBatch, parents: Int64) -> tuple[Int64, Int64, Int64]:
     )
 
 
-def _shared(batch: DerivedBatch) -> Int64:
+def _shared(batch: StoredBatch) -> Int64:
     """int64: flat indexes of the tokens of segments that others continue, which are of several documents."""
     if batch.parents is None:
         return np.zeros(0, np.int64)
@@ -127,7 +130,7 @@ def _shared(batch: DerivedBatch) -> Int64:
     return indexes(batch.flat_starts[inner], batch.lengths[inner])
 
 
-def _tokens(batch: DerivedBatch) -> tuple[Int64, Int64]:
+def _tokens(batch: StoredBatch) -> tuple[Int64, Int64]:
     """int64 the flat index of every token but context, document by document; int64 [D] tokens of each document."""
     _, order, counts = segments_by_document(batch)
     begins, _, own = batch.own
@@ -136,7 +139,7 @@ def _tokens(batch: DerivedBatch) -> tuple[Int64, Int64]:
     return indexes(begins[order], lengths), per_document
 
 
-def _per_token(batch: DerivedBatch, name: str, given: Any, kinds: str = NUMBERS) -> Array:
+def _per_token(batch: StoredBatch, name: str, given: Any, kinds: str = NUMBERS) -> Array:
     """[T, ...] of an array that has one entry per token."""
     array = as_array(given, name, kinds)
     shape, size = batch.input_ids.shape, batch.input_ids.size

@@ -17,7 +17,7 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
     """Joins the rows of several batches into one batch, in order; the inverse of slicing one.
 
     Documents keep their ids, so batches of different data sets may hold different documents of one id.
-    :meth:`PackedBatch.unpack`, ``reduce`` and ``spread`` then raise.
+    :meth:`PackedBatch.unpack`, ``reduce``, ``spread`` and, with ``weighting="document"``, ``loss_weights`` then raise.
 
     Args:
         batches: of one capacity, padding token and weighting, with the same labels, masks and columns.

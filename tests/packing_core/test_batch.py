@@ -174,6 +174,15 @@ def test_joined_batches_keep_what_their_documents_have():
         joined.unpack()
 
 
+def test_documents_of_one_id_in_two_data_sets_do_not_share_a_weight():
+    first, second = (pack([[1, 2, 3], [4, 5]], 5, weighting="document", seed=None) for _ in range(2))
+    assert first.loss_weights.tolist() == [[0, 0.5, 0.5, 0, 1]]
+    with pytest.raises(LayoutError, match="document 0 is in this batch twice: .* or pack the data sets .* as one"):
+        concatenate([first, second]).loss_weights  # noqa: B018
+    split = pack([[1, 2, 3, 4, 5]], 3, overflow="split", weighting="document", seed=None)
+    np.testing.assert_allclose(np.sort(concatenate([split[1], split[0]]).loss_weights.ravel()), [0, 0, 0] + [1 / 3] * 3)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
