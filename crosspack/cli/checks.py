@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Container, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from crosspack.cli import launch
 from crosspack.cli.models import check_name
 from crosspack.cli.outputs import check
+from crosspack.cli.records import weighted
 from crosspack.cli.trainoptions import TrainOptions
 from packing_core.errors import MissingExtraError, PackingError, UnsupportedError
 from packing_core.training.job import ZERO
@@ -75,6 +77,19 @@ def check_rows(options: TrainOptions) -> None:
     if options.compile and (options.compare or options.deterministic):
         other = "--compare" if options.compare else "--deterministic"
         raise PackingError(f"{other} runs no compiled layers: leave --compile out")
+
+
+def check_pipes(options: TrainOptions) -> None:
+    """Raises PackingError for a pipe as the data of several processes, of which one alone could read it."""
+    if max(options.nproc, launch.world_size()) == 1:
+        return
+    for option, data in (("--data", options.data), ("--eval-data", options.eval_data)):
+        for path, _ in (weighted(text, option) for text in data or ()):
+            if os.path.exists(path) and Path(path).is_fifo():
+                raise PackingError(
+                    f"{option} {path} is a pipe, which only one process can read: write what it brings to a file, or "
+                    "train without --nproc and torchrun"
+                )
 
 
 def check_examples(options: TrainOptions) -> None:

@@ -20,6 +20,7 @@ from crosspack.cli.checks import (
     check_kept,
     check_optimizer,
     check_output,
+    check_pipes,
     check_read,
     check_rows,
     used_options,
@@ -88,6 +89,7 @@ class TrainCommand:
             PackingError: options contradict each other, name what is not there, or a folder is in use.
             UnsupportedError: an option has no effect on the task.
         """
+        check_pipes(options)
         on_examples = options.task != "sft" or have_images(options.data, options.split)
         task = tasks.TASKS[options.task] if on_examples else None
         entry = registered(GROUP if task is None else tasks.GROUP, options.backend)

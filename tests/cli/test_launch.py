@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -28,6 +29,15 @@ def test_torchrun_trains_as_one_process_does_and_one_process_goes_on(small, tmp_
     done(*options, "--steps", 6, "--output", two, "--resume")
     np.testing.assert_allclose(losses(two), losses(one), rtol=1e-6)
     assert not list(two.glob(".crosspack-partial-*")) and not (two / ".crosspack-lock").exists()
+
+
+@pytest.mark.parametrize("option", ["--data", "--eval-data"])
+def test_a_pipe_is_no_data_of_several_processes(small, tmp_path, option, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    says = f"{option} {tmp_path}/pipe is a pipe, which only one process can read: write what it brings to a file"
+    assert says in one_line(run(*small, option, tmp_path / "pipe", "--nproc", 2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert says in one_line(run(*small, option, tmp_path / "pipe"))
 
 
 def test_processes_of_nproc_run_the_same_options(small, monkeypatch):
