@@ -27,6 +27,7 @@ from torch_backend.hf.index_loss import index_coefficient
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.patch import context_of, state_of
 from torch_backend.hf.router import asks_for_router_loss
+from torch_backend.ops.divisor import part_of_mean
 from torch_backend.segments import to_device
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.replaced import ReplacingCollator
@@ -204,6 +205,36 @@ class _ComparedLoss(TrainerCallback):
                 losses = [trainer.compute_loss(model, dict(x), num_items_in_batch=count) for x in batches]
         packed, padded = (float(loss) for loss in losses)
         return packed, padded
+
+
+def train_nothing_of_padding(changes: Changes, loss: TrainerLoss) -> None:
+    """Lets a batch of padding alone, which fills up the last step of ranks, train nothing.
+
+    A loss of somebody's own that divides by its targets would be 0 / 0 there, and so would all gradients.
+    """
+    if loss.function is not None:
+        changes.wrap("compute_loss", _without_padding_alone, causal_lm(loss.trainer.model))
+
+
+def _without_padding_alone(compute_loss: Any, root: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+    if inputs.get(BatchKey.DOCUMENTS) != ():
+        return compute_loss(model, inputs, *args, **options)
+    hook = root.register_forward_hook(_stop_gradients)
+    try:
+        result = compute_loss(model, inputs, *args, **options)
+    finally:
+        hook.remove()
+    loss, *outputs = result if isinstance(result, tuple) else (result,)
+    loss = part_of_mean(loss, torch.zeros((), device=loss.device))
+    return (loss, *outputs) if isinstance(result, tuple) else loss
+
+
+def _stop_gradients(root: Any, args: Any, output: Any) -> None:
+    """Makes gradients of what a model returns 0, also where they are not finite."""
+    for value in output.values() if isinstance(output, Mapping) else output:
+        for x in value if isinstance(value, tuple) else (value,):
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(torch.zeros_like)
 
 
 def packed_lengths(trainer: Any) -> Ragged | None:

@@ -233,3 +233,35 @@ def test_a_step_without_a_target_trains_nothing(tmp_path: Path, fast: bool) -> N
     (before, _), (after, losses) = trained_steps(1), trained_steps(2)
     assert losses[0] > 0 and losses[1] == 0
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+class OfMeans(OfLabels):
+    """Divides by its own count of targets, as scripts do."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs=False, num_items_in_batch: Any = None) -> Any:
+        loss = of_means(output := model(**inputs), inputs["labels"])
+        return (loss, output) if return_outputs else loss
+
+
+def of_means(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    mask, logits = labels[:, 1:] != -100, outputs.logits[:, :-1]
+    losses = logits.logsumexp(-1) - logits.gather(-1, (labels[:, 1:] * mask)[..., None])[..., 0]
+    return (losses * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("options", [{"kind": OfMeans}, {"compute_loss_func": of_means}], ids=["method", "function"])
+def test_a_batch_of_padding_alone_trains_nothing_by_a_loss_that_divides_by_its_targets(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Such batches fill up the last step of ranks."""
+    trainer = enable_packing(trainer_of(tmp_path, **options), capacity=CAPACITY, verify=False)
+    rows, gradients = trainer.packing_plan.rows, []
+    for numbers in ([0], [0, -1], [-1]):
+        batch = trainer.data_collator(rows.__getitems__(numbers))
+        loss = trainer.training_step(trainer.model, batch, torch.tensor(1))
+        gradients.append([p.grad.clone() for p in trainer.model.parameters()])
+        trainer.model.zero_grad()
+    assert loss == 0 and not any(x.any() for x in gradients[-1])
+    torch.testing.assert_close(gradients[0], gradients[1])
+    loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    assert loss == 0 and outputs.logits.isfinite().all()
