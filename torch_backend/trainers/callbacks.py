@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedError, plural
 from packing_core.extras import require
+from torch_backend.hf.anatomy.random_draws import NEFTUNE
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.entry import current_forward
 from torch_backend.trainers.changes import Changes
@@ -48,10 +49,13 @@ class DocumentNoise(TrainerCallback):
 
     def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
         self.root = self.root if model is None else causal_lm(model)  # model_init may have made another one
-        self._hook = self.root.get_input_embeddings().register_forward_hook(self._add)
+        embedding = self.root.get_input_embeddings()
+        self._hook = embedding.register_forward_hook(self._add)
+        setattr(embedding, NEFTUNE, float(self.alpha))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._hook.remove()
+        delattr(self.root.get_input_embeddings(), NEFTUNE)
 
     def _add(self, module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
         """The embeddings [B, S, D] with noise, in training."""

@@ -40,7 +40,7 @@ from torch_backend.ops.divisor import Divisor, quotient
 from torch_backend.steps.dynamic_compile import CompiledCalls
 from torch_backend.steps.eligibility import named_level
 from torch_backend.steps.fast_backward import GRAPH, LAYERS, LOSS
-from torch_backend.trainers.callbacks import without_waiting
+from torch_backend.trainers.callbacks import add_noise_by_document, without_waiting
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.over_ranks import ScoresOverRanks, context_mesh
 from torch_backend.trainers.port import TrainerPort, models_of
@@ -111,6 +111,7 @@ class ScoredPort(TrainerPort):
         refused = why_not_layers(self.trainer) if self.request.fast else "fast=False"
         changes.set("packed_step", PreferenceStep(models, refused, self.other_model, self.loss))
         changes.wrap("training_step", without_waiting(changes).step)
+        add_noise_by_document(changes)
         self.change_batches(changes)
 
     def change_batches(self, changes: Changes) -> None:

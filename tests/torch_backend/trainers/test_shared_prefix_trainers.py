@@ -146,6 +146,23 @@ def test_what_would_not_be_exact_is_left_out_by_auto_and_refused_on_demand(tmp_p
         packed(policy("GRPO", tmp_path, family, **options), share_prefix=True)
 
 
+def test_the_noise_of_neftune_is_that_of_each_answer_and_is_not_shared(tmp_path) -> None:
+    trainer = enable_packing(dpo(tmp_path, neftune_noise_alpha=5), verify=False)
+    embedding, seen = trainer.model.get_input_embeddings(), []
+    weights = embedding.weight.detach().clone()
+    trainer.model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
+    batches, collate = [], trainer.data_collator
+    trainer.data_collator = lambda rows: batches.append(collate(rows)) or batches[-1]
+    trained(trainer)
+    ids, mask = batches[0]["input_ids"], batches[0]["attention_mask"] != 0
+    noise = (seen[0][0] - weights[ids[mask]]).abs().split(mask.sum(1).tolist())
+    assert len({len(answer) for answer in noise}) > 2
+    for answer in noise:
+        largest = 5 / (len(answer) * weights.shape[1]) ** 0.5
+        assert 0.9 * largest < float(answer.max()) <= largest * 1.0001
+    assert "noise (model.embed_tokens.neftune_noise_alpha=5) is on" in trainer.packed_step.parts["shared prefixes"]
+
+
 def test_auto_declines_what_saves_little(tmp_path) -> None:
     trainer = dpo(tmp_path, answers=(400, 410))
     packed(trainer)

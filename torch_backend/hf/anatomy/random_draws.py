@@ -20,6 +20,8 @@ _DRAWS = {"bernoulli", "exponential_", "gumbel_softmax", "multinomial", "normal"
 _DRAWS |= {"randint", "randint_like", "randn", "randn_like", "randperm"}
 _DRAWS |= {"bernoulli_", "cauchy_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
 
+NEFTUNE = "neftune_noise_alpha"  # set on an embedding, to whose output a hook adds noise in training
+
 
 def is_random_setting(name: str) -> bool:
     """Returns whether a number of this name says how much of a layer is random."""
@@ -51,7 +53,7 @@ def _drawn_by(module: nn.Module) -> tuple[str, str] | None:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return ("dropout", f", p={module.p:g}") if module.p > 0 else None
     settings, code = _settings_of(type(module))  # type: ignore[arg-type] # a class is hashable
-    for name in settings:
+    for name in (*settings, NEFTUNE):
         value = module.__dict__.get(name, getattr(module.__dict__.get("config"), name, None))
         if _is_on(value):
             return _kind(name), f".{name}={value:g}"
