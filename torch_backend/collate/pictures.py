@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -62,10 +62,11 @@ def media_of(example: Mapping[str, Any], kind: str, where: str) -> list[Any]:
     return [one if one is not None else next(rest) for one in own] if parts else listed
 
 
-def asks_for_video(example: Mapping[str, Any], turns: Iterable[Mapping[str, Any]]) -> bool:
-    """Returns whether an example has videos, in its columns or in its messages."""
-    shown = any(example.get(name) is not None and len(example[name]) for name in ("videos", "video"))
-    return shown or any(part.get("type") == "video" for part in _parts(turns))
+def has_media(example: Mapping[str, Any], turns: Iterable[Mapping[str, Any]], kind: str) -> bool:
+    """Returns whether an example has images, clips or videos, by their ``kind``, in its columns or in its messages."""
+    columns = (example.get(kind), example.get(f"{kind}s"))
+    shown = any(x is not None and not (isinstance(x, Sized) and len(x) == 0) for x in columns)
+    return shown or any(part.get("type") == kind for part in _parts(turns))
 
 
 def has_own_pictures(chat: Any) -> bool:

@@ -52,16 +52,17 @@ def clips_of(example: Mapping[str, Any], where: str, rate: int, longest: int | N
 def _decode(item: Any, what: str, rate: int, beside: Any) -> Clip:
     try:
         samples, its = _samples(item, rate, beside)
-        clip = np.asarray(samples)
-        if clip.ndim != 1:
-            raise ValueError(f"an array of shape {list(clip.shape)}: pass one channel, such as array.mean(axis)")
+        array = np.asarray(samples)
+        if array.ndim != 1:
+            raise ValueError(f"an array of shape {list(array.shape)}: pass one channel, such as array.mean(axis)")
+        if array.dtype.kind != "f":
+            raise TypeError(f"an array of {array.dtype}: pass numbers from -1 to 1")
+        clip = resampled(array.astype(np.float32), int(its), rate)
         if not len(clip):
             raise ValueError("it has no samples")
-        if clip.dtype.kind in "iu":
-            raise TypeError(f"an array of {clip.dtype}: pass numbers from -1 to 1")
         if not np.isfinite(clip).all():
             raise ValueError("it has samples that are not finite")
-        return resampled(clip.astype(np.float32), int(its), rate)
+        return clip
     except MissingExtraError:
         raise
     except Exception as error:

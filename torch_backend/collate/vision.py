@@ -23,8 +23,9 @@ from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import refuse_trained_padding
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError, first_line
+from packing_core.storage.arrays import as_int64
 from torch_backend.collate.image_tensors import Images, join_images, sizes_of
-from torch_backend.collate.pictures import asks_for_video, pictures_of
+from torch_backend.collate.pictures import has_media, pictures_of
 from torch_backend.collate.sounds import clips_of
 from torch_backend.hf.anatomy.audio import FEATURES
 
@@ -132,13 +133,15 @@ class VisionReader:
         """
         if not isinstance(example, Mapping):
             raise LayoutError(f"{where} is a {type(example).__name__}: pass a mapping")
-        if self.collate is not None:
-            found = self._called(where, self.collate, [dict(example)])
-        elif example.get("input_ids") is not None:
-            found = {name: value for name, value in example.items() if name not in RAW} | self._heard(example, where)
-        else:
-            found = self._process(example, where)
-        return self._checked(found, where)
+        try:
+            return self._checked(self._processed(example, where), where)
+        except PackingError:
+            raise
+        except Exception as error:
+            raise PackingError(
+                f"{where} cannot be read ({type(error).__name__}: {first_line(error)}): pass messages as a list of turns "
+                "with role and content, prompt and completion likewise or both as strings, input_ids as integers"
+            ) from error
 
     def rows(self, features: Any, pack: Pack, capacity: int | None, overflow: str) -> VisionRows:
         """The rows of features: :class:`VisionRows`, or examples that ``pack`` packs under ``overflow``."""
@@ -192,13 +195,20 @@ class VisionReader:
             batch[BatchKey.TARGETS] = int((labels != IGNORE_INDEX).sum())
         return batch | images | ({BatchKey.IMAGES: sizes} if sizes else {})
 
+    def _processed(self, example: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        if self.collate is not None:
+            return self._called(where, self.collate, [dict(example)])
+        if example.get("input_ids") is not None:
+            return {name: value for name, value in example.items() if name not in RAW} | self._heard(example, where)
+        return self._process(example, where)
+
     # -- raw examples --------------------------------------------------------------------------------------------------
 
     def _process(self, example: Mapping[str, Any], where: str) -> dict[str, Any]:
         if self.processor is None:
             raise LayoutError(f"{where} has no input_ids, only {', '.join(example)}: pass processor=, or process it")
         turns = [turn for name in ("messages", "prompt", "completion") for turn in _turns(example.get(name))]
-        if asks_for_video(example, turns):
+        if has_media(example, turns, "video"):
             raise UnsupportedError(
                 f"{where} has a video: run the processor on it first, and pass input_ids with pixel_values_videos"
             )
@@ -221,9 +231,7 @@ class VisionReader:
     def _media(self, example: Mapping[str, Any], turns: Sequence[Any], where: str) -> dict[str, list[Any]]:
         """The decoded images of an example and its clips, by their kinds."""
         for other in {"image", "audio"} - {*self.kinds}:
-            if any(example.get(name) is not None and len(example[name]) for name in (other, f"{other}s")) or any(
-                part.get("type") == other for turn in turns for part in _parts(turn)
-            ):
+            if has_media(example, turns, other):
                 raise UnsupportedError(
                     f"{where} has {other}, which {self.vision.model} does not take packed: leave it out"
                 )
@@ -324,7 +332,10 @@ class VisionReader:
     def _checked(self, found: Mapping[str, Any], where: str) -> VisionDocument:
         """The document of a processor's result for one example."""
         found = {name: value for name, value in found.items() if value is not None and name not in _OF_CHARACTERS}
-        ids = np.asarray(found.pop("input_ids")).reshape(-1).astype(np.int64)
+        ids = np.asarray(found.pop("input_ids"))
+        ids = as_int64(ids[0] if ids.ndim == 2 and len(ids) == 1 else ids, f"input_ids of {where}")
+        if not len(ids):
+            raise LayoutError(f"{where} has no tokens: leave it out")
         timed = [found.pop(name) for name in _SECONDS if name in found and self.vision.indexer is not None]
         columns: dict[str, Any] = {"input_ids": ids}
         images: dict[str, Tensor] = {}

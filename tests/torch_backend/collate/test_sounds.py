@@ -141,7 +141,10 @@ def test_clips_of_other_rates_are_resampled(rate: int) -> None:
         (sound(0.1), "an array whose sampling_rate is None"),
         (at_rate(np.stack([sound(0.1)] * 2)), r"an array of shape \[2, 1600\]: pass one channel"),
         (at_rate(np.zeros(0)), "it has no samples"),
+        (at_rate(np.zeros(1), 48_000), "it has no samples"),
         (at_rate(np.zeros(9, np.int16)), "an array of int16: pass numbers from -1 to 1"),
+        (at_rate(np.zeros(9, np.complex64)), "an array of complex64: pass numbers from -1 to 1"),
+        (at_rate(np.full(9, 1e300)), "samples that are not finite"),
         (at_rate(np.full(9, np.nan)), "samples that are not finite"),
         (at_rate(sound(1.1)), "clip 0 has 1.1 seconds and the model 1: cut it into clips"),
         (at_rate(np.zeros(1)), "clip 0 has 1 frames, too few for a single token"),
@@ -151,6 +154,30 @@ def test_clips_that_cannot_be_used_are_named_by_their_record(clip: Any, words: s
     collate = PackedCollator(audio_model("qwen2_audio"), processor=PROCESSORS["qwen2_audio"]())
     with pytest.raises(PackingError, match=f"example 1.*{words}"):
         collate([CHATS[0], chat(clip)])
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        ({**CHATS[1], "image": picture(0)}, "has image, which Qwen2AudioForCond.* does not take packed"),
+        ({**CHATS[1], "video": Path("a.mp4")}, "has a video: run the processor on it first"),
+        ({"messages": "w4 w5"}, r"cannot be read \(AttributeError: .*pass messages as a list of turns"),
+        ({"prompt": CHATS[0]["messages"][:1], "completion": "w5"}, "cannot be read .*prompt and completion likewise"),
+        ({"text": ""}, "has no tokens: leave it out"),
+        ({"input_ids": "w4"}, "input_ids of example 1 has dtype"),
+        ({"input_ids": [4.5, 5.0]}, r"input_ids of example 1 is float64 \[2\]: pass integers"),
+        (
+            {"input_ids": torch.tensor([[4, 5], [6, 7]])},
+            r"input_ids of example 1 is int64 \[2, 2\]: pass integers in one",
+        ),
+    ],
+)
+def test_records_that_cannot_be_read_are_named_and_left_out(example: dict[str, Any], words: str) -> None:
+    model, processor = audio_model("qwen2_audio"), PROCESSORS["qwen2_audio"]()
+    with pytest.raises(PackingError, match=words):
+        PackedMediaDataset([CHATS[0], example], 64, model, processor)
+    rows = PackedMediaDataset([CHATS[0], example], 64, model, processor, on_error="skip")
+    assert list(rows.skipped) == [1] and "example 1" in rows.skipped[1]
 
 
 def test_silence_is_a_clip() -> None:
