@@ -139,8 +139,8 @@ class VisionReader:
             raise
         except Exception as error:
             raise PackingError(
-                f"{where} cannot be read ({type(error).__name__}: {first_line(error)}): pass messages as a list of turns "
-                "with role and content, prompt and completion likewise or both as strings, input_ids as integers"
+                f"{where} cannot be read ({type(error).__name__}: {first_line(error)}): pass messages as a list of "
+                "turns with role and content, prompt and completion likewise or both as strings, input_ids as integers"
             ) from error
 
     def rows(self, features: Any, pack: Pack, capacity: int | None, overflow: str) -> VisionRows:
