@@ -37,7 +37,6 @@ from torch_backend.trainers.port import PackingRequest
 from torch_backend.trainers.replaced import OwnCollator, Replaced, ReplacingCollator, name_of
 
 _MEDIA = {"vision_config", "audio_config", "encoder_config"}  # of models that take images or audio
-TRIED = 8  # examples that show whether a collator makes images
 COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training
 # Families that DeepSpeed 0.19.8 splits over ranks and whose modeling files then raise, packed or not: they reshape by
 # the numbers of heads of the whole model.
@@ -176,7 +175,7 @@ def _collator_of_images(trainer: Any, examples: Sequence[Any]) -> PackedCollator
     if not _MEDIA & set(causal_lm(trainer.model).config.to_dict()):
         return None
     collate = OwnCollator(trainer)
-    for example in [x for x in examples if isinstance(x, Mapping)][:TRIED]:
+    for example in (x for x in examples if isinstance(x, Mapping)):
         try:
             batch = collate([dict(example)])
         except Exception:  # the collator is called again, and its error reported, where packing is planned

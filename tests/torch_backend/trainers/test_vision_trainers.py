@@ -107,6 +107,14 @@ def test_a_trainer_with_our_collator_or_our_rows_trains_alike(tmp_path: Any) -> 
         assert_trained(model, before, want)
 
 
+def test_images_behind_many_texts_are_packed(tmp_path: Any) -> None:
+    model, processor = vision_model("qwen2_5_vl"), tiny_processor("qwen2_5_vl")
+    data = [*(chat(ask=f"w{4 + i}") for i in range(40)), CHATS[1]]
+    trainer = trainer_of("qwen2_5_vl", "trainer", model, processor, data, tmp_path)
+    enable_packing(trainer, capacity=48, verify=False)
+    assert sum(bool(images) for row in trainer.packing_plan.rows for images in row.images) == 1
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "idefics3"])
 def test_the_audit_of_a_trainer_with_images_is_exact(family: str, tmp_path: Any) -> None:
     model, processor = vision_model(family), tiny_processor(family)
