@@ -34,7 +34,8 @@ from torch_backend.hf.anatomy.structure import causal_lm, execution_device, with
 from torch_backend.hf.attention import stands_over, unregistered
 from torch_backend.hf.float8 import describe_float8
 from torch_backend.hf.override import original_class
-from torch_backend.hf.patch import Patched, context_of, install, state_of, unpatch
+from torch_backend.hf.patch import context_of, install, state_of, unpatch
+from torch_backend.hf.patched import Patched
 
 if TYPE_CHECKING:
     from torch_backend.auditing.trainer import TrainerReport

@@ -1,10 +1,4 @@
-"""The entry of a patched model: where its calls and those of its decoder begin and end.
-
-    model(**batch), model.forward(**batch) -> Patched.run_model   -> the model's own forward
-    decoder(...)                           -> Patched.run_decoder -> the decoder's own forward
-
-Both modules get another forward (:mod:`.override`). Hooks would be simpler, but a wrapper that calls
-``model.forward(...)``, as PEFT did up to 0.20, passes them by.
+"""The calls of patched models that run on a thread, and the hooks and checks that depend on them.
 
 What a call carries from the model to its decoder and its head belongs to the call, not to the model, because threads
 may share a model. It stands in :data:`THREAD`, a :class:`threading.local`, which torch.compile can trace, unlike a
@@ -15,7 +9,7 @@ argument, and say what they run for functions inside that get none.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,17 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from packing_core.batches.keys import BatchKey
-from packing_core.batches.marks import LENGTHS, NUMBERS
 from packing_core.errors import UnsupportedError, UnsupportedModelError
-from torch_backend.hf.anatomy.structure import DATA_PARALLEL
 from torch_backend.hf.forward import PackedForward
-from torch_backend.hf.override import Attribute, LayerOverride, is_reached
+from torch_backend.hf.override import is_reached
 
-_ENTRY = "_crosspack_entry"
-# A Trainer takes the columns out of its data that the signature of forward does not name, and these mark documents:
-# a collator that reads them gets them so, and with any other one the model raises.
-_MARKS = (*LENGTHS, *BatchKey.CUMULATIVE, *NUMBERS)
 Call = Callable[..., Any]
 
 
@@ -115,14 +102,6 @@ def lead_to_entry(wrapper: nn.Module, root: nn.Module) -> None:
             module.__dict__["forward"] = root.forward
 
 
-def entry_edits(patched: Any) -> Iterator[LayerOverride | Attribute]:
-    """The edits of the root of a patched model and of its decoder, which may be the same module."""
-    both = [(patched.root, _enter_model), (patched.decoder, _enter_decoder)]
-    for module, forward in [(patched.root, _enter_both)] if patched.root is patched.decoder else both:
-        yield Attribute(module, _ENTRY, patched)
-        yield LayerOverride(module, forward, takes=_MARKS)
-
-
 @dataclass
 class Hook:
     """A forward hook, or a hook before it, that runs in packed calls alone.
@@ -172,17 +151,3 @@ def refuse_transforms() -> None:
             "packed batches cannot run inside transforms of torch.func (grad, vjp, jvp, vmap): take gradients by "
             "loss.backward() or torch.autograd.grad, also of torch.func.functional_call, or pass documents unpacked"
         )
-
-
-def _enter_model(root: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
-    if getattr(root, "_is_replica", False):
-        raise UnsupportedModelError(DATA_PARALLEL)
-    return root.__dict__[_ENTRY].run_model(call, args, kwargs)
-
-
-def _enter_decoder(decoder: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
-    return decoder.__dict__[_ENTRY].run_decoder(call, args, kwargs)
-
-
-def _enter_both(root: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
-    return _enter_model(root, partial(_enter_decoder, root, call), *args, **kwargs)

@@ -20,7 +20,8 @@ from torch_backend.hf.edits.experts import reasons_against
 from torch_backend.hf.edits.mixers import why_not_on_the_row
 from torch_backend.hf.float8 import describe_float8
 from torch_backend.hf.forward import AttentionChoice, Choice, DocumentsChoice, RowChoice
-from torch_backend.hf.patch import Patched, state_of
+from torch_backend.hf.patch import state_of
+from torch_backend.hf.patched import Patched
 from torch_backend.ops.attention import TRIED_LAST, describe, rejections
 from torch_backend.ops.experts import describe as describe_experts
 from torch_backend.ops.experts import rejections as rejected_experts

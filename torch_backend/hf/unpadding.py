@@ -35,7 +35,8 @@ from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.no_cache import NoCache
 from torch_backend.hf.inputs.padded_images import DocumentPositions, image_keys
 from torch_backend.hf.inputs.prefixes import Prefixes, Sharing
-from torch_backend.hf.patch import Patched, state_of
+from torch_backend.hf.patch import state_of
+from torch_backend.hf.patched import Patched
 from torch_backend.hf.shared_rows import SHARED_ROW, RowIds
 from torch_backend.segments import to_device
 

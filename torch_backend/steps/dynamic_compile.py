@@ -22,7 +22,8 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.entry import current_forward
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import PackedForward, forward_among
-from torch_backend.hf.patch import Patched, state_of
+from torch_backend.hf.patch import state_of
+from torch_backend.hf.patched import Patched
 from torch_backend.hf.quantised import quantised_layers, traceable_weights
 from torch_backend.steps.compiling import GRAPHS, start_compilers, whole_layers
 from torch_backend.steps.cuda_graph import compile_layers

@@ -22,7 +22,8 @@ from torch_backend.hf.blank_images import blank_media
 from torch_backend.hf.edits.experts import why_experts_read
 from torch_backend.hf.foreign_kernels import has_ligers_forward, library_in, replaced_modules, unknown_part
 from torch_backend.hf.forward import RowChoice
-from torch_backend.hf.patch import Patched, state_of
+from torch_backend.hf.patch import state_of
+from torch_backend.hf.patched import Patched
 from torch_backend.hf.quantised import why_weights_stay
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps import cuda_graph as captured

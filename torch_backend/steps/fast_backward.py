@@ -24,7 +24,8 @@ from packing_core.errors import UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import DocumentsChoice
-from torch_backend.hf.patch import Patched, context_of, state_of
+from torch_backend.hf.patch import context_of, state_of
+from torch_backend.hf.patched import Patched
 from torch_backend.hf.quantised import quantised_layers, traceable_weights
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS
 from torch_backend.steps.boundaries import Host

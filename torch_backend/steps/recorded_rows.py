@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from packing_core.storage.forest import depth_of
 from torch_backend.hf.edits.experts import why_experts_read
 from torch_backend.hf.forward import PackedForward
-from torch_backend.hf.patch import Patched
+from torch_backend.hf.patched import Patched
 from torch_backend.segments import PackedMetadata
 from torch_backend.steps.cuda_graph import record
 from torch_backend.steps.eligibility import HOOKS_READ, reads_gradients, why_not_recomputed

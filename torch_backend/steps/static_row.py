@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_backend.hf.entry import run_inside
 from torch_backend.hf.forward import PackedForward
-from torch_backend.hf.patch import Patched
+from torch_backend.hf.patched import Patched
 from torch_backend.pieces import padding_lengths
 from torch_backend.segments import PackedMetadata
 

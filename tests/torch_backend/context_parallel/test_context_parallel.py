@@ -25,7 +25,8 @@ from torch_backend.context_parallel.share import KeyLayout, RankShare
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits import stand_ins
 from torch_backend.hf.forward import AttentionChoice
-from torch_backend.hf.patch import Patched, state_of
+from torch_backend.hf.patch import state_of
+from torch_backend.hf.patched import Patched
 from torch_backend.segments import PackedMetadata, host_lengths
 
 pytestmark = pytest.mark.slow  # starts processes

@@ -19,7 +19,7 @@ from torch_backend.hf.anatomy.layers import find_experts
 from torch_backend.hf.edits.experts import reasons_against
 from torch_backend.hf.entry import run_with
 from torch_backend.hf.forward import PackedForward
-from torch_backend.hf.patch import Patched
+from torch_backend.hf.patched import Patched
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.ops import experts as ops
 from torch_backend.ops.experts import dispatch

@@ -17,7 +17,7 @@ from packing_core.errors import LayoutError, UnsupportedModelError
 from tests.torch_backend.graphs import stand_in
 from tests.torch_backend.models import collate, documents, tiny, with_mask
 from torch_backend.auditing.tiny import all_families
-from torch_backend.hf.patch import Patched
+from torch_backend.hf.patched import Patched
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps import eligibility
 from torch_backend.steps.fixed_shapes import FixedShapes

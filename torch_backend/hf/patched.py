@@ -1,4 +1,4 @@
-"""From a batch to its :class:`PackedForward`: what a patched model takes, and what its layers need of the segments.
+"""The state of a patched model: the edits that it has, and how it makes a :class:`PackedForward` of a batch.
 
 The arguments of a call -> checks (:mod:`.inputs`) -> the segments on the device, cut over ranks where the model has a
 mesh -> :class:`PackedForward`. Compiled layers find there what their graphs read, made beforehand.
@@ -6,6 +6,7 @@ mesh -> :class:`PackedForward`. Compiled layers find there what their graphs rea
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,12 +22,14 @@ from torch_backend.hf.anatomy.additions import Structure
 from torch_backend.hf.anatomy.heads import entries_of, targets_among
 from torch_backend.hf.anatomy.layers import block_of
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
-from torch_backend.hf.anatomy.structure import execution_device, why_not_adapters
+from torch_backend.hf.anatomy.structure import STATE, execution_device, has_compiled_layers, why_not_adapters
+from torch_backend.hf.attention import AttentionName, register, softcap_of
 from torch_backend.hf.edits.experts import experts_edits
 from torch_backend.hf.edits.head_rows import HeadRows
 from torch_backend.hf.edits.mixers import why_not_on_the_row
 from torch_backend.hf.entry import refuse_transforms
-from torch_backend.hf.forward import PackedForward
+from torch_backend.hf.experts import ExpertsChoice
+from torch_backend.hf.forward import AttentionChoice, Choice, PackedForward
 from torch_backend.hf.index_loss import trains_indexers
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import PAGED_CACHE, is_packed, take_metadata
@@ -35,7 +38,7 @@ from torch_backend.hf.inputs.forests import OVER_RANKS, check_forest, refuse, wh
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.inputs.spans import add_spans
 from torch_backend.hf.inputs.unmarked import check_unmarked, refuse_other_marks, refuse_unread
-from torch_backend.hf.override import forward_names, keywords_named
+from torch_backend.hf.override import Edit, forward_names, is_reached, keywords_named
 from torch_backend.hf.router import asks_for_router_loss, why_not_over_ranks
 from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
@@ -50,8 +53,8 @@ CHANGED = (
 )
 
 
-class BatchReader:
-    """Reads the batches of one model.
+class Patched:
+    """One patched model: its layers, its edits, and the reading of its batches.
 
     Args:
         anatomy: of the model.
@@ -68,9 +71,18 @@ class BatchReader:
         structure: the model as a packed call last found that they fit; None before the first one.
         prove: proves what a packed call finds added, and what could not be proved before; None without proof.
         proved: the classes, functions and hooks that were added and proved; None before the first proof.
+        choices: what each layer chose in the last packed forward, by id; for ``explain`` alone.
+        expert_choices: what each module of experts chose in the last packed forward, by id; for ``explain`` alone.
+        own_rotation: attention layers that keep their modeling file's rotation, each with the reason.
+        tower_requests: the attention requests of each tower, by its kind, in all packed forwards.
+        unpadding: runs padded calls packed (:mod:`.unpadding`); None where nobody asked for it.
+        runner: ``output = runner(run, forward, kwargs)`` runs the layers of a packed call in place of ``run(forward,
+            kwargs)``, faster (:mod:`torch_backend.steps.dynamic_compile`); None where nobody does.
     """
 
-    def __init__(self, anatomy: Anatomy, implementation: str | Sequence[str], context: ContextGroup | None) -> None:
+    def __init__(
+        self, anatomy: Anatomy, implementation: str | Sequence[str], context: ContextGroup | None = None
+    ) -> None:
         self.anatomy = anatomy
         self.context = context
         self.root, self.decoder = anatomy.root, anatomy.decoder
@@ -90,6 +102,91 @@ class BatchReader:
         self.structure: Structure | None = None
         self.prove: Callable[[nn.Module], None] | None = None
         self.proved: tuple[Any, ...] | None = None
+        self.choices: dict[int, Choice] = {}
+        self.expert_choices: dict[int, ExpertsChoice] = {}
+        self.own_rotation: dict[str, str] = {}
+        self.tower_requests: dict[str, set[AttentionRequest]] = defaultdict(set)
+        self.unpadding: Any = None
+        self.runner: Any = None
+        self.edits: list[Edit] = []
+        self.suspended = False
+
+    def install(self, edits: Iterable[Edit]) -> None:
+        """Apply all edits, or none if one of them raises."""
+        try:
+            for edit in edits:
+                edit.apply()
+                self.edits.append(edit)
+        except BaseException:
+            self._undo()
+            raise
+        self.root.__dict__[STATE] = self
+
+    def remove(self) -> None:
+        """Undo all edits, the last one first."""
+        self._undo()
+        del self.root.__dict__[STATE]
+
+    def _undo(self) -> None:
+        while self.edits:
+            self.edits.pop().undo()
+
+    def suspend(self) -> None:
+        """Put the attention names back until the next packed forward."""
+        for name in self._attention_names():
+            name.undo()
+        self.suspended = True
+
+    def resume(self) -> None:
+        """Undo :meth:`suspend`, and raise if somebody set another attention implementation since the patch."""
+        for name in self._attention_names():
+            if self.suspended:
+                name.apply()
+            if not name.in_force:
+                raise UnsupportedModelError(
+                    f"the attention implementation was set to {name.config._attn_implementation!r} after patch(model), "
+                    "so segments would not reach the layers: call patch(model) again"
+                )
+        self.suspended = False
+
+    @property
+    def in_force(self) -> bool:
+        """Returns whether the patch is active: no other attention implementation or forward was set since."""
+        names = self.suspended or all(name.in_force for name in self._attention_names())
+        return names and is_reached(self.root) and is_reached(self.decoder)
+
+    def _attention_names(self) -> list[AttentionName]:
+        return [edit for edit in self.edits if isinstance(edit, AttentionName)]
+
+    @property
+    def compiles(self) -> bool:
+        """Returns whether compiled layers run, among them layers without attention, which make no requests."""
+        alone = self.context is None and not (self.anatomy.attention or self.layers_need_lengths)
+        return bool(self.compiled) or (alone and has_compiled_layers(self.decoder))
+
+    @property
+    def requests(self) -> list[AttentionRequest]:
+        """The attention requests of the layers in the last packed forward that left a record."""
+        return [choice.request for choice in self.choices.values() if isinstance(choice, AttentionChoice)]
+
+    @property
+    def adds_softcap(self) -> str | None:
+        """Describes how unpacked calls differ from those before the patch; None if they do not."""
+        changed = (
+            f"attention softcap {softcap_of(edit.config)}: transformers' {edit.before} leaves it out, or raises. "
+            f"Packed and unpacked calls apply it, as attn_implementation={edit.over!r} does, so outputs differ from "
+            "those before the patch"
+            for edit in self._attention_names()
+            if edit.over != edit.before
+        )
+        return next(changed, None)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for name in self._attention_names():
+            register(name.over)  # in the process that loads a pickled model
+
+    # -- batches -------------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
