@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Self
 
 _VALUE = r"""(?:=(True\b|[\d,]+|["']\w+["'](?:(?:, or |, | or )["']\w+["'])*))?"""
 
@@ -90,14 +90,30 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def reading(path: Any, what: str, way: str) -> Iterator[None]:
-    """Turns any error of a file, or of the library that reads it, into one line with the path and the way out."""
+def naming(
+    what: str,
+    kinds: type[Exception] | tuple[type[Exception], ...] = Exception,
+    *,
+    way_out: str = "",
+    with_kind: bool = False,
+) -> Iterator[None]:
+    """Names an option or a file in what another library raises about it, which may be anything, in one line.
+
+    Args:
+        what: the option or the file, as its user wrote it; with a ``way_out``, what is wrong with it too.
+        kinds: of errors; all others pass, and so do ours.
+        with_kind: name the class of the error.
+
+    Raises:
+        PackingError: in place of such an error.
+    """
     try:
         yield
     except PackingError:
         raise
-    except Exception as error:
-        raise PackingError(f"{path} {what} ({first_line(error)}): {way}") from error
+    except kinds as error:
+        line = f"{type(error).__name__}: {first_line(error)}" if with_kind else first_line(error)
+        raise PackingError(f"{what} ({line}): {way_out}" if way_out else f"{what}: {line}") from error
 
 
 @contextmanager

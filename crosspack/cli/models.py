@@ -10,7 +10,7 @@ from typing import Any
 from crosspack.encoding.tokenizer import entries, vocabulary_digest
 from crosspack.reading import Records
 from crosspack.reading.files import is_url, remote
-from packing_core.errors import PackingError, first_line
+from packing_core.errors import PackingError, naming
 from packing_core.extras import require
 from packing_core.training.job import is_hub_name
 
@@ -68,12 +68,10 @@ def model_config(model: str) -> Any:
     """
     source = model_source(model)
     transformers = require("transformers", extra="hf")
-    try:
+    with naming(f"--model {model}"):  # files of the folder may hold anything, and so may what reading them raises
         if isinstance(source, dict):
             return transformers.AutoConfig.for_model(**source).get_text_config()
         return transformers.AutoConfig.from_pretrained(source).get_text_config()
-    except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
-        raise PackingError(f"--model {model}: {first_line(error)}") from error
 
 
 def check_name(option: str, name: str | None) -> None:

@@ -21,7 +21,7 @@ from crosspack.encoding.layouts import AUDIO, LOOKED_AT, images_in
 from crosspack.reading import Records
 from crosspack.reading.files import is_url
 from crosspack.reading.places import BadRecord, Row
-from packing_core.errors import PackingError, UnsupportedError, first_line, plural
+from packing_core.errors import PackingError, UnsupportedError, first_line, naming, plural
 from packing_core.training.tasks import TASKS
 
 # options that only the next tokens of packed documents have, but for those that a task reads too (``Task.reads``)
@@ -185,21 +185,17 @@ def reward_function(text: str) -> Callable[..., Any]:
     if spec is None or spec.loader is None:
         raise PackingError(f"--reward {text}: pass FILE.py:FUNCTION, a Python file and a function in it")
     module = module_from_spec(spec)
-    try:
+    with naming(f"--reward {text}", with_kind=True):  # the file may hold anything, and the function do anything
         spec.loader.exec_module(module)
-    except Exception as error:  # the file may hold anything
-        raise PackingError(f"--reward {text}: {type(error).__name__}: {first_line(error)}") from error
     score = getattr(module, name, None)
     if not callable(score):
         raise PackingError(f"--reward {text}: {path} has no function {name}")
 
     @wraps(score)
     def checked(*args: Any, **columns: Any) -> Any:
-        try:
+        with naming(f"--reward {text}", with_kind=True):
             scores = score(*args, **columns)
             count = len(scores)
-        except Exception as error:  # the function may do anything
-            raise PackingError(f"--reward {text}: {type(error).__name__}: {first_line(error)}") from error
         if count != (wanted := len(columns.get("completions", scores))):
             raise PackingError(
                 f"--reward {text} returned {plural(count, 'score')} for {plural(wanted, 'completion')}: return one "

@@ -48,7 +48,7 @@ from crosspack.encoding.kinds import as_numbers
 from crosspack.encoding.layouts import images_in
 from crosspack.reading.files import masked
 from crosspack.reading.places import Row
-from packing_core.errors import PackingError, first_line, plural
+from packing_core.errors import PackingError, first_line, naming, plural
 from packing_core.extras import require
 from packing_core.planning.cost import cost_of
 from packing_core.planning.epochs import plan_steps
@@ -333,10 +333,8 @@ def create_repository(name: str | None, output: Path | None) -> None:
     hub: Any = require("huggingface_hub", extra="hf")
     if hub.get_token() is None:
         raise PackingError("--push-to-hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN")
-    try:
+    with naming(f"--push-to-hub {name}"):
         hub.HfApi().create_repo(name, exist_ok=True)
-    except Exception as error:  # of the network and of the hub, by several libraries
-        raise PackingError(f"--push-to-hub {name}: {first_line(error)}") from error
 
 
 def push(folder: Path, name: str) -> str:

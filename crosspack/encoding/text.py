@@ -38,7 +38,7 @@ from crosspack.encoding.tokenizer import entries, panics_as_errors, rust_tokeniz
 from crosspack.encoding.tokens import COLUMNS as TOKEN_COLUMNS
 from crosspack.encoding.tokens import check_entries, token_documents
 from crosspack.reading.records import Record
-from packing_core.errors import MissingExtraError, PackingError, first_line
+from packing_core.errors import MissingExtraError, PackingError, first_line, naming
 from packing_core.training.schedule import Document
 
 Loss = Literal["completion", "all"]
@@ -195,10 +195,8 @@ class Encoder:
         """
         if chat:
             message = {"role": "user", "content": text}
-            try:
+            with naming(f"the chat template refused {text!r}"):  # which is a program of the model's author
                 text = self.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # a template is a program of the model's author and may raise anything
-                raise PackingError(f"the chat template refused {text!r}: {first_line(error)}") from error
         (ids,) = self._ids([text])
         return tuple((ids if chat else np.concatenate([self._bos, ids])).tolist())
 

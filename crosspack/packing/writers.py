@@ -6,7 +6,7 @@ Rows come in as parts, in order; a file comes out, the same bytes for the same r
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from crosspack.packing.row_files import Rows, joined
-from packing_core.errors import PackingError, first_line
+from packing_core.errors import naming
 from packing_core.extras import require
 from packing_core.storage.segment_indexing import offsets_of
 from packing_core.training.files import sha256
@@ -56,14 +56,9 @@ def kept_types(files: Iterable[Path]) -> Kept:
     return kept
 
 
-@contextmanager
-def _of_one_type(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (TypeError, ValueError, OverflowError, NotImplementedError) as error:  # which Arrow's are
-        raise PackingError(
-            f"--keep {name}: its values have not all one type ({first_line(error)}): leave the column out"
-        ) from error
+def _of_one_type(name: str) -> AbstractContextManager[None]:
+    arrows = TypeError, ValueError, OverflowError, NotImplementedError
+    return naming(f"--keep {name}: its values have not all one type", arrows, way_out="leave the column out")
 
 
 def write_file(folder: Path, number: int, form: Format, parts: Iterable[Rows], kept: Kept) -> Written:

@@ -9,7 +9,7 @@ from typing import Any
 
 from crosspack.reading.files import COMPRESSIONS, File, is_url, walk
 from crosspack.reading.yaml_text import MAX_TEXT, load_yaml
-from packing_core.errors import PackingError, first_line
+from packing_core.errors import PackingError, first_line, naming
 
 FORMATS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt")
 # words in the names of files and folders that say which split they belong to, as the `datasets` library reads them
@@ -138,10 +138,8 @@ def _by_pattern(folder: Path, split: str, declared: Any) -> list[File]:
     for pattern in patterns[split]:
         if "://" in pattern or PurePosixPath(pattern).is_absolute() or ".." in PurePosixPath(pattern).parts:
             raise PackingError(f"{folder}: README.md names {pattern}, outside of the folder: pass that file itself")
-        try:
+        with naming(f"{folder}: README.md names {pattern!r}", (ValueError, NotImplementedError)):
             paths = [path for path in folder.glob(pattern) if path.is_file()]
-        except (ValueError, NotImplementedError) as error:
-            raise PackingError(f"{folder}: README.md names {pattern!r}: {first_line(error)}") from error
         found = [file for file in map(File, map(str, paths)) if file.suffix in FORMATS]
         if not found:
             raise PackingError(f"{folder}: README.md names {pattern}, and there is no {', '.join(FORMATS)} file")

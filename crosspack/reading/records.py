@@ -24,7 +24,7 @@ from crosspack.reading.lines import Range, SampleBy, SingleRecordFile, line_stre
 from crosspack.reading.objects import Json, grouped
 from crosspack.reading.places import Item, Piece, Place, Row, Stretch, row_or_bad, strictly
 from crosspack.reading.tables import table_stretches
-from packing_core.errors import PackingError, first_line
+from packing_core.errors import PackingError, first_line, naming
 from packing_core.extras import require
 from packing_core.training.job import is_hub_name
 
@@ -156,16 +156,13 @@ def size_of(value: Any) -> int:
 @contextmanager
 def _in_one_line(file: str) -> Iterator[None]:
     """Turns any error raised inside, by a file or the library that reads it, into one line with the file."""
-    try:
-        yield
-    except PackingError:
-        raise
-    except UnicodeDecodeError as error:
-        raise PackingError(f"{file}: it is not UTF-8 ({first_line(error)}): save it as UTF-8") from error
-    except FileNotFoundError as error:
-        raise PackingError(f"{file}: no such file") from error
-    except Exception as error:  # Arrow may raise anything
-        raise PackingError(f"{file}: {first_line(error)}") from error
+    with naming(file):  # Arrow may raise anything
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            raise PackingError(f"{file}: it is not UTF-8 ({first_line(error)}): save it as UTF-8") from error
+        except FileNotFoundError as error:
+            raise PackingError(f"{file}: no such file") from error
 
 
 def read_pieces(stretch: Stretch, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
@@ -304,9 +301,5 @@ def _files_at(path: str) -> tuple[list[str], bool]:
 
 
 def _hub_rows(name: str, split: str) -> Iterator[Any]:
-    try:
+    with naming(name):  # what the library raises for the network, for scripts, for formats, has no common base
         yield from require("datasets", extra="hf").load_dataset(name, split=split, streaming=True)
-    except PackingError:
-        raise
-    except Exception as error:  # what the library raises for the network, for scripts, for formats, has no common base
-        raise PackingError(f"{name}: {first_line(error)}") from error

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jax_backend.model.decoder import Decoder, DecoderConfig
 from jax_backend.placement import to_host, weight_sharding
-from packing_core.errors import LayoutError, PackingError, first_line
+from packing_core.errors import LayoutError, PackingError, naming
 from packing_core.extras import require
 
 _INDEX = "model.safetensors.index.json"
@@ -223,9 +223,7 @@ def _open(folder: Path) -> dict[str, Any]:
         raise PackingError(f"{folder} lacks {', '.join(absent)}: only safetensors are read, never pickled weights")
     slices: dict[str, Any] = {}
     for file in files:
-        try:
+        with naming(f"{folder / file} is damaged or cut off", safetensors.SafetensorError, way_out="copy it again"):
             opened = safetensors.safe_open(folder / file, "numpy")
-        except safetensors.SafetensorError as error:
-            raise PackingError(f"{folder / file} is damaged or cut off ({first_line(error)}): copy it again") from error
         slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
     return slices

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax_backend.losses.cross_entropy import packed_cross_entropy
 from jax_backend.model.decoder import Decoder
 from jax_backend.placement import CONTEXT, TENSOR
-from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError, first_line
+from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError, naming
 
 logger = logging.getLogger(__name__)
 
@@ -183,10 +183,8 @@ def checked_sums(result: Any) -> tuple[jax.Array, jax.Array, Any]:
     extra = result[2] if len(result) == 3 else {}
     if not isinstance(extra, Mapping):
         raise PackingError(f"{wanted}, where extra maps names to values, and it is {type(extra).__name__}")
-    try:
+    with naming(f"{wanted}, where extra maps names to numbers", (TypeError, ValueError)):
         return loss, weight, jax.tree.map(jnp.asarray, dict(extra))
-    except (TypeError, ValueError) as error:
-        raise PackingError(f"{wanted}, where extra maps names to numbers: {first_line(error)}") from error
 
 
 def refuse_donated(tree: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.errors import CapacityError, LayoutError, reading
+from packing_core.errors import CapacityError, LayoutError, naming
 from packing_core.planning import bins as _bins
 from packing_core.planning.composition import Composition, composition
 from packing_core.planning.pieces import MOST_TOKENS, positive
@@ -290,7 +290,7 @@ class PackPlan:
             PackingError: the file cannot be written.
         """
         with (
-            reading(path, "cannot be written", "pass the path of a file in a folder that exists"),
+            naming(f"{path} cannot be written", way_out="pass the path of a file in a folder that exists"),
             open(path, "wb") as file,
         ):
             np.savez(file, allow_pickle=False, **{entry.name: getattr(self, entry.name) for entry in fields(self)})
@@ -303,7 +303,7 @@ class PackPlan:
             LayoutError: what the file holds contradicts itself.
             PackingError: the file is not a plan.
         """
-        with reading(path, "is not a saved plan", "pass what PackPlan.save wrote"), open(path, "rb") as file:
+        with naming(f"{path} is not a saved plan", way_out="pass what PackPlan.save wrote"), open(path, "rb") as file:
             if not zipfile.is_zipfile(file):
                 raise LayoutError(f"{os.fspath(path)!r} is not a saved plan: pass an .npz archive of PackPlan.save")
             file.seek(0)

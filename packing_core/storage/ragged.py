@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import ArrayLike
 
-from packing_core.errors import LayoutError, PackingError, first_line, reading
+from packing_core.errors import LayoutError, PackingError, first_line, naming
 from packing_core.storage.arrays import Array, Int64, as_array, read_only, row_number
 from packing_core.storage.arrow import is_arrow, lists_of
 from packing_core.storage.mapped import MappedFile, by_path, opened
@@ -154,7 +154,7 @@ class Ragged:
             PackingError: the folder cannot be written.
         """
         flat = self.flat()
-        with reading(folder, "cannot be written", "pass a folder with room that you may write to"):
+        with naming(f"{folder} cannot be written", way_out="pass a folder with room that you may write to"):
             path = Path(folder)
             path.mkdir(parents=True, exist_ok=True)
             np.save(path / VALUES, flat.values)
@@ -167,7 +167,7 @@ class Ragged:
         Raises:
             PackingError: the folder lacks one of the two files, or they are not what ``save`` wrote.
         """
-        with reading(folder, "is no folder of Ragged.save", "write it with Ragged.save(folder)"):
+        with naming(f"{folder} is no folder of Ragged.save", way_out="write it with Ragged.save(folder)"):
             path = Path(folder)
             missing = [file for file in (VALUES, OFFSETS) if not (path / file).is_file()]
             if missing:

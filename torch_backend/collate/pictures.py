@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.errors import LayoutError, PackingError, first_line
+from packing_core.errors import LayoutError, naming
 from packing_core.extras import require
 
+LEAVE_OUT = "repair it or leave out the example"  # the way out of what cannot be decoded
 _SOURCES = ("path", "url", "base64")  # where a part of a message may have its image, beside its own type
 _MORE_BITS = ("I", "F")  # how modes of 16 and 32 bits begin, whose numbers mean what their maker says
 
@@ -91,7 +92,7 @@ def _of_bytes(image: NDArray[Any]) -> NDArray[Any]:
 
 def _decode(image: Any, what: str) -> Any:
     pil = require("PIL.Image", extra="hf", distribution="pillow")
-    try:
+    with naming(f"{what} cannot be decoded", way_out=LEAVE_OUT, with_kind=True):
         if isinstance(image, Mapping):
             image = image["bytes"] if image.get("bytes") is not None else image["path"]
         if isinstance(image, bytes):
@@ -106,8 +107,3 @@ def _decode(image: Any, what: str) -> Any:
             raise ValueError(f"mode {image.mode} has more than 8 bits a channel, and would be cut off at 255")
         # cameras store how they were held; transformers and datasets turn images likewise
         return require("PIL.ImageOps", extra="hf", distribution="pillow").exif_transpose(image).convert("RGB")
-    except Exception as error:
-        raise PackingError(
-            f"{what} cannot be decoded ({type(error).__name__}: {first_line(error)}): repair it or leave out "
-            "the example"
-        ) from error

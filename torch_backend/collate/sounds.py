@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.errors import LayoutError, MissingExtraError, PackingError, first_line
+from packing_core.errors import LayoutError, naming
 from packing_core.extras import require
-from torch_backend.collate.pictures import media_of
+from torch_backend.collate.pictures import LEAVE_OUT, media_of
 
 Clip = NDArray[np.float32]
 
@@ -50,7 +50,7 @@ def clips_of(example: Mapping[str, Any], where: str, rate: int, longest: int | N
 
 
 def _decode(item: Any, what: str, rate: int, beside: Any) -> Clip:
-    try:
+    with naming(f"{what} cannot be decoded", way_out=LEAVE_OUT, with_kind=True):
         samples, its = _samples(item, rate, beside)
         array = np.asarray(samples)
         if array.ndim != 1:
@@ -63,13 +63,6 @@ def _decode(item: Any, what: str, rate: int, beside: Any) -> Clip:
         if not np.isfinite(clip).all():
             raise ValueError("it has samples that are not finite")
         return clip
-    except MissingExtraError:
-        raise
-    except Exception as error:
-        raise PackingError(
-            f"{what} cannot be decoded ({type(error).__name__}: {first_line(error)}): repair it or leave out "
-            "the example"
-        ) from error
 
 
 def _samples(item: Any, rate: int, beside: Any) -> tuple[Any, float]:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from packing_core.errors import CapacityError, LayoutError, PackingError, first_line
+from packing_core.errors import CapacityError, LayoutError, PackingError, naming
 from packing_core.extras import require
 from packing_core.training.tasks import TASKS, TaskJob
 from torch_backend.auditing.model import AuditReport, verify
@@ -26,7 +26,7 @@ from torch_backend.collate import PackedCollator
 from torch_backend.collate.pictures import has_own_pictures, pictures_of
 from torch_backend.collate.vision import place_of
 from torch_backend.collate.vision_dataset import PackedMediaDataset
-from torch_backend.job.models import load_model, naming, shared_arguments, with_adapters, write_model
+from torch_backend.job.models import load_model, shared_arguments, with_adapters, write_model
 from torch_backend.trainers.enable_packing import enable_packing
 
 require("transformers", extra="hf")
@@ -281,13 +281,9 @@ def _dataset(examples: Sequence[Mapping[str, Any]]) -> Any:
     """
     datasets, columns = require("datasets", extra="hf"), []
     for name in dict.fromkeys(name for example in examples for name in example):
-        try:
+        way_out = "give all its values one type, or leave it out"
+        with naming(f'the records\' column "{name}" cannot be one column', way_out=way_out):
             columns.append(datasets.Dataset.from_dict({name: [example.get(name) for example in examples]}))
-        except Exception as error:  # Arrow's, of many types
-            raise PackingError(
-                f'the records\' column "{name}" cannot be one column ({first_line(error)}): give all its values one '
-                "type, or leave it out"
-            ) from error
     return datasets.concatenate_datasets(columns, axis=1)
 
 

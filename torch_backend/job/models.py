@@ -6,15 +6,13 @@ A ModelJob -> :func:`build_model` or :func:`load_model` -> :func:`with_adapters`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from packing_core.errors import PackingError, first_line
+from packing_core.errors import PackingError, naming
 from packing_core.extras import require
 from packing_core.training.job import Audit, ModelJob, TrainJob, is_hub_name
 from packing_core.training.options import Options
@@ -22,25 +20,6 @@ from torch_backend.auditing.model import AuditReport
 from torch_backend.auditing.trainer import TrainerReport
 from torch_backend.hf.anatomy.random_draws import is_random_setting
 from torch_backend.patching import unpatch
-
-
-@contextmanager
-def naming(what: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
-    """Names an option or a file in what a library raises about it, which may be anything.
-
-    Args:
-        what: the option or file, as its user wrote it.
-        kinds: of errors; all others pass.
-
-    Raises:
-        PackingError: in place of such an error.
-    """
-    try:
-        yield
-    except PackingError:
-        raise
-    except kinds as error:
-        raise PackingError(f"{what}: {first_line(error)}") from error
 
 
 def load_model(job: ModelJob, auto: str, **options: Any) -> Any:

@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from packing_core.errors import CapacityError, PackingError, UnsupportedError
+from packing_core.errors import CapacityError, PackingError, UnsupportedError, naming
 from packing_core.extras import require
 from packing_core.training.tasks import TASKS
 from torch_backend.auditing.model import AuditReport, verify
 from torch_backend.collate.vision import place_of
 from torch_backend.hf.anatomy.structure import with_values
 from torch_backend.job.kinds import Records, TaskKind, task_arguments
-from torch_backend.job.models import naming, with_adapters
+from torch_backend.job.models import with_adapters
 from torch_backend.trainers.enable_packing import disable_packing, enable_packing
 
 _WHOLE = 2**30  # tokens of a text that is not cut

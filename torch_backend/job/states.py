@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packing_core.errors import naming
 from packing_core.extras import require
 from packing_core.training.options import Options
-from torch_backend.job.models import naming
 from torch_backend.job.ranks import Ranks, like, whole, whole_weights
 
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"

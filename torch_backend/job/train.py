@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from packing_core.errors import PackingError, plural
+from packing_core.errors import PackingError, naming, plural
 from packing_core.extras import require
 from packing_core.training.checkpoints import best_checkpoint, newest_checkpoint
 from packing_core.training.job import ZERO, Audit, TrainJob, TrainResult, honours
@@ -31,7 +31,7 @@ from torch_backend.hf.anatomy.structure import causal_lm, with_values
 from torch_backend.hf.explaining import explain
 from torch_backend.hf.float8 import to_float8
 from torch_backend.job import states
-from torch_backend.job.models import audit_of, build_model, naming, with_adapters, write_model
+from torch_backend.job.models import audit_of, build_model, with_adapters, write_model
 from torch_backend.job.ranks import Process, Ranks, context_mesh, shard, whole_weights
 from torch_backend.job.trainer import job_trainer
 from torch_backend.patching import patch
