@@ -88,7 +88,7 @@ def cut(file: IO[bytes], size: int, longest: int) -> Iterator[tuple[int, bytes]]
     """
     pending: list[bytes] = []  # of a piece whose last line goes on
     owner = 0
-    for number, block in enumerate(iter(lambda: _read(file, size), b"")):
+    for number, block in enumerate(iter(lambda: file.read(size), b"")):
         at = 0
         if pending:
             at = block.find(b"\n") + 1 or len(block)
@@ -105,15 +105,6 @@ def cut(file: IO[bytes], size: int, longest: int) -> Iterator[tuple[int, bytes]]
             yield owner, pending.pop()
     if pending:
         yield owner, b"".join(pending)
-
-
-def _read(file: IO[bytes], size: int) -> bytes:
-    """``size`` bytes, fewer only at the end of the file."""
-    parts, left = [], size
-    while left and (part := file.read(left)):
-        parts.append(part)
-        left -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def parsed(lines: Iterable[bytes], place: Place, origin: File, *, first: bool) -> Iterator[Item]:
