@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from packing_core.planning.context import context_plan
-from packing_core.planning.cost import Cost
+from packing_core.planning.cost import Cost, cost_of
 from torch_backend.context_parallel.attention import METHODS
 from torch_backend.context_parallel.share import RankShare
 
@@ -136,10 +136,7 @@ def context_group(mesh: Any, config: Any, *, method: str = AUTO, recurrent: bool
         )
     if mesh.size() == 1:
         return None
-    try:
-        cost = Cost.from_config(config)
-    except PackingError:  # a config that does not say how large the model is
-        cost = Cost()
+    cost = cost_of([config])
     attends = bool(cost.squares or cost.windows)
     return ContextGroup(mesh, method, cost, contiguous=recurrent and not attends)
 

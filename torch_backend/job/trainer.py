@@ -29,11 +29,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.extras import require
+from packing_core.planning.cost import cost_of
 from packing_core.training.checkpoints import save_checkpoint
 from packing_core.training.job import ZERO, TrainJob
 from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run, Schedule
 from torch_backend.collate import Batch, PackedCollator
+from torch_backend.collate.model_traits import configs_of
 from torch_backend.hf.anatomy.structure import in_mode
 from torch_backend.job import states
 from torch_backend.job.models import shared_arguments
@@ -44,7 +46,6 @@ from torch_backend.segments import to_device
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.train_step import accumulating, wrappers_of
 from torch_backend.trainers.changes import Changes
-from torch_backend.trainers.dataloader import cost_of
 from torch_backend.trainers.enable_packing import enable_packing
 from torch_backend.trainers.fast_step import PackedStep
 from torch_backend.trainers.own_loss import TrainerLoss
@@ -147,8 +148,8 @@ class JobTrainer(Trainer):
         self._timed = ExitStack()
         args = _arguments(job, steps=len(job.schedule) - first, device=process.device, folder=folder)
         if run == "packed":
-            rank, ranks = self.groups.rank, self.groups.world
-            share: Callable[[int], Any] = partial(job.schedule.rows, rank=rank, ranks=ranks, cost=cost_of(model))
+            rank, ranks, cost = self.groups.rank, self.groups.world, cost_of(configs_of(model))
+            share: Callable[[int], Any] = partial(job.schedule.rows, rank=rank, ranks=ranks, cost=cost)
             collator: Callable[[Any], Any] = RowByRow(model)
         else:
             share, collator = partial(padded_batches, job.schedule, run=run), itemgetter(0)  # collated already

@@ -22,12 +22,13 @@ from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import LENGTHS
 from packing_core.errors import PackingError, UnsupportedError, first_line, plural
 from packing_core.extras import require
-from packing_core.planning.cost import Cost
+from packing_core.planning.cost import cost_of
 from packing_core.storage.arrays import sampled
 from packing_core.streaming.sources import share_of
 from torch_backend.collate import FULL, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import NAMES
 from torch_backend.collate.loading import ReadyBatch
+from torch_backend.collate.model_traits import configs_of
 from torch_backend.collate.vision import VisionRows
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.trainers.callbacks import SameRows
@@ -240,7 +241,7 @@ def _rows(trainer: Any, collator: PackedCollator, capacity: int, request: Packin
             raise PackingError("a stream cannot carry one label per document: pass a datasets.Dataset or a list")
         request.refuse_order("a stream gives its documents as they come")
         return RowStream(data, read, request.rule(capacity), seed=seed, pad_id=pad_id, replaced=replaced)
-    rule = request.rule(capacity, cost_of(trainer.model))
+    rule = request.rule(capacity, cost_of(configs_of(trainer.model)))
     in_order = getattr(args, "train_sampling_strategy", "random") == "sequential"
     if in_order:
         request.refuse_order('train_sampling_strategy="sequential" keeps the documents in theirs')
@@ -341,12 +342,3 @@ def _longest(trainer: Any) -> tuple[int, str]:
     raise PackingError(
         f"neither {type(trainer.args).__name__} nor {type(text).__name__} has a length: pass capacity=..."
     )
-
-
-def cost_of(model: Any) -> Cost:
-    """Returns the cost of a row in a model; that of a Llama if its config does not give its size."""
-    config = causal_lm(model).config
-    try:
-        return Cost.from_config(config.get_text_config() if hasattr(config, "get_text_config") else config)
-    except PackingError:
-        return Cost()
