@@ -117,15 +117,11 @@ class LossFilter(TrainerCallback):
         """As ``Trainer.training_step``."""
         return self(step(*args, **kwargs))
 
-    def _restore(self, args: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, *_: Any, **__: Any) -> None:
         if self.set_aside:
             args.logging_nan_inf_filter, self.set_aside = True, False
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._restore(args)
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._restore(args)
+    on_substep_end = on_pre_optimizer_step
 
 
 class SameRows(TrainerCallback):

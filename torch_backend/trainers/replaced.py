@@ -23,6 +23,7 @@ from packing_core.errors import PackingError
 from packing_core.planning.pieces import PieceSpan
 from torch_backend.collate import Batch, PackedCollator, call_on_copies
 from torch_backend.collate.document_labels import LABELS, NAMES
+from torch_backend.collate.tokens import every_label
 
 Array = NDArray[Any]
 Where = Callable[[int], str]  # the number of an example -> what messages call it
@@ -205,10 +206,7 @@ class Replaced:
         """The labels that are trained, -100 at all others; None if tokens have classes and the data no labels."""
         if not self.packs.labels_every_token:
             return batch.targets.reshape(-1)
-        if batch.labels is None:
-            return None
-        trained = (batch.segment_ids != 0) & (True if batch.loss_mask is None else batch.loss_mask)
-        return np.where(trained, batch.labels, IGNORE_INDEX).reshape(-1)
+        return None if batch.labels is None else every_label(batch).reshape(-1)
 
     def _check_tokens(self, collated: Batch, piece: slice | Array, ours: Array, where: str) -> None:
         theirs = collated["input_ids"][piece]
