@@ -143,8 +143,8 @@ def _by_heads(
     layout, ranks = share.whole, share.ranks
     tq, tk, tv = (to_heads(layout, share.group, x.index_select(0, layout.straddling), ranks) for x in (q, k, v))
     of_heads = None if sinks is None else heads_of(sinks, 0, share.rank, ranks)
-    out = to_tokens(layout, share.group, attend(tq, tk, tv, layout.documents, of_heads), share.rank)
-    if layout.own is not None:
+    out = to_tokens(layout, share.group, attend(tq, tk, tv, layout.segments_received, of_heads), share.rank)
+    if layout.segments_alone is not None:
         q, k, v = (x.index_select(0, layout.alone) for x in (q, k, v))
-        out = torch.cat([attend(q, k, v, layout.own, sinks), out])
+        out = torch.cat([attend(q, k, v, layout.segments_alone, sinks), out])
     return out.index_select(0, layout.inverse)

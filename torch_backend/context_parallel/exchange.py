@@ -196,14 +196,14 @@ def to_heads(layout: WholeLayout, group: Any, x: Tensor, ranks: int) -> Tensor:
     if x.shape[1] < ranks:  # a head that several ranks read has a gradient from each, added in float32
         x = x.to(torch.promote_types(narrow, torch.float32))
     sent = torch.cat([heads_of(x, 1, rank, ranks).to(narrow) for rank in range(ranks)])
-    return all_to_all(sent, [len(x)] * ranks, layout.counts, group).index_select(0, layout.order)
+    return all_to_all(sent, [len(x)] * ranks, layout.receive, group).index_select(0, layout.order)
 
 
 def to_tokens(layout: WholeLayout, group: Any, y: Tensor, rank: int) -> Tensor:
     """The inverse of :func:`to_heads`: [N, H / W, ...] -> [n, H, ...]."""
-    ranks, own = len(layout.counts), layout.counts[rank]
+    ranks, own = len(layout.receive), layout.receive[rank]
     by_rank = y.index_select(0, layout.back)
-    by_head = all_to_all(by_rank, layout.counts, [own] * ranks, group)
+    by_head = all_to_all(by_rank, layout.receive, [own] * ranks, group)
     return by_head.unflatten(0, (ranks, own)).transpose(0, 1).flatten(1, 2)
 
 

@@ -92,9 +92,9 @@ def scan_by_heads(
         out: Tensor = found[0] if isinstance(found, tuple) else found
         return out[0]
 
-    out = to_tokens(layout, share.group, run(by_heads, layout.documents), share.rank)
-    if layout.own is not None:
-        out = torch.cat([run(alone, layout.own), out])
+    out = to_tokens(layout, share.group, run(by_heads, layout.segments_received), share.rank)
+    if layout.segments_alone is not None:
+        out = torch.cat([run(alone, layout.segments_alone), out])
     return _as_returned(out.index_select(0, layout.inverse)[None], kwargs)
 
 
@@ -144,14 +144,12 @@ def run_whole(share: RankShare, values: list[Any], layer: Callable[[PackedMetada
     def gathered(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[:2] != (1, tokens):
             return x
-        received = all_to_all(x[0].index_select(0, layout.send_index), layout.send, layout.receive, group)
+        received = all_to_all(x[0].index_select(0, layout.straddling), layout.send, layout.receive, group)
         whole = torch.cat([x[0].index_select(0, layout.alone), received.index_select(0, layout.order)])
         # A rank without a document runs a token whose output nobody uses, so that its parameters have gradients.
-        return (whole if layout.segments is not None else torch.cat([whole, x[0, :1]]))[None]
+        return (whole if len(whole) else torch.cat([whole, x[0, :1]]))[None]
 
-    segments = layout.segments
-    if segments is None:
-        segments = PackedMetadata.from_lengths([1], device=share.device)
+    segments = layout.segments or PackedMetadata.from_lengths([1], device=share.device)
     out = layer(segments, [gathered(x) for x in values])[0]
     alone, rest = out[: len(layout.alone)], out[len(layout.alone) :][: len(layout.order)]
     returned = all_to_all(rest.index_select(0, layout.back), layout.receive, layout.send, group)

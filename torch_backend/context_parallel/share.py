@@ -8,7 +8,7 @@ layers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -117,54 +117,42 @@ class WholeLayout:
     """Straddling documents as a whole, apart from the documents that lie on this rank alone.
 
     Attributes:
-        straddling: int64, the rank's tokens of straddling documents.
-        alone: int64, its other tokens.
-        inverse: int64 [T], where each of the rank's tokens stands among ``alone`` followed by ``straddling``.
-        counts: how many tokens of straddling documents each rank holds.
-        order: int64 [N], the straddling tokens of all ranks, rank by rank, in the order of the documents.
-        documents: segments of the straddling documents.
-        own: segments of the documents on this rank alone; None without one.
-    """
-
-    straddling: Tensor
-    alone: Tensor
-    inverse: Tensor
-    counts: list[int]
-    order: Tensor
-    documents: PackedMetadata
-    own: PackedMetadata | None
-
-    @cached_property
-    def back(self) -> Tensor:
-        """int64 [N]: the inverse of :attr:`order`."""
-        return self.order.argsort()
-
-
-@dataclass(frozen=True)
-class OwnedLayout:
-    """Whole documents, each straddling one on a single rank.
-
-    Attributes:
         alone: int64, the rank's tokens of documents that lie on it alone.
-        send_index: int64, its other tokens, by the rank that gets them.
+        straddling: int64, its other tokens, as they are sent.
+        inverse: int64 [T], where each of the rank's tokens stands among ``alone`` followed by ``straddling``.
         send, receive: tokens to and from each rank.
-        order: int64, the received tokens in the order of the documents.
-        segments: the documents alone, then those received; None where the rank has none.
-        inverse: int64 [T], where each of the rank's tokens stands among ``alone`` followed by ``send_index``.
+        order: int64 [N], the received tokens in the order of the documents.
+        back: int64 [N], the inverse of ``order``.
+        own, documents: lengths of the documents on this rank alone, and of those received.
+        device: of the segments.
     """
 
     alone: Tensor
-    send_index: Tensor
+    straddling: Tensor
+    inverse: Tensor
     send: list[int]
     receive: list[int]
     order: Tensor
-    segments: PackedMetadata | None
-    inverse: Tensor
+    back: Tensor
+    own: list[int]
+    documents: list[int]
+    device: torch.device
 
     @cached_property
-    def back(self) -> Tensor:
-        """int64: the inverse of :attr:`order`."""
-        return self.order.argsort()
+    def segments_alone(self) -> PackedMetadata | None:
+        """The documents on this rank alone; None without one."""
+        return PackedMetadata.from_lengths(self.own, device=self.device) if self.own else None
+
+    @cached_property
+    def segments_received(self) -> PackedMetadata:
+        """The straddling documents."""
+        return PackedMetadata.from_lengths(self.documents, device=self.device)
+
+    @cached_property
+    def segments(self) -> PackedMetadata | None:
+        """The documents alone, then those received; None where the rank has none."""
+        lengths = [*self.own, *self.documents]
+        return PackedMetadata.from_lengths(lengths, device=self.device) if lengths else None
 
 
 class RankShare:
@@ -218,7 +206,7 @@ class RankShare:
     @cached_property
     def index(self) -> Tensor:
         """:attr:`tokens` on the device of the batch."""
-        return self._index([self.tokens])
+        return self._on_device(self.tokens)
 
     @cached_property
     def segments(self) -> PackedMetadata:
@@ -247,9 +235,8 @@ class RankShare:
         found: Value = self._derived[key]
         return found
 
-    def _index(self, parts: Sequence[Int64]) -> Tensor:
-        flat = np.concatenate(parts) if parts else np.empty(0, np.int64)
-        return to_device(torch.from_numpy(flat), self.device)
+    def _on_device(self, places: Int64) -> Tensor:
+        return to_device(torch.from_numpy(places), self.device)
 
     # -- earlier tokens ------------------------------------------------------------------------------------------------
 
@@ -313,39 +300,34 @@ class RankShare:
 
     @cached_property
     def whole(self) -> WholeLayout:
-        """The straddling documents as a whole."""
-        plan, (alone, own) = self.plan, self._alone
-        of_ranks = [straddling_pieces(plan, rank) for rank in range(self.ranks)]
-        places = [_places(self._starts[pieces], plan.length[pieces]) for pieces in of_ranks]
-        straddling = np.setdiff1d(np.arange(len(self.tokens)), alone)
-        return WholeLayout(
-            straddling=self._index([straddling]),
-            alone=self._index([alone]),
-            inverse=self._index([np.argsort(np.concatenate([alone, straddling]))]),
-            counts=[len(x) for x in places],
-            order=self._index([np.argsort(np.concatenate(places))]),
-            documents=PackedMetadata.from_lengths(plan.lengths[plan.straddling].tolist(), device=self.device),
-            own=PackedMetadata.from_lengths(own, device=self.device) if own else None,
-        )
-
-    # -- whole documents, each on one rank -----------------------------------------------------------------------------
+        """The straddling documents as a whole, of a part of the heads on every rank."""
+        of_ranks = [straddling_pieces(self.plan, rank) for rank in range(self.ranks)]
+        received = [_places(self._starts[pieces], self.plan.length[pieces]) for pieces in of_ranks]
+        straddling = np.setdiff1d(np.arange(len(self.tokens)), self._alone[0])
+        return self._whole([straddling], received, self.plan.straddling)
 
     @cached_property
-    def owned(self) -> OwnedLayout:
+    def owned(self) -> WholeLayout:
         """The straddling documents as a whole, each on the rank that has fewest tokens then."""
-        plan, owners, (alone, own) = self.plan, _owners(self.plan), self._alone
+        owners = _owners(self.plan)
         sent = [self._straddling_tokens(self.rank, owners, rank)[0] for rank in range(self.ranks)]
         received = [self._straddling_tokens(rank, owners, self.rank)[1] for rank in range(self.ranks)]
-        lengths = [*own, *plan.lengths[owners == self.rank].tolist()]
-        send_index = np.concatenate(sent)
-        return OwnedLayout(
-            alone=self._index([alone]),
-            send_index=self._index([send_index]),
-            send=[len(each) for each in sent],
-            receive=[len(each) for each in received],
-            order=self._index([np.argsort(np.concatenate(received))]),
-            segments=PackedMetadata.from_lengths(lengths, device=self.device) if lengths else None,
-            inverse=self._index([np.argsort(np.concatenate([alone, send_index]))]),
+        return self._whole(sent, received, owners == self.rank)
+
+    def _whole(self, sent: list[Int64], received: list[Int64], here: NDArray[np.bool_]) -> WholeLayout:
+        (alone, own), straddling = self._alone, np.concatenate(sent)
+        order = np.argsort(np.concatenate(received))
+        return WholeLayout(
+            alone=self._on_device(alone),
+            straddling=self._on_device(straddling),
+            inverse=self._on_device(np.argsort(np.concatenate([alone, straddling]))),
+            send=[len(places) for places in sent],
+            receive=[len(places) for places in received],
+            order=self._on_device(order),
+            back=self._on_device(np.argsort(order)),
+            own=own,
+            documents=self.plan.lengths[here].tolist(),
+            device=self.device,
         )
 
     def _straddling_tokens(self, source: int, owners: Int64, owner: int) -> tuple[Int64, Int64]:

@@ -80,14 +80,14 @@ def test_straddling_documents_come_together_and_go_back(lengths, ranks, contiguo
     straddling = [t for d in np.flatnonzero(ranked[0].plan.straddling) for t in range(first_of[d], first_of[d + 1])]
     everywhere = torch.cat([torch.from_numpy(share.tokens)[share.whole.straddling] for share in ranked])
     owned: list[int] = []
-    received = exchanged([by_rank(share.owned.send_index, share.owned.send, share) for share in ranked])
+    received = exchanged([by_rank(share.owned.straddling, share.owned.send, share) for share in ranked])
     for share, arrived in zip(ranked, received, strict=True):
         tokens, whole = torch.from_numpy(share.tokens), share.whole
         assert everywhere[whole.order].tolist() == straddling
         assert torch.cat([tokens[whole.alone], tokens[whole.straddling]])[whole.inverse].tolist() == tokens.tolist()
         layout = share.owned
         documents = torch.cat([tokens[layout.alone], arrived[layout.order]])
-        assert torch.cat([tokens[layout.alone], tokens[layout.send_index]])[layout.inverse].tolist() == tokens.tolist()
+        assert torch.cat([tokens[layout.alone], tokens[layout.straddling]])[layout.inverse].tolist() == tokens.tolist()
         owned += arrived.tolist()
         if layout.segments is None:
             assert not len(documents)
