@@ -1,4 +1,5 @@
-"""The pictures of docs/does-it-matter.md, from the runs in docs/results/does_it_matter.jsonl.
+"""The pictures of docs/does-it-matter.md, from the runs in docs/results/does_it_matter.jsonl and, of trained weights,
+does_it_matter_trained.jsonl.
 
 These are the lines that ``python -m benchmarks.does_it_matter`` writes; to draw other runs, put theirs there.
 """
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 from benchmarks._matter_figures import Runs, common_seeds, interval, reached_by_all, runs_of, tokens_to
 from docs.site.drawing import BOLD, CHARACTER, LINE, OTHER, OWN, WIDTH, Drawing
 
-RUNS = Path(__file__).parents[1] / "results" / "does_it_matter.jsonl"
+RESULTS = Path(__file__).parents[1] / "results"
+RUNS, TRAINED = RESULTS / "does_it_matter.jsonl", RESULTS / "does_it_matter_trained.jsonl"
 COLOURS = {"exact": OWN, "contaminated": OTHER, "wrapped": "#dd8452", "padded": "#444444"}
 TASKS = {"retrieval": "values of keys", "text": "text of GSM8K"}
 LEFT, PLOT = 70, 300  # pixels left of the axis, and height of a plot
@@ -26,20 +28,22 @@ Floats = NDArray[np.float64]
 
 
 @cache
-def runs(task: str) -> Runs:
+def runs(task: str, file: Path = RUNS) -> Runs:
     """The runs of a task that are drawn."""
-    records = [json.loads(line) for line in RUNS.read_text(encoding="utf-8").splitlines()]
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return runs_of(records, task)
 
 
-def curves(task: str, low: float, high: float, ticks: Sequence[float], step: int, *, logarithmic: bool) -> str:
+def curves(
+    title: str, found: Runs, low: float, high: float, ticks: Sequence[float], step: int, *, logarithmic: bool = False
+) -> str:
     """Draws the held-out loss over trained tokens of each way, with the 95% interval over seeds.
 
     Args:
+        title: what is trained. found: its runs.
         low, high, ticks: of the axis of the loss; evaluations above ``high`` are not drawn.
         step: tokens between ticks of the other axis.
     """
-    found = runs(task)
     ways, seeds = common_seeds(found)
     scale: Callable[[Floats], Floats] = np.log if logarithmic else np.asarray
     bottom, top = (float(scale(np.array(x))) for x in (low, high))
@@ -51,7 +55,7 @@ def curves(task: str, low: float, high: float, ticks: Sequence[float], step: int
         height = (top - min(max(value, bottom), top)) / (top - bottom)
         return LEFT + right * tokens / most, above + PLOT * height
 
-    title = f"Held-out loss over trained tokens, {TASKS[task]}"
+    title = f"Held-out loss over trained tokens, {title}"
     drawing = Drawing(WIDTH, above + PLOT + LINE + 8, title)
     drawing.text(0, 16, title, bold=True)
     x = float(LEFT)
@@ -147,8 +151,13 @@ def _grouped_bars(title: str, groups: dict[str, dict[str, list[float]]], form: s
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    "retrieval": lambda: curves("retrieval", 5e-4, 6, [0.001, 0.01, 0.1, 1], 50_000, logarithmic=True),
-    "text": lambda: curves("text", 2.4, 4, [2.5, 3, 3.5, 4], 250_000, logarithmic=False),
+    "retrieval": lambda: curves(
+        TASKS["retrieval"], runs("retrieval"), 5e-4, 6, [0.001, 0.01, 0.1, 1], 50_000, logarithmic=True
+    ),
+    "text": lambda: curves(TASKS["text"], runs("text"), 2.4, 4, [2.5, 3, 3.5, 4], 250_000),
+    "trained": lambda: curves(
+        "SmolLM2-135M-Instruct", runs("text", TRAINED), 1.0, 1.55, [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], 100_000
+    ),
     "matter": tokens_to_a_loss,
     "gradients": gradients,
 }

@@ -383,6 +383,6 @@ def _errors(part: Any, norm: Any, layers: list[Any]) -> list[float]:
     of_x, *of_weights = zip(*(torch.autograd.grad(ys, leaves, dys) for ys in (whole, tiles)), strict=True)
     pairs = [*zip(whole, tiles, strict=True), of_x, *((a.flatten(), b.flatten()) for a, b in of_weights)]
     return [
-        float(((a - b).detach().double().norm(dim=-1) / a.double().norm(dim=-1).clamp(min=1e-30)).max())
+        float(((a - b).double().norm(dim=-1) / a.double().norm(dim=-1).clamp(min=1e-30)).detach().max())
         for a, b in pairs
     ]
