@@ -103,16 +103,21 @@ def embedding_alone(
     return plain(pooled), backward
 
 
-def alone(decoder: Decoder, input_ids: Array, *, dtype: WorkingDtype = "float64") -> tuple[Array, Backward]:
-    """Logits ``[n, V]`` of one document alone, and the function from their gradient to that of every weight."""
-    return run(decoder, input_ids, _Alone(decoder.config, len(input_ids), dtype), dtype=dtype)
+def alone(
+    decoder: Decoder, input_ids: Array, *, dtype: WorkingDtype = "float64", mixing: WorkingDtype | None = None
+) -> tuple[Array, Backward]:
+    """Logits ``[n, V]`` of one document alone, and the function from their gradient to that of every weight.
+
+    ``mixing`` is the dtype inside of rope and attention, if it is another one: a kernel that keeps float32 inside.
+    """
+    return run(decoder, input_ids, _Alone(decoder.config, len(input_ids), mixing or dtype), dtype=dtype)
 
 
 def one_document(
-    decoder: Decoder, document: Document, *, dtype: WorkingDtype = "float64"
+    decoder: Decoder, document: Document, *, dtype: WorkingDtype = "float64", mixing: WorkingDtype | None = None
 ) -> tuple[float, float, Gradients]:
-    """One document alone: loss sum, number of trained labels, gradients of the loss sum."""
-    logits, backward = alone(decoder, document.input_ids, dtype=dtype)
+    """One document alone: loss sum, number of trained labels, gradients of the loss sum; see :func:`alone`."""
+    logits, backward = alone(decoder, document.input_ids, dtype=dtype, mixing=mixing)
     targets = np.append(document.labels[1:], -100)
     loss, weight = reference.cross_entropy(logits, targets, dtype=dtype)
     dlogits = reference.cross_entropy_vjp(logits, targets, dtype=dtype)["logits"]

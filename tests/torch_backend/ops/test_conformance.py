@@ -3,10 +3,14 @@
 That the declared is right is what ``pytest conformance --backend torch`` tests.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
+from conformance import sizes
+from conformance.judge import Judge
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import ALL_OPTIONS, LEVELS, Document
 from torch_backend.collate import with_boundaries
@@ -96,6 +100,13 @@ def test_what_is_not_declared_is_refused():
     ids = np.ones((1, 4), np.int64)
     with pytest.raises(UnsupportedError, match="float8"):
         sdpa.attention(q, q, q, ids, dtype="float8")
+
+
+def test_gradients_of_a_deep_model_in_bfloat16_are_within_budget():
+    """Three first tokens make the largest one, where the errors of one rounded run happen to cancel."""
+    judge = Judge(backends()["reference"](), method="gradients", required=True)
+    judge.backend.capabilities = dataclasses.replace(judge.backend.capabilities, dtypes=("bfloat16",))
+    sizes.check_gradients(judge, sizes.MODELS["12 layers and 42 rows, two of equal documents"])
 
 
 def test_collated_padding_is_padding_and_no_segment():
