@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from conformance import oracle
 from conformance.draws import LARGE, AttentionCase, OperationCase, Rows, generator, segment_ids
-from conformance.judge import Judge
+from conformance.judge import Judge, as_result
+from conformance.oracle import Expected, Result
 from packing_core.protocol import Array
 
 
@@ -118,3 +120,24 @@ def at_padding(case: OperationCase, dtype: str) -> dict[str, Array]:
     for name, x in changed.items():
         x[padding] = other[name][padding]
     return changed
+
+
+def check_index_loss(judge: Judge, case: AttentionCase, dout: Array, dtype: str) -> tuple[Result, Expected]:
+    """Compares losses and gradients of an indexer with those of each segment alone; returns both."""
+    answer, expected = ask_index_loss(judge, case, dout, dtype=dtype), oracle.index_loss(case, dout, dtype)  # type: ignore[arg-type]
+    judge.within(answer, expected, segment_ids(case.rows), dtype)
+    return answer, expected
+
+
+def ask_index_loss(
+    judge: Judge,
+    case: AttentionCase,
+    dout: Array | None,
+    changed: Mapping[str, Array] | None = None,
+    dtype: str | None = None,
+) -> Result:
+    """Losses and gradients of the backend, some of whose operands may be ``changed``."""
+    dtype = dtype or judge.dtype
+    arrays = {**case.index_arguments(dtype), **(changed or {})}
+    rows = segment_ids(case.rows)
+    return as_result(judge.ask("index_loss", *arrays.values(), rows, top_k=case.top_k, dtype=dtype, dout=dout))

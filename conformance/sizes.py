@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from conformance import experts, models, reductions, scans
+from conformance import checks, clips, experts, models, reductions, scans
+from conformance.clips import ClipsCase
 from conformance.draws import (
     FULL,
     MANY_ROWS,
@@ -23,7 +24,9 @@ from conformance.draws import (
     Rows,
     ScanCase,
     documents,
+    generator,
     grown,
+    segment_ids,
 )
 from conformance.experts import ExpertsCase
 from conformance.judge import ORACLES, Judge
@@ -245,6 +248,18 @@ CASES: dict[str, dict[str, Any]] = {
         "42 microbatches, most of equal pairs, beta 2": ModelCase(MOSTLY_EQUAL, again=2, beta=2.0),
         "equal answers": ModelCase(((9, 14, 30, 7), (12, 5)), twins=True, beta=2.0),
     },
+    "SIZE-28": {
+        LENGTHS_OF_DOCUMENTS: ModelCase((ALL_LENGTHS,), _decoder()),
+    },
+    "SIZE-29": {
+        LENGTHS: AttentionCase(LONG, heads=1, kv_heads=1, top_k=4),
+        "42 rows": AttentionCase(MANY, heads=1, kv_heads=1, top_k=4),
+        "a choice of 300 keys": AttentionCase(((1100,),), heads=1, kv_heads=1, top_k=300),
+    },
+    "SIZE-30": {
+        "1,100 frames and 301 clips": ClipsCase((1100, *SHORT), (2, 2, 2)),
+        "300 channels": ClipsCase(channels=(300, 300, 300)),
+    },
 }
 
 
@@ -322,6 +337,18 @@ def check_preference(judge: Judge, case: ModelCase) -> None:
     )
 
 
+def check_embed(judge: Judge, case: ModelCase) -> None:
+    """Vectors of documents, the mean of their tokens', and their gradients."""
+    (drawn,) = case.drawn(judge)
+    reductions.check_embed(judge, drawn, "mean", case=DecoderCase(case.config))
+
+
+def check_index_loss(judge: Judge, case: AttentionCase) -> None:
+    """Losses of an indexer and their gradients."""
+    dout = generator("index_loss").standard_normal(len(segments(segment_ids(case.rows)))).astype(np.float32)
+    checks.check_index_loss(judge, case, dout, judge.dtype)
+
+
 CHECKS: dict[str, Callable[[Judge, Any], None]] = {
     "plan": check_plan,
     "collate": check_collate,
@@ -335,4 +362,7 @@ CHECKS: dict[str, Callable[[Judge, Any], None]] = {
     "context_gradients": check_cut,
     "train": check_train,
     "preference": check_preference,
+    "embed": check_embed,
+    "index_loss": check_index_loss,
+    "clips": clips.check,
 }

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from conformance import oracle
-from conformance.checks import check_isolated, compare_mask, visible_keys
+from conformance.checks import ask_index_loss, check_index_loss, check_isolated, compare_mask, visible_keys
 from conformance.draws import FULL, PADDED, AttentionCase, Rows, generator, segment_ids
-from conformance.judge import LARGE, Judge, as_result
-from conformance.oracle import Expected, Result
+from conformance.judge import LARGE, Judge
+from conformance.oracle import Result
 from packing_core.protocol import DTYPES, Array, segments
 
 requirement = pytest.mark.requirement
@@ -124,10 +122,10 @@ TWO_ROWS: Rows = (*AROUND, (-3, 5, 16, 8))
 def test_an_indexer_learns_from_attention_inside_each_segment(judge: Judge, options: dict[str, Any]) -> None:
     case = AttentionCase(TWO_ROWS, **options)
     dout = generator("index_loss").standard_normal(len(segments(segment_ids(TWO_ROWS)))).astype(np.float32)
-    before, expected = _check_index_loss(judge, case, dout, judge.dtype)
+    before, expected = check_index_loss(judge, case, dout, judge.dtype)
     if options["top_k"] == TOP_K:
-        judge.within(_ask_index_loss(judge, case, None), expected, None, judge.dtype, only="out")
-        _check_index_loss(judge, case, dout, judge.dtype)  # once more
+        judge.within(ask_index_loss(judge, case, None), expected, None, judge.dtype, only="out")
+        check_index_loss(judge, case, dout, judge.dtype)  # once more
         for number in (0, 2, 4, 7):
             _compare_others(judge, case, dout, before, number)
 
@@ -136,27 +134,7 @@ def test_an_indexer_learns_from_attention_inside_each_segment(judge: Judge, opti
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_loss_of_an_indexer_in_every_dtype(judge: Judge, dtype: str) -> None:
     case = AttentionCase(TWO_ROWS, top_k=TOP_K)
-    _check_index_loss(judge, case, np.ones(len(segments(segment_ids(TWO_ROWS))), np.float32), dtype)
-
-
-def _check_index_loss(judge: Judge, case: AttentionCase, dout: Array, dtype: str) -> tuple[Result, Expected]:
-    """Compares losses and gradients with those of each segment alone; returns both."""
-    answer, expected = _ask_index_loss(judge, case, dout, dtype=dtype), oracle.index_loss(case, dout, dtype)  # type: ignore[arg-type]
-    judge.within(answer, expected, segment_ids(TWO_ROWS), dtype)
-    return answer, expected
-
-
-def _ask_index_loss(
-    judge: Judge,
-    case: AttentionCase,
-    dout: Array | None,
-    changed: Mapping[str, Array] | None = None,
-    dtype: str | None = None,
-) -> Result:
-    dtype = dtype or judge.dtype
-    arrays = {**case.index_arguments(dtype), **(changed or {})}
-    rows = segment_ids(case.rows)
-    return as_result(judge.ask("index_loss", *arrays.values(), rows, top_k=case.top_k, dtype=dtype, dout=dout))
+    check_index_loss(judge, case, np.ones(len(segments(segment_ids(TWO_ROWS))), np.float32), dtype)
 
 
 def _compare_others(judge: Judge, case: AttentionCase, dout: Array, before: Result, number: int) -> None:
@@ -165,7 +143,7 @@ def _compare_others(judge: Judge, case: AttentionCase, dout: Array, before: Resu
     changed = {name: x.copy() for name, x in case.index_arguments(judge.dtype).items()}
     for name, x in changed.items():
         x[row, start:stop] = generator("change", name).choice([-1, 1], x[row, start:stop].shape) * LARGE[judge.dtype]
-    after, because = _ask_index_loss(judge, case, dout, changed), f"segment {number} changed"
+    after, because = ask_index_loss(judge, case, dout, changed), f"segment {number} changed"
     other, elsewhere = np.arange(len(dout)) != number, segment_ids(case.rows) > 0
     elsewhere[row, start:stop] = False
     judge.unmoved("the loss of others", before[0][other], after[0][other], because=because)

@@ -98,6 +98,8 @@ def _batched(pairs):
     return list(found.values())
 
 
+PooledDocumentsCut = changing("PooledDocumentsCut", "Documents are pooled up to the limit.", _cut, embed="documents")
+ChoicesOfFewKeys = changing("ChoicesOfFewKeys", "At most so many keys are chosen.", min, index_loss="top_k")
 SinksLimited = changing(
     "SinksLimited", "Heads beyond the limit have no sink.",
     lambda x, n: np.where(np.arange(len(x)) < n, x, -1e30), attention="sinks",

@@ -89,6 +89,15 @@ KINDS = [
     ("SIZE-27", "42 microbatches, most of equal pairs, beta 2", kinds.PairsOfFewMicrobatches, FEW),
     ("SIZE-27", "42 microbatches, most of equal pairs, beta 2", kinds.BetaClipped, (1, 1.5)),
     ("SIZE-27", "equal answers", kinds.EqualAnswersDropped, (1,)),
+    ("SIZE-28", sizes.LENGTHS_OF_DOCUMENTS, beyond("embed", "rows"), DOCUMENTS),
+    ("SIZE-28", sizes.LENGTHS_OF_DOCUMENTS, kinds.PooledDocumentsCut, TOKENS),
+    ("SIZE-29", LONG, beyond("index_loss", "rows"), DOCUMENTS),
+    ("SIZE-29", LONG, beyond("index_loss", "tokens", "index_q"), TOKENS),
+    ("SIZE-29", ROWS, beyond("index_loss", "rows", "index_k"), (20, 32)),
+    ("SIZE-29", "a choice of 300 keys", kinds.ChoicesOfFewKeys, (256, 64, 128, 200)),
+    ("SIZE-30", "1,100 frames and 301 clips", beyond("clips", "rows"), TOKENS),
+    ("SIZE-30", "1,100 frames and 301 clips", beyond("clips", "rows", "features"), DOCUMENTS),
+    ("SIZE-30", "300 channels", beyond("clips", "heads", "features"), DOCUMENTS),
 ]
 for _name in ("SIZE-19", "SIZE-21", "SIZE-22"):
     KINDS += [
