@@ -92,7 +92,7 @@ class TreePort(TrainerPort):
     def plan(self) -> None:
         request, root = self.request, causal_lm(self.trainer.model)
         idle = dict(request.rows)
-        idle |= {} if request.memory is None else {"memory": request.memory}
+        idle |= {name: x for name in ("memory", "precision") if (x := getattr(request, name)) is not None}
         idle |= {"share_prefix": False} if request.share_prefix is False else {}
         replace(request, rows=idle).refuse(f"{self.name} makes its rows itself and shares their prefixes")
         if root.config.get_text_config()._attn_implementation != TREE_ATTENTION:

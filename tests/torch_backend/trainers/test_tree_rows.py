@@ -162,6 +162,8 @@ def test_segments_have_the_parents_of_the_tree():
         ("qwen3", {}, {"order": "curriculum"}, PackingError, "so order='curriculum' has no effect"),
         ("qwen3", {}, {"equal_cost": True}, PackingError, "so equal_cost=True has no effect"),
         ("qwen3", {}, {"share_prefix": False}, PackingError, "so share_prefix=False has no effect"),
+        ("qwen3", {}, {"memory": "full"}, PackingError, "so memory='full' has no effect"),
+        ("qwen3", {}, {"precision": "float8"}, PackingError, "so precision='float8' has no effect"),
         ("qwen3", {"attention_dropout": 0.1}, {}, UnsupportedModelError, "dropout .* samples that share a prefix"),
         ("qwen3_5_text", {}, {}, UnsupportedModelError, "TRL hands its trees to attention layers alone"),
         ("phi3", {"rope": True}, {}, UnsupportedModelError, "its rotary frequencies depend on the length"),
