@@ -13,7 +13,7 @@ from composer import Callback, DataSpec
 import crosspack
 from packing_core.batches.keys import BatchKey
 
-CARRIED = (*BatchKey.STOCK, BatchKey.LENGTHS, BatchKey.DOCUMENTS, "position_ids")
+CARRIED = (*BatchKey.ALL, "position_ids", "loss_weights")  # weights are refused by a loss that does not count them
 
 
 class ComposerPacking(Callback):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import crosspack
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from tests.stacks.test_lightning import packed
 from tests.torch_backend.trainers.test_trainer import llama
@@ -31,6 +32,19 @@ def test_the_wrapper_hands_the_segments_on(plugin) -> None:
         state.model(state.batch)  # the wrapper drops the segments, and the tokens know them
     callback.init(state, None)
     state.model(state.batch).loss.backward()  # a patched model without segments raises here
+
+
+def test_a_batch_that_the_loss_of_a_model_cannot_count_is_refused(plugin) -> None:
+    callback, model = plugin.ComposerPacking(verify=False), llama()
+    wrapper = Wrapper(model)
+    callback.init(SimpleNamespace(model=wrapper), None)
+    rows = crosspack.PackedDataset([[*range(4, 20)], [5, 6, 7]], 40, weighting="document")
+    with pytest.raises(UnsupportedModelError, match=r"loss_weights \(weighting=.document.\), which the loss of Llama"):
+        wrapper(crosspack.PackedCollator(model)([rows[0]]))
+    prompt = [*range(4, 30)]
+    documents = [{"input_ids": [*prompt, 40 + i, 50], "labels": [-100] * 26 + [40 + i, 50]} for i in range(3)]
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM cannot run shared prefixes: its own loss"):
+        wrapper(crosspack.PackedCollator(model, share_prefix=True)(documents))
 
 
 def test_a_batch_counts_rows_and_targets_and_is_cut_by_nothing(plugin) -> None:

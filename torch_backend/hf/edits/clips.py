@@ -70,18 +70,36 @@ def _embed_clips(
     ids = kwargs["input_ids"]
     embedded = model.get_input_embeddings()(ids)
     mask = None if audio.mask is None else kwargs.get(audio.mask)
-    clips = encode_clips(audio, model, forward, features, mask).to(embedded.device, embedded.dtype)
     placeholders = ids == audio.placeholder
-    if FRAMES not in forward.image_sizes and int(placeholders.sum()) != len(clips):  # of somebody else's collator
-        raise LayoutError(
-            f"the batch has {int(placeholders.sum()):,} audio tokens and clips of {len(clips):,}: placeholders and "
-            "clips must agree"
-        )
+    if len(forward.image_sizes.get(FRAMES, ())) != len(features):  # of somebody else's collator
+        _read_back(audio, forward, frames_of(forward, features, mask), placeholders)
+    clips = encode_clips(audio, model, forward, features, mask).to(embedded.device, embedded.dtype)
     places = torch.nonzero_static(placeholders.flatten(), size=len(clips))[:, 0]  # masked_scatter's backward would wait
     embedded = embedded.flatten(0, 1).index_copy(0, places, clips).view_as(embedded)
     kept = {name: x for name, x in kwargs.items() if name not in audio.keys}
     shown = any(kwargs.get(name) is not None for name in PIXELS)  # whose places a thinker finds by their tokens
     return args, {**kept, "input_ids": ids if shown else None, "inputs_embeds": embedded}
+
+
+def _read_back(audio: Audio, forward: PackedForward, frames: list[int], placeholders: Tensor) -> None:
+    """Give a packed forward what our collators' batches carry of clips of so many frames, by where their tokens lie.
+
+    Raises:
+        LayoutError: there are more or fewer placeholders.
+    """
+    counts = np.array([audio.tokens(count) for count in frames])
+    places, total = placeholders.flatten().nonzero()[:, 0], int(counts.sum())
+    if len(places) != total:
+        raise LayoutError(
+            f"the batch has {len(places):,} audio tokens and clips of {total:,}: placeholders and clips must agree"
+        )
+    firsts = torch.from_numpy(np.cumsum(counts) - counts).to(places.device)
+    records = forward.segments.seq_idx[places[firsts]].tolist()
+    longest: dict[int, int] = {}
+    for record, count in zip(records, frames, strict=True):
+        longest[record] = max(count, longest.get(record, 0))
+    sizes = {FRAMES: frames, LONGEST: [longest[record] for record in records]}
+    forward.image_sizes |= {name: torch.tensor(numbers, device="cpu") for name, numbers in sizes.items()}
 
 
 def encode_clips(audio: Audio, model: Any, forward: PackedForward, features: Tensor, mask: Tensor | None) -> Tensor:
