@@ -194,6 +194,11 @@ class PackedDataLoader(ParallelAwareDataloader):
 
 def _torchtitan_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
     ids, labels = batch["input_ids"], batch["labels"]
+    if "loss_weights" in batch:
+        raise UnsupportedError(
+            'these rows have loss_weights (weighting="document"), and torchtitan\'s loss counts every target alike: '
+            'leave weighting out of the options of packed_rows, or pass "token"'
+        )
     # padding counts as segments in packed_lengths, and every token of it would be a document in position_ids
     positions = crosspack.PackedMetadata.from_lengths(batch[BatchKey.LENGTHS]).position_ids
     ids = ids.as_subclass(Tensor)  # torchtitan's own models keep documents apart, by their positions

@@ -161,6 +161,11 @@ def test_the_loader_of_training_alone_is_replaced_and_keeps_its_options(plugin) 
     assert (config.pin_memory, config.documents, config.options) == (True, [[1]], {"overflow": "drop"})
 
 
+def test_rows_whose_targets_weigh_differently_are_refused(plugin) -> None:
+    with pytest.raises(UnsupportedError, match=r"loss_weights \(weighting=.document.\), and torchtitan's loss counts"):
+        next(iter(loader(plugin, weighting="document")))
+
+
 def test_layers_share_the_segments_of_a_batch(plugin) -> None:
     attention = sys.modules["torchtitan.models.common.attention"]
     masks = attention.create_varlen_metadata_for_document(torch.tensor([[0, 1, 0, 1]]))
