@@ -156,22 +156,27 @@ class Encoder:
             f"loss on: {trained}"
         )
 
+    def __call__(self, records: Iterable[Record]) -> Iterator[Document]:
+        """Yield the documents of ``records`` in order; those without a trained token are left out and counted.
+
+        Raises:
+            PackingError: a record has none of the known columns, or the template cannot say what is trained.
+            MissingExtraError: there is a chat, and what runs chat templates (jinja2) is not installed.
+        """
+        return (found.document for found in self.encoded(records))
+
     def encoded(
         self,
         records: Iterable[Record],
         refuse: Refuse = raise_error,
         left_out: Callable[[Where, int], None] | None = None,
     ) -> Iterator[Encoded]:
-        """Yields the documents of ``records`` in order; those without a trained token are left out and counted.
+        """The same, each document with its record and the columns that were read beside its tokens.
 
         Args:
             refuse: is called with each record that cannot be encoded, and the error; raises it by default. A missing
                 library is no record's fault and is raised in any case.
             left_out: is called with the place and the tokens of each document without a trained token.
-
-        Raises:
-            PackingError: a record has none of the known columns, or the template cannot say what is trained.
-            MissingExtraError: there is a chat, and what runs chat templates (jinja2) is not installed.
         """
         for kind, chunk in chunks(records, refuse, self.policy.fields):
             for found in self._by_kind[kind](self, chunk, refuse):

@@ -13,7 +13,7 @@ CHAT = [
 
 
 def encode(tokenizer, records, **policy):
-    return [found.document for found in Encoder(tokenizer, Policy(**policy)).encoded(records)]
+    return list(Encoder(tokenizer, Policy(**policy))(records))
 
 
 def trained_text(tokenizer, document):

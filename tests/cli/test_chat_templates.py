@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from crosspack.encoding.text import Encoder, Policy
 from crosspack.encoding.tokenizer import CHATML
 from packing_core.errors import PackingError
-from tests.cli.encoded import encode
 from tests.cli.tokenizer_kinds import KINDS, tokenizer_of
 
 trl: Any = pytest.importorskip("trl", reason="the templates are TRL's")
@@ -80,7 +80,7 @@ def check(name: str, tokenizer: Any, messages: list[dict[str, Any]]) -> str:
         says = message["role"] == "assistant" and not any(mark.items() <= message.items() for mark in MARKS)
         (trained if says else others).update(words_of(message))
     try:
-        documents = encode(tokenizer, [{"messages": messages}])
+        documents = list(Encoder(tokenizer, Policy())([{"messages": messages}]))
     except PackingError as error:
         return str(error)
     if not documents:
@@ -141,7 +141,7 @@ def test_turns_that_are_found_by_their_headers_end_where_generation_blocks_end(t
             messages, documents = chat_of(shape, 1), []
             for tokenizer.chat_template in (template, twin):
                 with suppress(PackingError):
-                    documents += encode(tokenizer, [{"messages": messages}])
+                    documents += Encoder(tokenizer, Policy())([{"messages": messages}])
             if len(documents) < 2 or documents[0][0].tolist() != documents[1][0].tolist():
                 continue  # one of them refuses the chat, or writes it otherwise
             (_, found, *_), (_, marked, *_) = documents

@@ -24,7 +24,6 @@ from crosspack.reading import Records
 from crosspack.reading.places import BadRecord
 from crosspack.reading.records import read_pieces
 from packing_core.errors import PackingError
-from tests.cli.encoded import encode
 
 LIMIT = 1000
 SHORT, LONG = "word", "x" * 3000
@@ -183,7 +182,7 @@ def test_a_chat_template_that_does_not_end_is_refused(tokenizer, monkeypatch, te
     other = {"messages": [{**CHAT["messages"][0], "content": "other"}, CHAT["messages"][1]]}
     encoder = Encoder(tokenizer, Policy())
     with pytest.raises(PackingError, match=says):
-        list(encoder.encoded([other, CHAT]))
+        list(encoder([other, CHAT]))
     refused: list[Any] = []
     found = list(encoder.encoded([other, CHAT, other], lambda bad, error: refused.append(bad)))
     assert (len(found), len(refused)) == (2, 1)
@@ -194,4 +193,4 @@ def test_a_chat_template_may_not_write_more_than_a_record_may_hold(tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{{ 'x' * 67108865 }}"
     with pytest.raises(PackingError, match="record 0: the chat template wrote more than 64 MB"):
-        encode(tokenizer, [CHAT])
+        list(Encoder(tokenizer, Policy())([CHAT]))

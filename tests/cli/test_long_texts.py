@@ -19,7 +19,6 @@ from crosspack.encoding.long_texts import LongTexts, may_be_cut, pieces_of
 from crosspack.encoding.text import Encoder, Policy
 from packing_core.errors import PackingError
 from tests import processes
-from tests.cli.encoded import encode
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text() + (ROOT / "docs" / "cli.md").read_text()
@@ -112,9 +111,9 @@ def test_documents_of_long_texts_completions_and_chats_are_those_of_whole_ones(t
         {"prompt": text, "completion": f" {text}"},
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]},
     ]
-    cut = encode(tokenizer, records)
+    cut = list(Encoder(tokenizer, Policy())(records))
     monkeypatch.setattr(LongTexts, "pieces", lambda self, text: [text])
-    whole = encode(tokenizer, records)
+    whole = list(Encoder(tokenizer, Policy())(records))
     for found, right in zip(cut, whole, strict=True):
         assert found.ids.tolist() == right.ids.tolist() and found.trained.tolist() == right.trained.tolist()
 

@@ -113,7 +113,7 @@ def test_records_are_tokenised_some_bytes_at_a_time(tokenizer, monkeypatch):
             read[0] += 1
             yield {"text": "fox " * 75}
 
-    documents = Encoder(tokenizer, Policy()).encoded(records())
+    documents = Encoder(tokenizer, Policy())(records())
     next(documents)
     assert read[0] <= 5
     assert sum(1 for _ in documents) == 39
