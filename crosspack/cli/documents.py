@@ -17,7 +17,7 @@ from crosspack.encoding.kinds import check_key, checked, key_of, raise_error
 from crosspack.encoding.text import Encoder
 from crosspack.encoding.tokens import check_length
 from crosspack.packing.mixture import Mixed
-from crosspack.packing.run import Totals, each_piece, piece_jobs, piece_results
+from crosspack.packing.run import each_piece, piece_jobs, piece_results
 from crosspack.packing.unit import Key, Outcome
 from crosspack.reading import Records
 from crosspack.reading.files import Unchanged
@@ -42,7 +42,7 @@ def in_pieces(
     if workers is None:
         workers = 1 if total < INLINE_BYTES else max(1, cores() // launch.ranks_here())
     jobs = list(piece_jobs(list(records.stretches(size)), size, workers))
-    counted, seen = Totals(), Unchanged(records.local_files())
+    counted, seen = Outcome(), Unchanged(records.local_files())
     work = partial(each_piece, size=size, work=read)
     with (
         PackProgress(OUT, total, capacity, None) as progress,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as Remaining
 
-from crosspack.packing.run import Totals
+from crosspack.packing.unit import Outcome
 from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run
 
@@ -102,7 +102,7 @@ class PackProgress:
         self._log: IO[str] | None = None
         self._stack = ExitStack()
         self._ticker, self._logged = Ticker(SECONDS), Ticker()
-        self._begin, self._before = time.monotonic(), Totals()
+        self._begin, self._before = time.monotonic(), Outcome()
 
     def __enter__(self) -> PackProgress:
         if self._path is not None:
@@ -116,11 +116,11 @@ class PackProgress:
     def __exit__(self, *raised: object) -> None:
         self._stack.close()
 
-    def begin(self, totals: Totals) -> None:
+    def begin(self, totals: Outcome) -> None:
         """Adds what was finished before; it does not count as speed."""
         self._begin, self._before = time.monotonic(), replace(totals)
 
-    def update(self, totals: Totals) -> None:
+    def update(self, totals: Outcome) -> None:
         """Show and log where the work is."""
         if self._log is not None and self._logged.due():
             now = {"time": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -130,7 +130,7 @@ class PackProgress:
         elif self._ticker.due():
             self._console.print(self._line(totals))
 
-    def figures(self, totals: Totals) -> dict[str, Any]:
+    def figures(self, totals: Outcome) -> dict[str, Any]:
         """Counts so far, and rates since the run began or went on."""
         before, seconds = self._before, max(time.monotonic() - self._begin, 1e-9)
         tokens, old = totals.tokens + totals.left_tokens, before.tokens + before.left_tokens
@@ -147,7 +147,7 @@ class PackProgress:
             "seconds_left": left,
         }
 
-    def _line(self, totals: Totals) -> str:
+    def _line(self, totals: Outcome) -> str:
         now = self.figures(totals)
         left = timedelta(seconds=round(now["seconds_left"]))
         full = f", efficiency {now['efficiency']:.2%}" if totals.rows else ""

@@ -9,7 +9,6 @@ Everything that a finished unit leaves on disk is complete and on the device bef
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -157,25 +156,6 @@ class Worker:
             yield Rows.load(path)[begin:end]
 
 
-@dataclass
-class Totals:
-    """Sums over finished units."""
-
-    size: int = 0
-    records: int = 0
-    documents: int = 0
-    rows: int = 0
-    tokens: int = 0
-    trained: int = 0
-    left_tokens: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def add(self, outcome: Outcome) -> None:
-        for name in ("size", "records", "documents", "rows", "tokens", "trained", "left_tokens"):
-            setattr(self, name, getattr(self, name) + getattr(outcome, name))
-        self.counts.update(outcome.counts)
-
-
 class Run:
     """The state of a run. Units are journaled as they are finished.
 
@@ -191,14 +171,14 @@ class Run:
         journal: Journal,
         *,
         part: Part,
-        watch: Callable[[Totals], None] = lambda totals: None,
+        watch: Callable[[Outcome], None] = lambda totals: None,
         inputs: Unchanged | None = None,
     ) -> None:
         self.stretches = stretches
         self.worker = worker
         self.journal = journal
         self.part = part
-        self.totals = Totals()
+        self.totals = Outcome()
         self.outcomes: dict[Key, Outcome] = {}
         self.files: list[Written] = []
         self._watch = watch

@@ -122,15 +122,16 @@ class Rules:
 
 @dataclass
 class Outcome:
-    """Result of a finished unit: a line of the journal.
+    """Result of a finished unit, which is a line of the journal, or the sum over several.
 
     Attributes:
+        stretch, piece: of the unit; -1 of a sum.
         left: documents handed on, and their tokens.
         keys: where the first record stands whose key is a text, and the first whose key is a number.
     """
 
-    stretch: int
-    piece: int
+    stretch: int = -1
+    piece: int = -1
     size: int = 0
     records: int = 0
     documents: int = 0
@@ -145,6 +146,12 @@ class Outcome:
     @property
     def key(self) -> Key:
         return Key(self.stretch, self.piece)
+
+    def add(self, unit: Outcome) -> None:
+        """Adds what is counted of a unit."""
+        for name in ("size", "records", "documents", "rows", "tokens", "trained", "left_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(unit, name))
+        self.counts = Counter(self.counts) + Counter(unit.counts)
 
 
 def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: OnError, folder: Path) -> Outcome:
