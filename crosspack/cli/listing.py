@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from crosspack.reading.folders import LISTING
 from packing_core.errors import PackingError
-from packing_core.training.files import inside, is_plain, replace, sha256, sync
+from packing_core.training.files import inside, is_plain, sha256, written_beside
 
 LOCK, TEMPORARY = ".crosspack-lock", ".crosspack-partial-"
 _FORMAT = "crosspack files 1"
@@ -89,11 +88,8 @@ def write_listing(folder: Path, files: list[Listed], run: str | None = None) -> 
     """Writes the list of a folder; with a run if the files are its complete result."""
     content: dict[str, Any] = {"format": _FORMAT, "files": [asdict(file) for file in files]}
     content |= {"sha256": _digest(files, run)} | ({} if run is None else {"run": run})
-    temporary = folder / f"{TEMPORARY}{uuid4().hex}"
-    with open(temporary, "x") as file:
-        json.dump(content, file, indent=1)
-    sync(temporary)
-    replace(temporary, folder / LISTING)
+    with written_beside(folder / LISTING, prefix=TEMPORARY) as unfinished:
+        unfinished.write_text(json.dumps(content, indent=1))
 
 
 def digest(content: Any) -> str:

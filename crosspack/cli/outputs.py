@@ -30,9 +30,8 @@ from packing_core.training.files import (
     move_inside,
     remove_folder_inside,
     remove_inside,
-    replace,
-    sync,
     sync_tree,
+    written_beside,
 )
 
 PART = ".crosspack-part-"  # folders of the parts of a result that are merged later
@@ -121,10 +120,8 @@ class _Moves:
         content = {"summary": self.summary, "run": self.run} | {
             name: [asdict(file) for file in getattr(self, name)] for name in ("old", "new")
         }
-        temporary = path.with_suffix(".new")
-        temporary.write_text(json.dumps(content))
-        sync(temporary)
-        replace(temporary, path)
+        with written_beside(path) as unfinished:
+            unfinished.write_text(json.dumps(content))
 
     @staticmethod
     def read(path: Path) -> _Moves:

@@ -8,7 +8,6 @@ all units are packed together at the end.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from packing_core.planning.pieces import CUTS
 from packing_core.planning.plan import plan
 from packing_core.planning.rule import RowRule
 from packing_core.streaming.rounds import full_rows
-from packing_core.training.files import replace, sync
+from packing_core.training.files import written_beside
 from packing_core.training.schedule import Document
 
 OnError = Literal["stop", "skip", "quarantine"]
@@ -242,10 +241,8 @@ def pack_documents(documents: Rows, rules: Rules, key: Key, *, all_rows: bool = 
 
 def write(path: Path, content: Rows | list[dict[str, Any]]) -> None:
     """Write a file that is whole under its name, also after a power cut."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    if isinstance(content, Rows):
-        content.save(temporary)
-    else:
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in content))
-    sync(temporary)
-    replace(temporary, path)
+    with written_beside(path) as unfinished:
+        if isinstance(content, Rows):
+            content.save(unfinished)
+        else:
+            unfinished.write_text("".join(json.dumps(line) + "\n" for line in content))

@@ -45,13 +45,13 @@ def replace(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
+def written_beside(path: Path, prefix: str = ".") -> Iterator[Path]:
     """Yields a path beside ``path`` with its suffix; what is written there takes its place if the block succeeds.
 
-    A full disk or an interruption leaves what was there before.
+    A full disk or an interruption leaves what was there before; a kill may leave the file, whose name has the prefix.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{uuid4().hex}{path.suffix}")
+    partial = path.with_name(f"{prefix}{uuid4().hex}{path.suffix}")
     try:
         yield partial
         sync(partial)
