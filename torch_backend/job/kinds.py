@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -82,14 +83,19 @@ class TaskKind:
         """Returns records as the trainer reads them."""
         return _dataset([self.example(record) for record in records])
 
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """Returns the columns that all records have: those of the first one of the data."""
+        first = self.job.records[0]
+        return TASKS[self.job.task].columns_of(first, place_of(first, 0))
+
     def alike(self, records: Records) -> list[tuple[str, Mapping[str, Any]]]:
         """Returns the records with the columns of the first one of the data, each with its place.
 
         Raises:
             PackingError: one has others; under ``on_error="skip"`` it is left out.
         """
-        job, task, usable = self.job, TASKS[self.job.task], []
-        columns = task.columns_of(job.records[0], place_of(job.records[0], 0))
+        task, columns, usable = TASKS[self.job.task], self.columns, []
         for number, record in enumerate(records):
             where = place_of(record, number)
             try:
@@ -100,7 +106,7 @@ class TaskKind:
                         "the same columns"
                     )
             except PackingError as error:
-                if job.on_error == "stop":
+                if self.job.on_error == "stop":
                     raise
                 self.skipped.append(str(error))
             else:

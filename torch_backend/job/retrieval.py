@@ -15,9 +15,7 @@ import torch
 
 from packing_core.errors import CapacityError, PackingError, UnsupportedError, naming
 from packing_core.extras import require
-from packing_core.training.tasks import TASKS
 from torch_backend.auditing.model import AuditReport, verify
-from torch_backend.collate.vision import place_of
 from torch_backend.hf.anatomy.structure import with_values
 from torch_backend.job.kinds import Records, TaskKind, task_arguments
 from torch_backend.job.models import with_adapters
@@ -43,11 +41,7 @@ def library(part: str = "") -> Any:
 
 
 class Retrieval(TaskKind):
-    """A task of sentence-transformers.
-
-    Attributes:
-        columns: those that all records have.
-    """
+    """A task of sentence-transformers."""
 
     fixed: ClassVar[Mapping[str, Any]] = {"remove_unused_columns": False}
     kind = ""  # the library's class of the model, by which those of its trainer are named
@@ -90,9 +84,7 @@ class Retrieval(TaskKind):
             PackingError: records have different columns, a text without tokens, or no two labels to tell apart.
             CapacityError: a text, or a query with its document, is longer than the model takes.
         """
-        job = self.job
-        self.columns = TASKS[job.task].columns_of(job.records[0], place_of(job.records[0], 0))
-        records, held_out = self._usable(job.records), self._usable(job.held_out)
+        records, held_out = self._usable(self.job.records), self._usable(self.job.held_out)
         built = {"train_dataset": self.dataset(records), "loss": self.loss(records)}
         if held_out:
             built |= {"eval_dataset": self.dataset(held_out), "evaluator": self.evaluator(held_out)}
