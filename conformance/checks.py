@@ -139,5 +139,5 @@ def ask_index_loss(
     """Losses and gradients of the backend, some of whose operands may be ``changed``."""
     dtype = dtype or judge.dtype
     arrays = {**case.index_arguments(dtype), **(changed or {})}
-    rows = segment_ids(case.rows)
-    return as_result(judge.ask("index_loss", *arrays.values(), rows, top_k=case.top_k, dtype=dtype, dout=dout))
+    arrays["segment_ids"] = segment_ids(case.rows)
+    return as_result(judge.ask("index_loss", *arrays.values(), top_k=case.top_k, dtype=dtype, dout=dout))

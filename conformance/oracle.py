@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -165,12 +165,11 @@ def gradients(case: DecoderCase, documents: Sequence[Document], dtype: WorkingDt
     if dtype in ("float64", "float32"):
         return expected
     (loss, rounded), (_, fused), exact = expected.rounded, compute(dtype, "float32"), expected.exact[1]
-    farther = {name: max((rounded[name], fused[name]), key=partial(_distance, exact[name])) for name in exact}
-    return Expected(expected.exact, (loss, farther))
 
+    def farther(name: str) -> Array:
+        return max((rounded[name], fused[name]), key=lambda x: float(np.abs(x - exact[name]).max()))
 
-def _distance(exact: Array, rounded: Array) -> float:
-    return float(np.abs(rounded - exact).max())
+    return Expected(expected.exact, (loss, {name: farther(name) for name in exact}))
 
 
 def _key(documents: Sequence[Document]) -> Key:

@@ -207,23 +207,15 @@ class _ComparedLoss(TrainerCallback):
         return packed, padded
 
 
-def train_nothing_of_padding(changes: Changes, loss: TrainerLoss) -> None:
-    """Lets a batch of padding alone, which fills up the last step of ranks, train nothing.
+def padding_loss(compute_loss: Any, root: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+    """As ``compute_loss``; a batch of padding alone, which fills up the last step of ranks, trains nothing.
 
     A loss of somebody's own that divides by its targets would be 0 / 0 there, and so would all gradients.
     """
-    if loss.function is not None:
-        changes.wrap("compute_loss", _without_padding_alone, causal_lm(loss.trainer.model))
-
-
-def _without_padding_alone(compute_loss: Any, root: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
     if inputs.get(BatchKey.DOCUMENTS) != ():
         return compute_loss(model, inputs, *args, **options)
-    hook = root.register_forward_hook(_stop_gradients)
-    try:
+    with root.register_forward_hook(_stop_gradients):
         result = compute_loss(model, inputs, *args, **options)
-    finally:
-        hook.remove()
     loss, *outputs = result if isinstance(result, tuple) else (result,)
     loss = part_of_mean(loss, torch.zeros((), device=loss.device))
     return (loss, *outputs) if isinstance(result, tuple) else loss

@@ -33,13 +33,7 @@ from torch_backend.trainers.dataloader import use_rows
 from torch_backend.trainers.evaluation import TokenMean, why_per_batch
 from torch_backend.trainers.fast_step import PackedStep
 from torch_backend.trainers.inspection import generates_in_evaluation, inspect
-from torch_backend.trainers.own_loss import (
-    TrainerLoss,
-    train_nothing_of_padding,
-    warn_of_last_tokens,
-    warn_of_room,
-    warn_of_rows,
-)
+from torch_backend.trainers.own_loss import TrainerLoss, padding_loss, warn_of_last_tokens, warn_of_room, warn_of_rows
 from torch_backend.trainers.port import TrainerPort
 from torch_backend.trainers.replaced import ReplacingCollator
 
@@ -80,7 +74,8 @@ class RowsPort(TrainerPort):
         warn_of_room(trainer)
         warn_of_last_tokens(self.loss)
         warn_of_rows(changes, self.loss)
-        train_nothing_of_padding(changes, self.loss)
+        if self.loss.function is not None:
+            changes.wrap("compute_loss", padding_loss, causal_lm(trainer.model))
         add_noise_by_document(changes)
         if request.fast:
             changes.set("packed_step", PackedStep(changes, self.loss, chooses_memory=request.memory == "auto"))
