@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from packing_core.batches.documents import segments_by_document
 from packing_core.batches.stored import IGNORE_INDEX, StoredBatch, of_row
+from packing_core.errors import LayoutError
 from packing_core.storage.arrays import Array, Bool, Float32, Int32, Int64, read_only
 from packing_core.storage.segment_indexing import gaps, indexes, ramps, spread
 
@@ -106,17 +106,33 @@ class DerivedBatch(StoredBatch):
         """float32 [R, capacity]: the weight of each target, 0 where ``targets`` is -100; see ``weighting``.
 
         Raises:
-            LayoutError: targets are weighed by document, and the batch holds the same tokens of one twice.
+            LayoutError: targets are weighed by document, and two documents, of different tokens, have one number.
         """
         trained = self.targets != IGNORE_INDEX
         weights = trained.astype(np.float32)
         if self.weighting == "document":
             flat = indexes(self.flat_starts, self.lengths)
-            documents, _, _ = segments_by_document(self)
-            of_token = np.repeat(np.searchsorted(documents, self.sources), self.lengths)
+            self._refuse_two_of_one_number()
+            _, document = np.unique(self.sources, return_inverse=True)
+            of_token = np.repeat(document, self.lengths)
             counts = np.bincount(of_token, weights=trained.reshape(-1)[flat])
             weights.reshape(-1)[flat] /= np.maximum(counts, 1).astype(np.float32)[of_token]
         return read_only(weights)
+
+    def _refuse_two_of_one_number(self) -> None:
+        """Raises where two documents have one number, as those of two data sets may; a row may come twice."""
+        flat, begins, counts = self.own
+        order = np.lexsort((begins, self.sources))
+        sources, begins, ends = self.sources[order], begins[order], (begins + counts)[order]
+        tokens = self.input_ids.reshape(-1)
+        for n in np.flatnonzero((np.diff(sources) == 0) & (begins[1:] < ends[:-1])):
+            first, second = flat[order[n]] + begins[n + 1] - begins[n], flat[order[n + 1]]
+            common = min(ends[n], ends[n + 1]) - begins[n + 1]
+            if not np.array_equal(tokens[first : first + common], tokens[second : second + common]):
+                raise LayoutError(
+                    f"two documents of this batch have the number {sources[n]}, and would share one weight: pack the "
+                    "data sets that they come from as one"
+                )
 
     @cached_property
     def _number_in_row(self) -> Int64:

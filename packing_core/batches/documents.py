@@ -43,7 +43,7 @@ def segments_by_document(batch: StoredBatch) -> tuple[Int64, Int64, Int64]:
         twice = int(sources[int(np.argmax(again))])
         raise LayoutError(
             f"document {twice} is in this batch twice: take the rows it repeats in on their own, or pack the data sets "
-            "that they come from as one"
+            "that it comes from as one"
         )
     ids, counts = np.unique(sources, return_counts=True)
     return ids, order, counts

@@ -18,6 +18,7 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
 
     Documents keep their ids, so batches of different data sets may hold different documents of one id.
     :meth:`PackedBatch.unpack`, ``reduce``, ``spread`` and, with ``weighting="document"``, ``loss_weights`` then raise.
+    ``loss_weights`` counts a document whose row comes twice as one.
 
     Args:
         batches: of one capacity, padding token and weighting, with the same labels, masks and columns.

@@ -175,10 +175,11 @@ def test_joined_batches_keep_what_their_documents_have():
 
 
 def test_documents_of_one_id_in_two_data_sets_do_not_share_a_weight():
-    first, second = (pack([[1, 2, 3], [4, 5]], 5, weighting="document", seed=None) for _ in range(2))
+    first, second = (pack([[1, 2, 3], [4, last]], 5, weighting="document", seed=None) for last in (5, 6))
     assert first.loss_weights.tolist() == [[0, 0.5, 0.5, 0, 1]]
-    with pytest.raises(LayoutError, match="document 0 is in this batch twice: .* or pack the data sets .* as one"):
+    with pytest.raises(LayoutError, match="have the number 1, and would share one weight: pack the data sets"):
         concatenate([first, second]).loss_weights  # noqa: B018
+    assert first[[0, 0]].loss_weights.tolist() == [[0, 0.25, 0.25, 0, 0.5]] * 2
     split = pack([[1, 2, 3, 4, 5]], 3, overflow="split", weighting="document", seed=None)
     np.testing.assert_allclose(np.sort(concatenate([split[1], split[0]]).loss_weights.ravel()), [0, 0, 0] + [1 / 3] * 3)
 
