@@ -58,6 +58,7 @@ def ask(
     return as_result(judge.ask("clips", arrays.pop("features"), np.array(case.frames), **arrays, dtype=dtype))
 
 
+@cache
 def expected(case: ClipsCase, dtype: WorkingDtype) -> Expected:
     """Outputs and gradients of each clip alone."""
     weights: dict[str, Any] = {**drawn(case, dtype)}
@@ -79,4 +80,4 @@ def expected(case: ClipsCase, dtype: WorkingDtype) -> Expected:
 
 def check(judge: Judge, case: ClipsCase) -> None:
     """Outputs and gradients of a batch of clips."""
-    judge.within(ask(judge, case), expected(case, judge.dtype), None, judge.dtype)  # type: ignore[arg-type]
+    judge.within(ask(judge, case), expected(case, judge.dtype), None, judge.dtype)

@@ -69,6 +69,12 @@ def attention(case: AttentionCase, dtype: WorkingDtype) -> Expected:
 
 def index_loss(case: AttentionCase, dout: Array, dtype: WorkingDtype) -> Expected:
     """``[N]`` and the gradients of an indexer's operands."""
+    return _index_loss(case, tuple(dout.tolist()), dtype)
+
+
+@cache
+def _index_loss(case: AttentionCase, gradients: tuple[float, ...], dtype: WorkingDtype) -> Expected:
+    dout = np.array(gradients)
     arrays, ids = case.index_arguments(dtype), segment_ids(case.rows)
     assert case.top_k is not None
     real, bounds = _compact(ids)
@@ -153,8 +159,8 @@ def gradients(case: DecoderCase, documents: Sequence[Document], dtype: WorkingDt
     """The mean loss ``[1]`` over the documents' trained labels, each run alone, and the weights' gradients.
 
     The largest errors of a model's gradients lie in a few tokens, where the errors of one run may cancel by chance. So
-    each gradient is rounded in two ways, with every operation of attention rounded and with none inside of it, as
-    kernels do, and the one counts that lies farther from the oracle.
+    in half precision each gradient is rounded in two ways, with every operation rounded and with rope and attention in
+    float32, as kernels have them, and the one counts that lies farther from the oracle.
     """
 
     def compute(arithmetic: WorkingDtype, mixing: WorkingDtype | None = None) -> Result:
@@ -177,7 +183,7 @@ def _key(documents: Sequence[Document]) -> Key:
 
 
 @cache
-def _sums(case: DecoderCase, documents: Key, dtype: WorkingDtype, mixing: WorkingDtype | None = None) -> Sums:
+def _sums(case: DecoderCase, documents: Key, dtype: WorkingDtype, mixing: WorkingDtype | None) -> Sums:
     """Loss, weight and gradients summed over documents, under the weights that the case starts from."""
     decoder, drawn = case.decoder(), [Document(np.array(ids), np.array(labels)) for ids, labels in documents]
     each = (numpy_decoder.one_document(decoder, document, dtype=dtype, mixing=mixing) for document in drawn)
@@ -202,7 +208,8 @@ def train(
         model, state, losses = case.decoder(), numpy_decoder.State(), []
         for number, microbatches in enumerate(steps, start=1):
             if number == 1:
-                sums = numpy_decoder.summed(_sums(case, _key(documents), arithmetic) for documents in microbatches)
+                keys = map(_key, microbatches)
+                sums = numpy_decoder.summed(_sums(case, key, arithmetic, None) for key in keys)
             else:
                 every = [document for documents in microbatches for document in documents]
                 sums = numpy_decoder.summed(numpy_decoder.one_document(model, d, dtype=arithmetic) for d in every)

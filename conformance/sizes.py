@@ -252,7 +252,7 @@ CASES: dict[str, dict[str, Any]] = {
         LENGTHS_OF_DOCUMENTS: ModelCase((ALL_LENGTHS,), _decoder()),
     },
     "SIZE-29": {
-        LENGTHS: AttentionCase(LONG, heads=1, kv_heads=1, top_k=4),
+        LENGTHS: AttentionCase(LONG, heads=1, kv_heads=1, top_k=300),
         "42 rows": AttentionCase(MANY, heads=1, kv_heads=1, top_k=4),
         "a choice of 300 keys": AttentionCase(((1100,),), heads=1, kv_heads=1, top_k=300),
     },

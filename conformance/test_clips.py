@@ -18,13 +18,13 @@ FRAMES = np.array(CASE.frames)
 
 @requirement("CLIP-01")
 def test_clips_are_those_of_each_clip_alone(judge: Judge) -> None:
-    judge.within(ask(judge, CASE, {"dout": None}), expected(CASE, judge.dtype), None, judge.dtype, only="out")  # type: ignore[arg-type]
+    judge.within(ask(judge, CASE, {"dout": None}), expected(CASE, judge.dtype), None, judge.dtype, only="out")
 
 
 @requirement("CLIP-02")
 def test_gradients_of_clips_are_those_of_each_clip_alone(judge: Judge) -> None:
     answer = ask(judge, CASE)
-    judge.within(answer, expected(CASE, judge.dtype), None, judge.dtype)  # type: ignore[arg-type]
+    judge.within(answer, expected(CASE, judge.dtype), None, judge.dtype)
     unseen = np.arange(12) >= FRAMES[:, None] + 2
     judge.equal(
         "gradients of features that no output sees", answer[1]["features"][unseen], 0.0 * np.ones((unseen.sum(), 6))
@@ -53,4 +53,4 @@ def test_a_clip_moves_no_other(judge: Judge) -> None:
 @requirement("CLIP-04")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_clips_in_every_dtype(judge: Judge, dtype: str) -> None:
-    judge.within(ask(judge, CASE, dtype=dtype), expected(CASE, dtype), None, dtype)  # type: ignore[arg-type]
+    judge.within(ask(judge, CASE, dtype=dtype), expected(CASE, dtype), None, dtype)

@@ -3,11 +3,11 @@
     budget = 2 * |rounded - exact| + FLOOR(dtype) * epsilon(dtype) * scale          (maxima over the array)
 
 ``rounded`` is what an honest implementation computes in the working dtype: the reference with every operation rounded
-to it (`packing_core.reference.arithmetic`), or the documents of an audit alone, as rounding changes them. That error is
-doubled because another order of the same operations may make as large an error in the other direction. The floor is for
-results at which rounding happens to make no error (a one-token document, a gradient that cancels); its scale is the
-largest magnitude among everything that was computed, of a gradient the largest among gradients, because such a result
-is a difference of terms of that size.
+to it (`packing_core.reference.arithmetic`; for the gradients of a model's loss, the worse of two such roundings), or
+the documents of an audit alone, as rounding changes them. That error is doubled because another order of the same
+operations may make as large an error in the other direction. The floor is for results at which rounding happens to
+make no error (a one-token document, a gradient that cancels); its scale is the largest magnitude among everything that
+was computed, of a gradient the largest among gradients, because such a result is a difference of terms of that size.
 
 Judges that cannot run documents in two roundings (of a stack's batch, of somebody's trainer) allow ``FLOAT32`` or
 ``NARROW`` of the largest value. Arrays of a framework come in as :class:`Difference`, which each framework measures.

@@ -92,7 +92,7 @@ KINDS = [
     ("SIZE-28", sizes.LENGTHS_OF_DOCUMENTS, beyond("embed", "rows"), DOCUMENTS),
     ("SIZE-28", sizes.LENGTHS_OF_DOCUMENTS, kinds.PooledDocumentsCut, TOKENS),
     ("SIZE-29", LONG, beyond("index_loss", "rows"), DOCUMENTS),
-    ("SIZE-29", LONG, beyond("index_loss", "tokens", "index_q"), TOKENS),
+    *(("SIZE-29", LONG, beyond("index_loss", "tokens", x), TOKENS) for x in ("index_q", "index_k", "index_weights")),
     ("SIZE-29", ROWS, beyond("index_loss", "rows", "index_k"), (20, 32)),
     ("SIZE-29", "a choice of 300 keys", kinds.ChoicesOfFewKeys, (256, 64, 128, 200)),
     ("SIZE-30", "1,100 frames and 301 clips", beyond("clips", "rows"), TOKENS),
