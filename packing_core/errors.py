@@ -96,22 +96,24 @@ def naming(
     *,
     way_out: str = "",
     with_kind: bool = False,
+    ours: bool = False,
 ) -> Iterator[None]:
     """Names an option or a file in what another library raises about it, which may be anything, in one line.
 
     Args:
         what: the option or the file, as its user wrote it; with a ``way_out``, what is wrong with it too.
-        kinds: of errors; all others pass, and so do ours.
+        kinds: of errors; all others pass.
         with_kind: name the class of the error.
+        ours: name it in errors of this project too, which pass otherwise: what raises them is a user's code.
 
     Raises:
         PackingError: in place of such an error.
     """
     try:
         yield
-    except PackingError:
-        raise
     except kinds as error:
+        if isinstance(error, PackingError) and not ours:
+            raise
         line = f"{type(error).__name__}: {first_line(error)}" if with_kind else first_line(error)
         raise PackingError(f"{what} ({line}): {way_out}" if way_out else f"{what}: {line}") from error
 

@@ -21,11 +21,11 @@ from packing_core.training.options import ADAMW, RESUMABLE
 
 # axes of --mesh over which rows are spread, and those over which devices share a row
 ROW_AXES, SHARED_AXES = ("data", "fsdp"), ("tensor", "context")
-# options that a task does not read, and the way out
+# options that the task of --task does not read, and the way out
 _IN_PLACE = {
     "--batch-size": "pass --rows-per-step in its place",
     "--reward": "pass --task grpo too",
-    "--workers": "pass --set dataloader_num_workers=N, which make batches",
+    "--workers": "pass --set dataloader_num_workers=N: workers of the loader make batches",
 }
 
 

@@ -42,7 +42,7 @@ def in_pieces(
     if workers is None:
         workers = 1 if total < INLINE_BYTES else max(1, cores() // launch.ranks_here())
     jobs = list(piece_jobs(list(records.stretches(size)), size, workers))
-    counted, seen = Outcome(), Unchanged(records.local_files())
+    counted, seen = Outcome(-1, -1), Unchanged(records.local_files())
     work = partial(each_piece, size=size, work=read)
     with (
         PackProgress(OUT, total, capacity, None) as progress,

@@ -25,7 +25,7 @@ from crosspack.encoding.tokenizer import vocabulary_digest
 from crosspack.packing.journal import journal, read_journal
 from crosspack.packing.mixture import Mixed
 from crosspack.packing.run import Part, Run, Worker
-from crosspack.packing.unit import UNFINISHED, Key, OnError, Rules
+from crosspack.packing.unit import PARTIAL, Key, OnError, Rules
 from crosspack.packing.workers import Inline, Pool, Processes, Work
 from crosspack.packing.writers import PACKED, Format, kept_types
 from crosspack.reading import Records
@@ -297,7 +297,7 @@ def units_folder(target: Output, job: Job, *, in_result: bool = False) -> Path:
         target.partial.mkdir(parents=True)
     folder = (target.partial if in_result else target.work) / "units"
     folder.mkdir(exist_ok=True)
-    for unfinished in folder.glob(UNFINISHED):
+    for unfinished in folder.glob(f"{PARTIAL}*"):
         unfinished.unlink()
     sync(folder.parent)
     target.keep = True  # what is finished counts, whatever happens

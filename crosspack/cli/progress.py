@@ -102,7 +102,7 @@ class PackProgress:
         self._log: IO[str] | None = None
         self._stack = ExitStack()
         self._ticker, self._logged = Ticker(SECONDS), Ticker()
-        self._begin, self._before = time.monotonic(), Outcome()
+        self._begin, self._before = time.monotonic(), Outcome(-1, -1)
 
     def __enter__(self) -> PackProgress:
         if self._path is not None:

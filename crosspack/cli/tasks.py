@@ -185,7 +185,7 @@ def reward_function(text: str) -> Callable[..., Any]:
     if spec is None or spec.loader is None:
         raise PackingError(f"--reward {text}: pass FILE.py:FUNCTION, a Python file and a function in it")
     module = module_from_spec(spec)
-    with naming(f"--reward {text}", with_kind=True):  # the file may hold anything, and the function do anything
+    with naming(f"--reward {text}", with_kind=True, ours=True):  # the file may hold anything
         spec.loader.exec_module(module)
     score = getattr(module, name, None)
     if not callable(score):
@@ -193,7 +193,7 @@ def reward_function(text: str) -> Callable[..., Any]:
 
     @wraps(score)
     def checked(*args: Any, **columns: Any) -> Any:
-        with naming(f"--reward {text}", with_kind=True):
+        with naming(f"--reward {text}", with_kind=True, ours=True):
             scores = score(*args, **columns)
             count = len(scores)
         if count != (wanted := len(columns.get("completions", scores))):

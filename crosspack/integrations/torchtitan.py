@@ -158,6 +158,8 @@ class PackedDataLoader(ParallelAwareDataloader):
         **kwargs: Any,
     ) -> None:
         given = config.documents
+        if config.options.get("weighting", "token") != "token":
+            raise UnsupportedError("torchtitan's loss counts every target alike: leave weighting= out of packed_rows")
         self.infinite = config.infinite
         self.of_every_batch: dict[str, Any] = {}
         if isinstance(tokenizer, MultiModalTokenizer):  # models with a vision encoder ask for them, of text too
@@ -194,11 +196,6 @@ class PackedDataLoader(ParallelAwareDataloader):
 
 def _torchtitan_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
     ids, labels = batch["input_ids"], batch["labels"]
-    if "loss_weights" in batch:
-        raise UnsupportedError(
-            'these rows have loss_weights (weighting="document"), and torchtitan\'s loss counts every target alike: '
-            'leave weighting out of the options of packed_rows, or pass "token"'
-        )
     # padding counts as segments in packed_lengths, and every token of it would be a document in position_ids
     positions = crosspack.PackedMetadata.from_lengths(batch[BatchKey.LENGTHS]).position_ids
     ids = ids.as_subclass(Tensor)  # torchtitan's own models keep documents apart, by their positions

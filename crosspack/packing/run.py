@@ -178,7 +178,7 @@ class Run:
         self.worker = worker
         self.journal = journal
         self.part = part
-        self.totals = Outcome()
+        self.totals = Outcome(-1, -1)
         self.outcomes: dict[Key, Outcome] = {}
         self.files: list[Written] = []
         self._watch = watch

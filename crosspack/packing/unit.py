@@ -36,7 +36,7 @@ OnError = Literal["stop", "skip", "quarantine"]
 HANDED_ON, FEW_ROWS, FEW_TOKENS = 8, 64, 1 << 20
 SHOWN = 1 << 16  # characters of a bad record that are kept
 KEY = "order key"  # among the values of documents that are handed on to be ordered
-UNFINISHED = "*.*.*"  # names of files that :func:`write` has not finished
+PARTIAL = ".partial-"  # how names of files begin that are not finished
 
 
 class Key(NamedTuple):
@@ -124,13 +124,13 @@ class Outcome:
     """Result of a finished unit, which is a line of the journal, or the sum over several.
 
     Attributes:
-        stretch, piece: of the unit; -1 of a sum.
+        stretch, piece: of the unit; -1 and -1 of a sum.
         left: documents handed on, and their tokens.
         keys: where the first record stands whose key is a text, and the first whose key is a number.
     """
 
-    stretch: int = -1
-    piece: int = -1
+    stretch: int
+    piece: int
     size: int = 0
     records: int = 0
     documents: int = 0
@@ -148,9 +148,9 @@ class Outcome:
 
     def add(self, unit: Outcome) -> None:
         """Adds what is counted of a unit."""
-        for name in ("size", "records", "documents", "rows", "tokens", "trained", "left_tokens"):
+        for name in ("size", "records", "documents", "rows", "tokens", "trained", "left", "left_tokens"):
             setattr(self, name, getattr(self, name) + getattr(unit, name))
-        self.counts = Counter(self.counts) + Counter(unit.counts)
+        self.counts = dict(Counter(self.counts) + Counter(unit.counts))
 
 
 def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: OnError, folder: Path) -> Outcome:
@@ -241,7 +241,7 @@ def pack_documents(documents: Rows, rules: Rules, key: Key, *, all_rows: bool = 
 
 def write(path: Path, content: Rows | list[dict[str, Any]]) -> None:
     """Write a file that is whole under its name, also after a power cut."""
-    with written_beside(path) as unfinished:
+    with written_beside(path, PARTIAL) as unfinished:
         if isinstance(content, Rows):
             content.save(unfinished)
         else:

@@ -34,10 +34,12 @@ def test_torchrun_trains_as_one_process_does_and_one_process_goes_on(small, tmp_
 @pytest.mark.parametrize("option", ["--data", "--eval-data"])
 def test_a_pipe_is_no_data_of_several_processes(small, tmp_path, option, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # without one, whoever opens it waits for ever
     says = f"{option} {tmp_path}/pipe is a pipe, which only one process can read: write what it brings to a file"
     assert says in one_line(run(*small, option, tmp_path / "pipe", "--nproc", 2))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert says in one_line(run(*small, option, tmp_path / "pipe"))
+    os.close(writer)
 
 
 def test_processes_of_nproc_run_the_same_options(small, monkeypatch):

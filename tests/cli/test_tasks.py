@@ -203,6 +203,7 @@ def test_classes_that_are_all_one_are_refused(weights, write):
 REFUSED_REWARDS = {
     "def few(completions, **_): return [1.0]": "returned 1 score for 4 completions: return one for each",
     "def few(completions, **_): raise KeyError('answer')": "KeyError: 'answer'",
+    "import crosspack as c\ndef few(completions, **_): c.pack([[1] * 9], 4)": "CapacityError: document 0 has 9 tokens",
     "def few(completions, **_): return 1.0": "TypeError: object of type 'float' has no len()",
 }
 

@@ -145,7 +145,7 @@ def test_a_model_and_data_that_do_not_go_together_are_refused(start: Path, data:
     path = data(RECORDS)
     assert "--task sft trains a model that is there: pass --model" in error_of("train", "--data", path)
     assert "--task sft has no --compare: leave it out" in error_of(*options(start, path, "--compare"))
-    workers = "--task sft has no --workers: pass --set dataloader_num_workers=N, which make batches"
+    workers = "--task sft has no --workers: pass --set dataloader_num_workers=N: workers of the loader make batches"
     assert workers in error_of(*options(start, path, "--workers", 2))
     pairs = data([{"chosen": "w5", "rejected": "w6", "images": ["a.png"]}])
     reward = error_of("train", "--task", "reward", "--model", start, "--data", pairs)
