@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from packing_core.batches.keys import BatchKey
 from packing_core.budget import FLOAT32, NARROW
@@ -207,26 +208,30 @@ class _ComparedLoss(TrainerCallback):
         return packed, padded
 
 
-def padding_loss(compute_loss: Any, root: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+def padding_loss(compute_loss: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
     """As ``compute_loss``; a batch of padding alone, which fills up the last step of ranks, trains nothing.
 
-    A loss of somebody's own that divides by its targets would be 0 / 0 there, and so would all gradients.
+    A loss of somebody's own that divides by its targets would be 0 / 0 there, and so would all gradients: it gets one
+    target, and what the model returns no gradient.
     """
     if inputs.get(BatchKey.DOCUMENTS) != ():
         return compute_loss(model, inputs, *args, **options)
-    with root.register_forward_hook(_stop_gradients):
+    labels = inputs.get("labels")
+    if labels is not None and labels.ndim > 1 and labels.shape[1] > 1:
+        inputs = {**inputs, "labels": labels.clone()}
+        inputs["labels"][:, 1] = 0
+    with model.register_forward_hook(_stop_gradients):
         result = compute_loss(model, inputs, *args, **options)
     loss, *outputs = result if isinstance(result, tuple) else (result,)
     loss = part_of_mean(loss, torch.zeros((), device=loss.device))
     return (loss, *outputs) if isinstance(result, tuple) else loss
 
 
-def _stop_gradients(root: Any, args: Any, output: Any) -> None:
+def _stop_gradients(model: Any, args: Any, output: Any) -> None:
     """Makes gradients of what a model returns 0, also where they are not finite."""
-    for value in output.values() if isinstance(output, Mapping) else output:
-        for x in value if isinstance(value, tuple) else (value,):
-            if isinstance(x, Tensor) and x.requires_grad:
-                x.register_hook(torch.zeros_like)
+    for x in tree_leaves(output):
+        if isinstance(x, Tensor) and x.requires_grad:
+            x.register_hook(torch.zeros_like)
 
 
 def packed_lengths(trainer: Any) -> Ragged | None:

@@ -75,7 +75,7 @@ class RowsPort(TrainerPort):
         warn_of_last_tokens(self.loss)
         warn_of_rows(changes, self.loss)
         if self.loss.function is not None:
-            changes.wrap("compute_loss", padding_loss, causal_lm(trainer.model))
+            changes.wrap("compute_loss", padding_loss)
         add_noise_by_document(changes)
         if request.fast:
             changes.set("packed_step", PackedStep(changes, self.loss, chooses_memory=request.memory == "auto"))

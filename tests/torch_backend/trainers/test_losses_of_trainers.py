@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutput
 
 import torch_backend
 from tests.torch_backend.models import PLAIN_SGD
@@ -243,13 +244,27 @@ class OfMeans(OfLabels):
         return (loss, output) if return_outputs else loss
 
 
+class OfHeads(OfMeans):
+    """Calls the decoder and the head itself."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs=False, num_items_in_batch: Any = None) -> Any:
+        inputs = dict(inputs)
+        labels, hidden = inputs.pop("labels"), model.model(**inputs).last_hidden_state
+        loss = of_means(output := CausalLMOutput(logits=model.lm_head(hidden)), labels)
+        return (loss, output) if return_outputs else loss
+
+
 def of_means(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     mask, logits = labels[:, 1:] != -100, outputs.logits[:, :-1]
     losses = logits.logsumexp(-1) - logits.gather(-1, (labels[:, 1:] * mask)[..., None])[..., 0]
     return (losses * mask).sum() / mask.sum()
 
 
-@pytest.mark.parametrize("options", [{"kind": OfMeans}, {"compute_loss_func": of_means}], ids=["method", "function"])
+@pytest.mark.parametrize(
+    "options",
+    [{"kind": OfMeans}, {"kind": OfHeads}, {"compute_loss_func": of_means}],
+    ids=["method", "decoder and head", "function"],
+)
 def test_a_batch_of_padding_alone_trains_nothing_by_a_loss_that_divides_by_its_targets(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
