@@ -190,7 +190,7 @@ def _moves_inputs(call: Any) -> bool:
 
 def draws_random_numbers(model: nn.Module) -> bool:
     """Returns whether dropout or noise is in force, whose random numbers a layer that recomputes must draw again."""
-    return find_draw(causal_lm(model), ever=True) is not None
+    return find_draw(causal_lm(model), ever=True, inside=True) is not None
 
 
 def recomputing_inside(layers: Sequence[nn.Module]) -> AbstractContextManager[None]:

@@ -24,6 +24,7 @@ from torch_backend import PackedCollator, audit, explain
 from torch_backend.hf import shared_rows
 from torch_backend.hf.inputs import prefixes
 from torch_backend.ops.attention import load
+from torch_backend.steps.memory import draws_random_numbers
 from torch_backend.trainers.enable_packing import enable_packing
 
 FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text")
@@ -148,19 +149,21 @@ def test_what_would_not_be_exact_is_left_out_by_auto_and_refused_on_demand(tmp_p
 
 def test_the_noise_of_neftune_is_that_of_each_answer_and_is_not_shared(tmp_path) -> None:
     trainer = enable_packing(dpo(tmp_path, neftune_noise_alpha=5), verify=False)
-    embedding, seen = trainer.model.get_input_embeddings(), []
+    embedding, seen, draws = trainer.model.get_input_embeddings(), [], []
     weights = embedding.weight.detach().clone()
     trainer.model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
+    embedding.register_forward_hook(lambda *_: draws.append(draws_random_numbers(trainer.model)))
     batches, collate = [], trainer.data_collator
     trainer.data_collator = lambda rows: batches.append(collate(rows)) or batches[-1]
     trained(trainer)
+    assert draws and not any(draws)  # no layer does, so all may recompute
     ids, mask = batches[0]["input_ids"], batches[0]["attention_mask"] != 0
     noise = (seen[0][0] - weights[ids[mask]]).abs().split(mask.sum(1).tolist())
     assert len({len(answer) for answer in noise}) > 2
     for answer in noise:
         largest = 5 / (len(answer) * weights.shape[1]) ** 0.5
         assert 0.9 * largest < float(answer.max()) <= largest * 1.0001
-    assert "noise (model.embed_tokens.neftune_noise_alpha=5) is on" in trainer.packed_step.parts["shared prefixes"]
+    assert "noise (of embeddings, neftune_noise_alpha=5) is on" in trainer.packed_step.parts["shared prefixes"]
 
 
 def test_auto_declines_what_saves_little(tmp_path) -> None:

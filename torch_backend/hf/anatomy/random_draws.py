@@ -28,10 +28,11 @@ def is_random_setting(name: str) -> bool:
     return any(word in name for word in _SETTINGS)
 
 
-def find_draw(root: nn.Module, *, ever: bool = False) -> str | None:
+def find_draw(root: Any, *, ever: bool = False, inside: bool = False) -> str | None:
     """Names what of a model draws random numbers now, or with ``ever`` what would in training; None if nothing does.
 
     Code that draws is judged by the settings that it names, and draws always if it names none, as PhiMoE's router does.
+    With ``inside`` the noise on embeddings is left out, which no layer draws again.
     """
     if not (root.training or ever):
         return None
@@ -41,6 +42,8 @@ def find_draw(root: nn.Module, *, ever: bool = False) -> str | None:
         if (module.training or ever) and (drawn := _drawn_by(module)) is not None:
             kind, detail = drawn
             return f"{kind} ({next(name for name, each in root.named_modules() if each is module)}{detail})"
+    if not inside and _is_on(noise := _noise_of_embeddings(root)):
+        return f"noise (of embeddings, {NEFTUNE}={noise:g})"
     config: Any = root.config
     for name, value in vars(config.get_text_config()).items():
         if is_random_setting(name) and "classifier" not in name and _is_on(value):
@@ -48,12 +51,19 @@ def find_draw(root: nn.Module, *, ever: bool = False) -> str | None:
     return None
 
 
+def _noise_of_embeddings(root: Any) -> Any:
+    try:
+        return getattr(root.get_input_embeddings(), NEFTUNE, None)
+    except NotImplementedError:  # of a model that does not say which they are, on which nobody can set it either
+        return None
+
+
 def _drawn_by(module: nn.Module) -> tuple[str, str] | None:
     """Names the kind of what a module draws, and the setting that says so."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return ("dropout", f", p={module.p:g}") if module.p > 0 else None
     settings, code = _settings_of(type(module))  # type: ignore[arg-type] # a class is hashable
-    for name in (*settings, NEFTUNE):
+    for name in settings:
         value = module.__dict__.get(name, getattr(module.__dict__.get("config"), name, None))
         if _is_on(value):
             return _kind(name), f".{name}={value:g}"
