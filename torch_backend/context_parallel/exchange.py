@@ -67,7 +67,8 @@ def lengthened(layout: KeyLayout, fetched: Tensor, *tensors: Tensor, whole: bool
 
 class _EarlierTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layout: KeyLayout, group: Any, pending: list[Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        layout, group, pending, *tensors = arguments
         ctx.layout, ctx.group = layout, group
         sent = tensors[0].new_empty(sum(layout.send), sum(_widths(tensors)))
         for x, columns in zip(tensors, _columns(sent, tensors), strict=True):
@@ -92,7 +93,8 @@ class _EarlierTokens(torch.autograd.Function):
 
 class _Lengthened(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layout: KeyLayout, whole: bool, fetched: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        layout, whole, fetched, *tensors = arguments
         ctx.runs = own, of_fetched = layout.runs(whole=whole)
         ctx.tokens = len(tensors[0]), len(fetched)
         length = sum(run.tokens for run in (*own, *of_fetched))

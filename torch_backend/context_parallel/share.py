@@ -120,7 +120,8 @@ class WholeLayout:
         alone: int64, the rank's tokens of documents that lie on it alone.
         straddling: int64, its other tokens, as they are sent.
         inverse: int64 [T], where each of the rank's tokens stands among ``alone`` followed by ``straddling``.
-        send, receive: tokens to and from each rank.
+        send: tokens to each rank; of :attr:`RankShare.whole` one number, because all ranks get the same.
+        receive: tokens from each rank.
         order: int64 [N], the received tokens in the order of the documents.
         back: int64 [N], the inverse of ``order``.
         own, documents: lengths of the documents on this rank alone, and of those received.

@@ -159,7 +159,8 @@ def scan_by_states(
 
 class _ScanByStates(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: RankShare, scan: HalvedScan, inputs: int, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        share, scan, inputs, *given = arguments
         layout, tokens = state_layout(share, scan.chunk(given)), len(given[0])
         y: Tensor | None = None
         of_alone: Sequence[Tensor] = ()

@@ -88,7 +88,8 @@ class _Tied(torch.autograd.Function):
     """Its first argument, unchanged; the gradients of the others are 0, whatever their values are."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+    def forward(ctx: Any, *arguments: Tensor) -> Tensor:
+        x, *others = arguments
         ctx.shapes = [(other.shape, other.dtype, other.device) for other in others]
         return x.view_as(x)
 
