@@ -76,7 +76,8 @@ class CompiledCalls:
         """The output of ``run(forward, kwargs)``, the layers of a packed call."""
         if not self.calls:
             asks_only, self.was_called = torch.is_grad_enabled() and not self.was_called, True
-            start_compilers()
+            if not self.failed and why_not_compiled(self.model) is None:
+                start_compilers()
             with torch.no_grad() if asks_only else nullcontext():  # plain layers keep more than compiled ones
                 output = run(forward, dict(kwargs))
             self._compile("none")

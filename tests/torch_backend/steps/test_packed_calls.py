@@ -28,8 +28,8 @@ from torch_backend import PackedCollator, explain, make_train_step, patch
 from torch_backend.hf.patch import state_of
 from torch_backend.hf.unpadding import unpad_calls
 from torch_backend.segments import PackedMetadata
+from torch_backend.steps import compiling, fast_backward
 from torch_backend.steps import dynamic_compile as packed_calls
-from torch_backend.steps.compiling import start_compilers
 from torch_backend.steps.dynamic_compile import COMPILED, CompiledCalls
 from torch_backend.trainers import preference
 from torch_backend.trainers.enable_packing import enable_packing
@@ -81,11 +81,12 @@ def test_compilers_start_while_plain_layers_run(
 ) -> None:
     """Their processes take seconds to start: once, before the first call's kernels are compiled in this one."""
     order: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: order.append("compilers"))
-    start_compilers()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    start_compilers()
+    for has_gpu in (True, False):
+        cuda = SimpleNamespace(is_available=lambda has_gpu=has_gpu: has_gpu)
+        with monkeypatch.context() as patched:  # not of torch itself, which would keep the answer
+            patched.setattr(compiling, "torch", SimpleNamespace(cuda=cuda))
+            compiling.start_compilers()
     assert order == ["compilers"]
     monkeypatch.setattr(packed_calls, "start_compilers", lambda: order.append("compilers"))
     model = patch(tiny("qwen2"), verify=False).train()
@@ -95,6 +96,14 @@ def test_compilers_start_while_plain_layers_run(
     for _ in range(2):
         model(input_ids=torch.full((1, 4), 5), attention_mask=torch.ones(1, 4, dtype=torch.long))
     assert order[1:3] == ["compilers", "layer"] and order.count("compilers") == 2
+    order.clear()
+    monkeypatch.setattr(fast_backward, "start_compilers", lambda: order.append("compilers"))
+    compiled.model = model = patch(tiny("qwen2"), verify=False)
+    model.model.layers[0].register_forward_pre_hook(lambda *call: order.append("layer"))
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        step(PackedCollator(model, capacity=16)([{"input_ids": [5] * 8}]))
+    assert order[:2] == ["compilers", "layer"] and order.count("compilers") == 1
 
 
 def test_other_calls_run_the_layers_as_they_are(compiled: SimpleNamespace, possible: None, tmp_path: Any) -> None:
