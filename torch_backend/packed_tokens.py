@@ -90,7 +90,7 @@ class PackedTokens(Tensor):
             ):
                 return result
             elif _is_elementwise(result, args, kwargs):
-                over = [x.segments for x in tokens if _broadcasts(x.shape, result.shape)]
+                over = [x.segments for x in tokens if _broadcasts(x.segments.shape, result.shape)]
             else:
                 return result
             # of several, those that are not broadcast along the row

@@ -36,6 +36,7 @@ SEVERAL: dict[str, Callable[[Tensor], Tensor]] = {
     "shifted": lambda ids: ids[:, :-1],
     "masked": lambda ids: ids.masked_fill(ids == 7, 0),
     "changed in place": lambda ids: ids.clone().masked_fill_(torch.rand(2, 10) < 0.5, 3),
+    "squeezed in place": lambda ids: ids[:1].clone().squeeze_(0),
     "where": lambda ids: torch.where(ids > 6, ids, 0),
     "where, for several masks": lambda ids: torch.where(torch.ones(3, 1, 1, dtype=torch.bool), ids, 0),
     "where, a token of the row first": lambda ids: torch.where(ids > 6, ids[:, :1], ids),
