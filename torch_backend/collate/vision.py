@@ -25,7 +25,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError, first_line
 from packing_core.storage.arrays import as_int64
 from torch_backend.collate.image_tensors import Images, join_images, sizes_of
-from torch_backend.collate.pictures import has_media, pictures_of
+from torch_backend.collate.pictures import LEAVE_OUT, has_media, pictures_of
 from torch_backend.collate.sounds import clips_of
 from torch_backend.hf.anatomy.audio import FEATURES
 
@@ -139,8 +139,8 @@ class VisionReader:
             raise
         except Exception as error:
             raise PackingError(
-                f"{where} cannot be read ({type(error).__name__}: {first_line(error)}): pass messages as a list of "
-                "turns with role and content, prompt and completion likewise or both as strings, input_ids as integers"
+                f"{where} cannot be read ({type(error).__name__}: {first_line(error)}): {LEAVE_OUT} (messages are "
+                "turns with role and content, prompt and completion likewise or both strings, input_ids integers)"
             ) from error
 
     def rows(self, features: Any, pack: Pack, capacity: int | None, overflow: str) -> VisionRows:

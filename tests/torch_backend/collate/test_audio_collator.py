@@ -111,6 +111,11 @@ def test_other_collators_batches_are_read_from_the_mask(case: str) -> None:
     fewer = {name: batch[name][1:] for name in batch if name.startswith(("input_feat", "feature_att"))}
     with pytest.raises(LayoutError, match="audio tokens and clips of .*: placeholders and clips must agree"):
         update(model, [batch | fewer])
+    if case == "qwen2_audio":  # whose convolutions make no token of one frame
+        one = batch["feature_attention_mask"].clone()
+        one[-1, 1:] = 0
+        with pytest.raises(LayoutError, match=rf"clip {len(one) - 1} of the batch is too short for a single token"):
+            update(model, [batch | {"feature_attention_mask": one}])
 
 
 def processed(case: str = "qwen2_audio") -> tuple[Any, dict[str, Any]]:

@@ -161,7 +161,10 @@ def test_clips_that_cannot_be_used_are_named_by_their_record(clip: Any, words: s
     [
         ({**CHATS[1], "image": picture(0)}, "has image, which Qwen2AudioForCond.* does not take packed"),
         ({**CHATS[1], "video": Path("a.mp4")}, "has a video: run the processor on it first"),
-        ({"messages": "w4 w5"}, r"cannot be read \(AttributeError: .*pass messages as a list of turns"),
+        (
+            {"messages": "w4 w5"},
+            r"cannot be read \(AttributeError: .*leave out the example \(messages are turns",
+        ),
         ({"prompt": CHATS[0]["messages"][:1], "completion": "w5"}, "cannot be read .*prompt and completion likewise"),
         ({"text": ""}, "has no tokens: leave it out"),
         ({"input_ids": "w4"}, "input_ids of example 1 has dtype"),

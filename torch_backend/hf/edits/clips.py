@@ -85,9 +85,11 @@ def _read_back(audio: Audio, forward: PackedForward, frames: list[int], placehol
     """Give a packed forward what our collators' batches carry of clips of so many frames, by where their tokens lie.
 
     Raises:
-        LayoutError: there are more or fewer placeholders.
+        LayoutError: there are more or fewer placeholders, or a clip has none.
     """
     counts = np.array([audio.tokens(count) for count in frames])
+    if not counts.all():
+        raise LayoutError(f"clip {int(counts.argmin())} of the batch is too short for a single token: leave it out")
     places, total = placeholders.flatten().nonzero()[:, 0], int(counts.sum())
     if len(places) != total:
         raise LayoutError(
