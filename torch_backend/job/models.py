@@ -168,7 +168,7 @@ def read_weights(model: Any, folder: str) -> None:
     """Puts the weights that ``save_pretrained`` wrote into a model, whatever names it gave them in the file.
 
     ``Trainer`` looks for the model's own names, and goes on without the weights that are saved under older ones: all of
-    a model of images, and experts.
+    a model of images, and experts. They are read in float32, which narrower parameters take without another rounding.
     """
-    saved = original_class(model).from_pretrained(folder, dtype=model.dtype)  # type: ignore[attr-defined]
+    saved = original_class(model).from_pretrained(folder, dtype=torch.float32)  # type: ignore[attr-defined]
     model.load_state_dict(saved.state_dict())

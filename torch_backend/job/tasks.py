@@ -106,7 +106,7 @@ def _timed(job: TaskJob, trainer: Any) -> tuple[int, float]:
     """Trains; returns the steps of this run, without those before a checkpoint, and the seconds that they took."""
     newest = get_last_checkpoint(str(job.checkpoints)) if job.resume else None
     before = 0 if newest is None else int(newest.rpartition("-")[2])
-    if isinstance(trainer.model, PreTrainedModel):
+    if isinstance(trainer.model, PreTrainedModel) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         trainer._load_from_checkpoint = partial(read_weights, trainer.model)
         trainer._load_best_model = lambda: read_weights(trainer.model, trainer.state.best_model_checkpoint)
     begin = time.perf_counter()
