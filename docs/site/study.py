@@ -1,7 +1,7 @@
 """The pictures of docs/does-it-matter.md, from the runs in docs/results/does_it_matter.jsonl and, of trained weights,
 does_it_matter_trained.jsonl.
 
-These are the lines that ``python -m benchmarks.does_it_matter`` writes; to draw other runs, put theirs there.
+These are the lines that ``python -m benchmarks.does_it_matter`` writes; to draw other runs, put theirs in the file.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Patched:
         self.suspended = False
 
     def install(self, edits: Iterable[Edit]) -> None:
-        """Apply all edits, or none if one of them raises."""
+        """Apply all edits, each made when those before it are applied, or none if one of them raises."""
         try:
             for edit in edits:
                 edit.apply()

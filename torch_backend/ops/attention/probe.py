@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_backend.ops.attention.reference import REFERENCE
 from torch_backend.ops.attention.request import AttentionInputs, AttentionRequest
+from torch_backend.ops.operators import INTERPRETED
 from torch_backend.ops.trial import current_device, in_own_thread, refusal
 from torch_backend.segments import PackedMetadata
 
@@ -46,9 +47,7 @@ class Probed:
     """
 
     host_lengths = False
-    # This project's: its suite has hundreds of documents and outliers, and its trial, interpreted, few. All heads are
-    # tried, so that the kernels that a trial compiles are those of the call.
-    own = False
+    own = False  # this project's: its suite has hundreds of documents and outliers, and its trial, interpreted, few
     key: str  # names the instance
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -67,7 +66,8 @@ class Probed:
             request.dtype,
             request.device,
             request.heads // request.kv_heads,
-            request.kv_heads if self.own else min(request.kv_heads, 2),
+            # kernels of our own are compiled for the number of heads: those of the trial are those of the call
+            request.kv_heads if self.own and not INTERPRETED else min(request.kv_heads, 2),
             request.head_dim,
             request.value_dim,
             request.requires_grad,
