@@ -106,8 +106,10 @@ def embedding_alone(
 def alone(
     decoder: Decoder, input_ids: Array, *, dtype: WorkingDtype = "float64", mixing: WorkingDtype | None = None
 ) -> tuple[Array, Backward]:
-    """Logits ``[n, V]`` of one document alone, and the function from their gradient to that of every weight;
-    ``mixing`` is the dtype inside of rope and attention, if it is another one."""
+    """Logits ``[n, V]`` of one document alone, and the function from their gradient to that of every weight.
+
+    ``mixing`` is the dtype inside of rope and attention, if it is another one.
+    """
     return run(decoder, input_ids, _Alone(decoder.config, len(input_ids), mixing or dtype), dtype=dtype)
 
 

@@ -164,8 +164,8 @@ def gradients(case: DecoderCase, documents: Sequence[Document], dtype: WorkingDt
     """
 
     def compute(arithmetic: WorkingDtype, mixing: WorkingDtype | None = None) -> Result:
-        mean, found = numpy_decoder.mean(_sums(case, _key(documents), arithmetic, mixing))
-        return np.array([mean]), found
+        mean, by_weight = numpy_decoder.mean(_sums(case, _key(documents), arithmetic, mixing))
+        return np.array([mean]), by_weight
 
     expected = _both(compute, dtype)
     if dtype in ("float64", "float32"):

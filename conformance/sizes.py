@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from conformance import checks, clips, experts, models, reductions, scans
-from conformance.clips import ClipsCase
+from conformance import audio, checks, experts, models, reductions, scans
+from conformance.audio import ClipsCase
 from conformance.draws import (
     FULL,
     MANY_ROWS,
@@ -364,5 +364,5 @@ CHECKS: dict[str, Callable[[Judge, Any], None]] = {
     "preference": check_preference,
     "embed": check_embed,
     "index_loss": check_index_loss,
-    "clips": clips.check,
+    "clips": audio.check,
 }

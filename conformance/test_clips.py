@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance.clips import ClipsCase, ask, drawn, expected
+from conformance.audio import ClipsCase, ask, drawn, expected
 from conformance.draws import LARGE
 from conformance.judge import Judge
 from packing_core.protocol import DTYPES

@@ -35,19 +35,19 @@ def runs(task: str, file: Path = RUNS) -> Runs:
 
 
 def curves(
-    title: str, found: Runs, low: float, high: float, ticks: Sequence[float], step: int, *, logarithmic: bool = False
+    title: str, drawn: Runs, low: float, high: float, ticks: Sequence[float], step: int, *, logarithmic: bool = False
 ) -> str:
     """Draws the held-out loss over trained tokens of each way, with the 95% interval over seeds.
 
     Args:
-        title: what is trained. found: its runs.
+        title: what is trained. drawn: its runs.
         low, high, ticks: of the axis of the loss; evaluations above ``high`` are not drawn.
         step: tokens between ticks of the other axis.
     """
-    ways, seeds = common_seeds(found)
+    ways, seeds = common_seeds(drawn)
     scale: Callable[[Floats], Floats] = np.log if logarithmic else np.asarray
     bottom, top = (float(scale(np.array(x))) for x in (low, high))
-    most = max(found[way, seed]["curve"][-1]["tokens"] for way in ways for seed in seeds)
+    most = max(drawn[way, seed]["curve"][-1]["tokens"] for way in ways for seed in seeds)
     right = WIDTH - LEFT - 30
     above = 2 * LINE + 18
 
@@ -70,7 +70,7 @@ def curves(
     for tokens in range(0, int(most) + 1, step):
         drawing.text(place(tokens, bottom)[0], above + PLOT + LINE, f"{tokens // 1000}k", anchor="middle")
     for way in ways:
-        points = [found[way, seed]["curve"] for seed in seeds]
+        points = [drawn[way, seed]["curve"] for seed in seeds]
         tokens = np.array([[point["tokens"] for point in curve] for curve in points]).mean(axis=0)
         losses = scale(np.array([[point["loss"] for point in curve] for curve in points]))
         means, halves = np.array([interval(column) for column in losses.T.tolist()]).T

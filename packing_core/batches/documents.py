@@ -139,9 +139,9 @@ def _tokens(batch: StoredBatch) -> tuple[Int64, Int64]:
     return indexes(begins[order], lengths), per_document
 
 
-def _per_token(batch: StoredBatch, name: str, given: Any, kinds: str = NUMBERS) -> Array:
+def _per_token(batch: StoredBatch, name: str, values: Any, kinds: str = NUMBERS) -> Array:
     """[T, ...] of an array that has one entry per token."""
-    array = as_array(given, name, kinds)
+    array = as_array(values, name, kinds)
     shape, size = batch.input_ids.shape, batch.input_ids.size
     if array.shape[:2] == shape:
         return array.reshape(size, *array.shape[2:])

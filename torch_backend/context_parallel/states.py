@@ -160,20 +160,20 @@ def scan_by_states(
 class _ScanByStates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        share, scan, inputs, *given = arguments
-        layout, tokens = state_layout(share, scan.chunk(given)), len(given[0])
+        share, scan, inputs, *operands = arguments
+        layout, tokens = state_layout(share, scan.chunk(operands)), len(operands[0])
         y: Tensor | None = None
         of_alone: Sequence[Tensor] = ()
         of_pieces: Sequence[Tensor] = ()
         between: Sequence[Tensor] = ()
-        with torch.cuda.device_of(given[0]):  # Triton starts kernels on the current device
+        with torch.cuda.device_of(operands[0]):  # Triton starts kernels on the current device
             if layout.alone is not None:
-                row = _taken(layout.alone, given, inputs)
+                row = _taken(layout.alone, operands, inputs)
                 found, of_alone = scan.forward(row, layout.alone.packed)
                 y = layout.alone.put(found, y, tokens)
-            ends = given[0].new_empty(0)
+            ends = operands[0].new_empty(0)
             if layout.pieces is not None:
-                packed, row = layout.pieces.packed, _taken(layout.pieces, given, inputs)
+                packed, row = layout.pieces.packed, _taken(layout.pieces, operands, inputs)
                 work, last = scan.begin(row, packed)
                 sums = torch.stack([x.sum(0, dtype=last.dtype) for x in row[scan.gates].split(host_lengths(packed))])
                 ends = torch.cat([last.flatten(1), sums.flatten(1)], 1).index_select(0, layout.sent)
@@ -184,11 +184,11 @@ class _ScanByStates(torch.autograd.Function):
                 states, gates = states.unflatten(1, last.shape[1:]), gates.unflatten(1, sums.shape[1:])
                 between = [_between(gates[places]) for places in layout.earlier]
                 pairs = zip(layout.earlier, between, strict=True)
-                initial = torch.stack([scan.fade(states[places], faded, given).sum(0) for places, faded in pairs])
+                initial = torch.stack([scan.fade(states[places], faded, operands).sum(0) for places, faded in pairs])
                 found, of_pieces = scan.finish(row, packed, work, initial)
                 y = layout.pieces.put(found, y, tokens)
         assert y is not None
-        kept = given, of_alone, of_pieces, between
+        kept = operands, of_alone, of_pieces, between
         ctx.call, ctx.counts = (share, scan, inputs), [len(each) for each in kept]
         ctx.save_for_backward(*(x for each in kept for x in each))
         return y
@@ -197,9 +197,9 @@ class _ScanByStates(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (share, scan, inputs), saved = ctx.call, iter(ctx.saved_tensors)
-        given, of_alone, of_pieces, between = ([next(saved) for _ in range(count)] for count in ctx.counts)
-        layout, tokens = state_layout(share, scan.chunk(given)), len(dy)
-        totals: list[Tensor | None] = [None] * len(given)
+        operands, of_alone, of_pieces, between = ([next(saved) for _ in range(count)] for count in ctx.counts)
+        layout, tokens = state_layout(share, scan.chunk(operands)), len(dy)
+        totals: list[Tensor | None] = [None] * len(operands)
 
         def add(part: ScannedRow, gradients: Sequence[Tensor]) -> None:
             for i, (gradient, total) in enumerate(zip(gradients, totals, strict=True)):
@@ -209,15 +209,15 @@ class _ScanByStates(torch.autograd.Function):
                     totals[i] = gradient if total is None else total + gradient
 
         if layout.alone is not None:
-            row = _taken(layout.alone, given, inputs)
+            row = _taken(layout.alone, operands, inputs)
             add(layout.alone, scan.backward(row, layout.alone.packed, of_alone, layout.alone.taken(dy)))
         returned = dy.new_empty(0)
         if layout.pieces is not None:
-            packed, row, drow = layout.pieces.packed, _taken(layout.pieces, given, inputs), layout.pieces.taken(dy)
+            packed, row, drow = layout.pieces.packed, _taken(layout.pieces, operands, inputs), layout.pieces.taken(dy)
             work, dinitial = scan.begin_backward(row, packed, of_pieces, drow)
             returned = dinitial.new_zeros(sum(layout.receive), *dinitial.shape[1:])
             for d, places, gates in zip(dinitial, layout.earlier, between, strict=True):
-                returned[places] += scan.fade(d.expand(len(places), *d.shape), gates, given)
+                returned[places] += scan.fade(d.expand(len(places), *d.shape), gates, operands)
         if share.straddles:
             returned = exchanged(returned, layout.receive, layout.send, share.group)
         if layout.pieces is not None:
@@ -227,9 +227,9 @@ class _ScanByStates(torch.autograd.Function):
         return None, None, None, *totals
 
 
-def _taken(part: ScannedRow, given: Sequence[Tensor], inputs: int) -> list[Tensor]:
+def _taken(part: ScannedRow, operands: Sequence[Tensor], inputs: int) -> list[Tensor]:
     """The row's part of the inputs, and the parameters."""
-    return [*(part.taken(x) for x in given[:inputs]), *(x.contiguous() for x in given[inputs:])]
+    return [*(part.taken(x) for x in operands[:inputs]), *(x.contiguous() for x in operands[inputs:])]
 
 
 def _between(sums: Tensor) -> Tensor:
