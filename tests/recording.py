@@ -24,14 +24,21 @@ class Record:
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        self.not_collected: set[str] = set()
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        outcome = report.outcome
-        if report.when != "call" and outcome == "passed":
-            outcome = "fixture"
-        line = {"id": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 3)}
+        self._add(report, "fixture" if report.when != "call" else "passed", report.duration)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and report.nodeid not in self.not_collected:  # every process collects
+            self.not_collected.add(report.nodeid)
+            self._add(report, "passed", 0)
+
+    def _add(self, report: pytest.TestReport | pytest.CollectReport, passed: str, seconds: float) -> None:
+        outcome = passed if report.passed else report.outcome
+        line = {"id": report.nodeid, "outcome": outcome, "seconds": round(seconds, 3)}
         if report.failed:
             line["error"] = report.longreprtext[-4000:]
         elif report.skipped:

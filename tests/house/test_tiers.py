@@ -138,3 +138,13 @@ def test_a_run_is_recorded_as_it_goes_and_a_late_test_fails_by_name(tmp_path: Pa
         ("test_after", "passed"),
     ]
     assert "took longer than 1 s" in lines[1]["error"]
+
+
+def test_a_file_that_cannot_be_imported_is_recorded_once_as_a_failure(tmp_path: Path) -> None:
+    record, file = tmp_path / "record.jsonl", tmp_path / "test_broken.py"
+    file.write_text("import no_such_module\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "tests.recording", "--rootdir", str(tmp_path)]
+    assert run([*command, str(file), "--record", str(record)], cwd=ROOT).returncode == 1
+    (line,) = [json.loads(line) for line in record.read_text().splitlines()]
+    assert (line["id"], line["outcome"]) == ("test_broken.py", "failed")
+    assert "no_such_module" in line["error"]

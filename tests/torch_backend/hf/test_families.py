@@ -24,7 +24,8 @@ from torch_backend.hf.patch import state_of
 PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 DECODERS = PAGE.partition("<!-- decoders -->")[2].partition("<!-- end of decoders -->")[0]
 ROUTES = re.findall(r"^\| (attention|documents) \| (.*) \|$", DECODERS, re.MULTILINE)
-EXACT = {family: route for route, families in ROUTES for family in families.split(", ")}
+ON_PAGE = {family: route for route, families in ROUTES for family in families.split(", ")}
+EXACT = {family: ON_PAGE[family] for family in ON_PAGE if family in all_families()}  # older transformers have fewer
 NOT_BUILT = re.findall(r"^\| (\S+) \|", DECODERS.partition("| not built tiny")[2], re.MULTILINE)
 
 
