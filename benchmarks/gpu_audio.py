@@ -3,6 +3,7 @@
     python -m benchmarks.gpu_audio                              # 16 layers of the decoder, the whole encoder
     python -m benchmarks.gpu_audio --layers 8 --budget 180
     python -m benchmarks.gpu_audio --match ours                 # one contender; 'longest', '30 seconds'
+    python -m benchmarks.gpu_audio --row 16384                  # ours in longer rows
     python -m benchmarks.gpu_audio --tiny                       # every contender on the CPU, as a toy
 
 Random weights in bfloat16, fused AdamW, all parameters trained. A record is one clip and a question and an answer of 24
@@ -91,11 +92,11 @@ def records() -> list[dict[str, Any]]:
     return recorded
 
 
-def packed_batches(model: Any, examples: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+def packed_batches(model: Any, examples: list[dict[str, Any]], row: int, count: int) -> list[dict[str, Any]]:
     """Rows as full as those of a whole data set, one to a batch."""
-    collate = PackedCollator(model, ROW)
+    collate = PackedCollator(model, row)
     collate.vision = reader = VisionReader(model)
-    rows = reader.rows(examples, collate.pack, ROW, "error")
+    rows = reader.rows(examples, collate.pack, row, "error")
     starts = np.searchsorted(rows.batch.rows, range(len(rows.batch) + 1))
     parts = [type(rows)(rows.batch[n : n + 1], rows.images[a:b]) for n, (a, b) in enumerate(pairwise(starts))]
     return [collate([part]) for part in parts[: max(1, min(count, len(parts) - 1))]]  # the last one may be half empty
@@ -151,7 +152,7 @@ def error() -> float:
     alone = [on_device(batch) for batch in padded_batches(examples, 1, longest=False)]
     right = _update(model, alone)
     patch(model, verify=False)
-    ours = _update(model, [on_device(packed_batches(model, examples, 1)[0])])
+    ours = _update(model, [on_device(packed_batches(model, examples, ROW, 1)[0])])
     parts = {name: "loss" if name == "loss" else "audio" if "audio" in name else "text" for name in right}
     largest = {
         part: max(float(x.norm()) for name, x in right.items() if parts[name] == part) for part in parts.values()
@@ -176,7 +177,7 @@ def _update(model: Any, batches: list[dict[str, Any]]) -> dict[str, Tensor]:
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-def train(contender: str, layers: int, encoder_layers: int, steps: int) -> Figures:
+def train(contender: str, layers: int, encoder_layers: int, row: int, steps: int) -> Figures:
     """Returns the figures of a contender, and how its step runs."""
     torch._dynamo.reset()
     model, ours = make_model(layers, encoder_layers, torch.bfloat16), contender == OURS
@@ -184,7 +185,7 @@ def train(contender: str, layers: int, encoder_layers: int, steps: int) -> Figur
     if ours:
         patch(model, verify=False)
         step: Any = make_train_step(model, optimizer, max_grad_norm=1.0)
-        batches = packed_batches(model, records(), steps)
+        batches = packed_batches(model, records(), row, steps)
     else:
         batches = padded_batches(records(), PADDED, longest="longest" in contender)
         if "longest" in contender:
@@ -225,11 +226,11 @@ def _real_tokens(batch: dict[str, Any]) -> int:
     return sum(batch["packed_lengths"][number] for document in batch["packed_documents"] for number in document)
 
 
-def run(layers: int, encoder_layers: int, steps: int) -> Iterator[Result]:
+def run(layers: int, encoder_layers: int, row: int, steps: int) -> Iterator[Result]:
     section = f"audio, {'toy' if TOY else f'Qwen2-Audio shape, {layers} layers'}, full fine-tuning"
     check = cache(error)  # of the packed row, once
     for contender in (OURS, *PADDED_TO):
-        measure = partial(train, contender, layers, encoder_layers, steps)
+        measure = partial(train, contender, layers, encoder_layers, row, steps)
         yield from measured(section, "clips of 2 to 30 seconds", contender, RATE, measure, check, LIMIT)
 
 
@@ -237,9 +238,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     options.add_argument("--layers", type=int, default=2 if TOY else 16, help="of the decoder")
     options.add_argument("--encoder-layers", type=int, default=2 if TOY else 32)
+    options.add_argument("--row", type=int, default=ROW, help="tokens of a packed row")
     options.add_argument("--steps", type=int, default=2 if TOY else 8, help="timed, after the warm-up")
     chosen = parsed(options, arguments)
-    figures = run(chosen.layers, chosen.encoder_layers, chosen.steps)
+    figures = run(chosen.layers, chosen.encoder_layers, chosen.row, chosen.steps)
     results = collected(figures, header(), chosen.output, "gpu_audio")
     print(ratios(results, RATE, [(OURS, name) for name in PADDED_TO]))
     return results

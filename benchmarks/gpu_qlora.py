@@ -10,15 +10,21 @@
 
 Random weights in NF4 with double quantisation that compute in bfloat16, adapters of rank 16 on all linear layers, with
 TRL's default checkpointing and without; documents and rows are those of ``benchmarks.gpu_trainers``. Of gpt-oss-20b the
-experts are in MXFP4, which stock trainers do not train, and adapters are on attention and experts. The last lines
-compare tokens per second. peft and trl are needed, and bitsandbytes for NF4.
+experts are in MXFP4, which stock trainers do not train, and adapters are on attention and experts. Two contenders run
+the linear layers with adapters by Unsloth's kernels, over SDPA and over packed attention. The last lines compare tokens
+per second. peft and trl are needed, bitsandbytes for NF4, and unsloth for its kernels.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -26,7 +32,7 @@ from torch import nn
 
 from benchmarks.clock import DTYPE, TOY, header, reset_peak
 from benchmarks.gpu_moe_step import adapted_model
-from benchmarks.gpu_trainers import SFT, TRAINER, measure, sft, trainer
+from benchmarks.gpu_trainers import SFT, TRAINER, Run, measure, sft, trainer
 from benchmarks.harness import free, parsed, parser
 from benchmarks.report import Result, collected, ratios
 from benchmarks.shapes import config
@@ -37,13 +43,46 @@ from torch_backend.ops.mxfp4 import GROUP, Mxfp4Weight
 ROW = 256 if TOY else 8_192
 STOCK = "SFTTrainer(packing=True), stock SDPA"
 STACKED = ("gate_up_proj", "down_proj")  # of experts
-AGAIN, AUTO = ", checkpointing", '(memory="auto")'
+AGAIN, AUTO, UNSLOTH = ", checkpointing", '(memory="auto")', ", Unsloth's fast_lora"
+
+
+def by_unsloth(run: Run, model: Any, **options: Any) -> None:
+    """Train with Unsloth's kernels in the attention and the MLP of every layer of a model under PEFT."""
+    kernels = fast_lora()
+    for layer in model.get_decoder().layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        attention.register_forward_pre_hook(partial(project, kernels.apply_lora_qkv), with_kwargs=True)
+        attention.o_proj.forward = partial(kernels.apply_lora_o, attention)
+        mlp.forward = MethodType(kernels.apply_lora_mlp_swiglu, mlp)
+    sft(run, model, **options)
+
+
+def project(apply: Any, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Compute queries, keys and values at once; the three layers return them."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    for name, projected in zip(("q_proj", "k_proj", "v_proj"), apply(attention, hidden), strict=True):
+        getattr(attention, name).forward = lambda _, kept=[projected]: kept.pop()  # without holding its graph
+
+
+def fast_lora() -> Any:
+    """Unsloth's module of linear layers with adapters, without its package, which changes transformers and TRL."""
+    spec = importlib.util.find_spec("unsloth")
+    if spec is None:
+        raise ImportError("unsloth is not installed")
+    os.environ["UNSLOTH_IS_PRESENT"] = "1"
+    sys.modules.setdefault("unsloth", importlib.util.module_from_spec(spec))
+    return importlib.import_module("unsloth.kernels.fast_lora")
+
+
 CONTENDERS = {
     SFT + AGAIN: partial(sft, checkpointing=True),
     SFT: sft,
     SFT + AUTO: partial(sft, memory="auto"),
     STOCK + AGAIN: partial(sft, packed=False, checkpointing=True),
     STOCK: partial(sft, packed=False),
+    STOCK + UNSLOTH + AGAIN: partial(by_unsloth, packed=False, checkpointing=True),
+    SFT + UNSLOTH + AGAIN: partial(by_unsloth, fast=False, checkpointing=True),
+    SFT + UNSLOTH: partial(by_unsloth, fast=False),
 }
 ON_EXPERTS = {  # TRL would add the router's loss
     TRAINER + AGAIN: partial(trainer, memory="full"),
@@ -131,7 +170,7 @@ def run(chosen: str, layers: int, rows: int, epochs: int, gib: float | None) -> 
             f"{name}, LoRA, {weights}", make, (rows,), lora=True, attention=workload.attention, adapters=adapters
         )
         for contender in workload.contenders:
-            if weights == workload.bits or not contender.startswith(STOCK):
+            if weights == workload.bits or not (contender.startswith(STOCK) or UNSLOTH in contender):
                 yield from measure(shape, contender, rows, epochs, 1, contenders=workload.contenders)
                 if not TOY:
                     _allow(None)
@@ -148,8 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     figures = run(chosen.shape, chosen.layers, chosen.rows, chosen.epochs, chosen.gib)
     results = collected(figures, header(), chosen.output, "gpu_qlora")
     bits = WORKLOADS[chosen.shape].bits
-    ours = [name for name in WORKLOADS[chosen.shape].contenders if not name.startswith(STOCK)]
-    pairs = [((bits, name), (bits, name.replace(SFT, STOCK))) for name in ours if name.startswith(SFT)]
+    names = WORKLOADS[chosen.shape].contenders
+    ours = [name for name in names if not name.startswith(STOCK) and UNSLOTH not in name]
+    others = [(name, name.replace(UNSLOTH, "").replace(STOCK, SFT)) for name in names if name not in ours]
+    pairs = [((bits, name), (bits, other)) for other, name in others]
     pairs += [((bits, name), ("bfloat16", name)) for name in ours]
     print(ratios(results, RATE, pairs, lambda r: (r.section.rpartition(" ")[2], r.contender)))
     return results
