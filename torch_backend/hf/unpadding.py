@@ -78,11 +78,9 @@ def padded_calls(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class LengthsCollator:
-    """Calls another collator and adds the number of real tokens of each row, as far as its batches are padded.
+    """Calls another collator and adds the lengths of rows to its batches, with which no forward waits for the device.
 
-    With them no forward waits for the device. A batch of several inputs, as KTO's, has one tuple for each of them,
-    under the prefix of its ``attention_mask``. With ``ids``, it has the token ids on the host too, which shared
-    prefixes are found by.
+    With ``ids``, they have the token ids on the host too, which shared prefixes are found by.
     """
 
     def __init__(self, collator: Callable[[Any], Mapping[str, Any]], *, ids: bool = False) -> None:
@@ -90,13 +88,23 @@ class LengthsCollator:
         self.ids = ids
 
     def __call__(self, features: Any) -> dict[str, Any]:
-        batch = dict(self.collator(features))
-        for name in [name for name in batch if name.endswith("attention_mask")]:
-            mask, prefix = batch[name], name.removesuffix("attention_mask")
-            batch[prefix + LENGTHS] = lengths_of(mask)
-            if self.ids and (ids := batch.get(prefix + "input_ids")) is not None:
-                batch[prefix + IDS] = RowIds(ids[mask != 0].cpu().numpy())
-        return batch
+        return with_lengths(self.collator(features), ids=self.ids)
+
+
+def with_lengths(batch: Mapping[str, Any], *, ids: bool = False) -> dict[str, Any]:
+    """Returns a batch with the number of real tokens of each row, as far as it is padded and does not tell them.
+
+    A batch of several inputs, as KTO's, has one tuple for each of them, under the prefix of its ``attention_mask``.
+    """
+    batch = dict(batch)
+    for prefix in [name.removesuffix("attention_mask") for name in batch if name.endswith("attention_mask")]:
+        if prefix + LENGTHS in batch:
+            continue
+        mask = batch[prefix + "attention_mask"]
+        batch[prefix + LENGTHS] = lengths_of(mask)
+        if ids and (tokens := batch.get(prefix + "input_ids")) is not None:
+            batch[prefix + IDS] = RowIds(tokens[mask != 0].cpu().numpy())
+    return batch
 
 
 def lengths_of(mask: Tensor) -> tuple[int, ...]:

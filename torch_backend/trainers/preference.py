@@ -34,7 +34,7 @@ from torch_backend.hf.inputs.prefixes import Sharing
 from torch_backend.hf.inputs.trl_trainers import kind_of, rows_of_example
 from torch_backend.hf.patch import state_of
 from torch_backend.hf.router import SWITCH, asks_for_router_loss
-from torch_backend.hf.unpadding import IDS, LENGTHS, LengthsCollator, Padded, unpad_calls
+from torch_backend.hf.unpadding import IDS, LENGTHS, LengthsCollator, Padded, unpad_calls, with_lengths
 from torch_backend.losses.distillation import divergence_and_entropy
 from torch_backend.ops.divisor import Divisor, quotient
 from torch_backend.steps.dynamic_compile import CompiledCalls
@@ -120,6 +120,7 @@ class ScoredPort(TrainerPort):
         # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
         changes.set("dispatch_batches", False, of=trainer.accelerator.dataloader_config)
         changes.set("data_collator", LengthsCollator(trainer.data_collator, ids=self.share_prefix is not False))
+        changes.wrap("compute_loss", _packed_loss)
         _MeanOverStep(changes)
         _renew_reference(changes)
         if self.mesh is not None:
@@ -237,6 +238,11 @@ class _MeanOverStep:
 
     def _examples(self, batch: Any) -> int:
         return len(batch["input_ids"]) // self.rows_of_example
+
+
+def _packed_loss(compute_loss: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+    """As ``compute_loss``, whose calls run packed, also on batches of a collator that was set since."""
+    return compute_loss(model, with_lengths(inputs), *args, **options)
 
 
 def _compute_kl_logps(compute: Any, model: Any, batch: Any) -> Any:

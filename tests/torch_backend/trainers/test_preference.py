@@ -170,6 +170,14 @@ def test_the_options_of_the_last_call_hold(tmp_path) -> None:
     assert trainer.data_collator.ids is False
 
 
+@pytest.mark.parametrize("make", [dpo, kto, reward])
+def test_batches_of_a_collator_that_is_set_afterwards_run_packed(tmp_path, make) -> None:
+    trainer = make(tmp_path, "phi3")
+    collator = trainer.data_collator
+    enable_packing(trainer, verify=False).data_collator = collator
+    assert_same_training(trained(trainer), alone(make(tmp_path, "phi3")))
+
+
 # Rewards.
 
 
