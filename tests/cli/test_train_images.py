@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -183,42 +182,3 @@ def test_images_are_looked_for_in_the_first_records_of_all_data(write: Any) -> N
     assert not tasks.have_images([str(first)], "train")
     assert tasks.have_images([f"{first}:0.5", f"{second}:0.5"], "train")
     assert not tasks.have_images(["absent.jsonl"], "train") and not tasks.have_images(None, "train")
-
-
-@pytest.mark.parametrize("best", [False, True])
-def test_checkpoints_are_read_whatever_names_they_give_to_weights(best: bool, tmp_path: Path) -> None:
-    """transformers writes the weights of LLaVA under older names, which its Trainer does not find again."""
-    from types import SimpleNamespace
-
-    from transformers import Trainer, TrainingArguments
-
-    from tests.torch_backend.processors import tiny_processor
-    from tests.torch_backend.trainers.test_vision_trainers import CHATS, ONE_STEP, Processes
-    from tests.torch_backend.vision_models import vision_model
-    from torch_backend import enable_packing
-    from torch_backend.job.tasks import _timed
-
-    def trained(folder: Path, steps: int, **more: Any) -> dict[str, Any]:
-        saves = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1, "max_steps": steps}
-        shown = {"output_dir": str(folder), "remove_unused_columns": False}
-        trainer = Trainer(
-            vision_model("llava"),
-            TrainingArguments(**{**ONE_STEP, **saves, **shown, **more}),
-            train_dataset=CHATS,
-            eval_dataset=CHATS,
-            data_collator=Processes(tiny_processor("llava")),
-        )
-        enable_packing(trainer, capacity=60, verify=False)
-        _timed(SimpleNamespace(resume=folder.exists(), checkpoints=folder, held_out=None), trainer)
-        return dict(trainer.model.named_parameters())
-
-    if best:  # the worst of them, which is the first
-        worst = {"metric_for_best_model": "eval_loss", "greater_is_better": True, "load_best_model_at_end": True}
-        read = trained(tmp_path / "read", 3, eval_strategy="steps", eval_steps=1, **worst)
-        whole = trained(tmp_path / "whole", 1)
-    else:
-        whole = trained(tmp_path / "whole", 2)
-        shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "read" / "checkpoint-1")
-        read = trained(tmp_path / "read", 2)
-    for name, weight in whole.items():
-        assert float((read[name] - weight).detach().abs().max()) < 1e-6, name

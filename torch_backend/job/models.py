@@ -19,7 +19,6 @@ from packing_core.training.options import Options
 from torch_backend.auditing.model import AuditReport
 from torch_backend.auditing.trainer import TrainerReport
 from torch_backend.hf.anatomy.random_draws import is_random_setting
-from torch_backend.hf.override import original_class
 from torch_backend.patching import unpatch
 
 
@@ -162,13 +161,3 @@ def write_model(job: ModelJob, model: Any, weights: dict[str, Any] | None = None
     if job.merge_lora:
         model = model.merge_and_unload()
     model.save_pretrained(job.output, state_dict=weights)
-
-
-def read_weights(model: Any, folder: str) -> None:
-    """Puts the weights that ``save_pretrained`` wrote into a model, whatever names it gave them in the file.
-
-    ``Trainer`` looks for the model's own names, and goes on without the weights that are saved under older ones: all of
-    a model of images, and experts. They are read in float32, which narrower parameters take without another rounding.
-    """
-    saved = original_class(model).from_pretrained(folder, dtype=torch.float32)  # type: ignore[attr-defined]
-    model.load_state_dict(saved.state_dict())

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,13 +18,13 @@ from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
 from packing_core.training.tasks import TaskJob, TaskName, TaskResult
 from torch_backend.job import kinds
-from torch_backend.job.models import audit_of, read_weights
+from torch_backend.job.models import audit_of
 from torch_backend.job.retrieval import Embeddings, LateInteraction, Reranking
 from torch_backend.job.train import device_name
 
 require("transformers", extra="hf")
 
-from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, TrainerCallback  # noqa: E402
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
 KINDS: dict[TaskName, type[kinds.TaskKind]] = {
@@ -106,9 +105,6 @@ def _timed(job: TaskJob, trainer: Any) -> tuple[int, float]:
     """Trains; returns the steps of this run, without those before a checkpoint, and the seconds that they took."""
     newest = get_last_checkpoint(str(job.checkpoints)) if job.resume else None
     before = 0 if newest is None else int(newest.rpartition("-")[2])
-    if isinstance(trainer.model, PreTrainedModel) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        trainer._load_from_checkpoint = partial(read_weights, trainer.model)
-        trainer._load_best_model = lambda: read_weights(trainer.model, trainer.state.best_model_checkpoint)
     begin = time.perf_counter()
     trainer.train(resume_from_checkpoint=newest)
     seconds = time.perf_counter() - begin

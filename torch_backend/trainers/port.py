@@ -11,19 +11,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from packing_core.errors import PackingError, UnsupportedError
+from packing_core.extras import require
 from packing_core.planning.cost import Cost
 from packing_core.planning.pieces import Overflow
 from packing_core.planning.rule import RowRule
-from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.structure import causal_lm, with_values
 from torch_backend.hf.explaining import SHARERS
 from torch_backend.hf.float8 import Precision, check_float8, to_bfloat16, to_float8
 from torch_backend.hf.inputs.prefixes import Sharing
+from torch_backend.hf.override import original_class
 from torch_backend.hf.patch import state_of
 from torch_backend.patching import patch, unpatch
 from torch_backend.steps.dynamic_compile import run_plain_layers
 from torch_backend.steps.memory import Level, Memory, check_level, hold_level, release_level
 from torch_backend.trainers.changes import Changes
+
+require("transformers", extra="hf")
+
+from transformers import PreTrainedModel  # noqa: E402
 
 LIMITS = ("overflow", "context", "min_piece", "max_segments")
 ORDERS = ("order", "keys", "weights", "equal_cost")
@@ -187,6 +195,8 @@ class TrainerPort:
             for name in ("activation_checkpointing", "gradient_checkpointing"):  # train() would set its own over it
                 if hasattr(trainer.args, name):
                     changes.set(name, False, of=trainer.args)
+        for name in ("_load_from_checkpoint", "_load_best_model"):
+            changes.wrap(name, _load_renamed, trainer)
         if trainer.model_init is not None:  # train() makes another model
             changes.wrap("call_model_init", _patched_model_init, level, request.precision, options)
 
@@ -201,6 +211,24 @@ def _patched_model_init(
     if level is not None:
         hold_level(model, level)
     return model
+
+
+def _load_renamed(load: Any, trainer: Any, *args: Any) -> None:
+    """As ``Trainer``'s, which looks for the model's own names in a checkpoint and leaves out all other weights.
+
+    ``save_pretrained`` gives other names to those of many families, of experts and of images for example. They are read
+    by ``from_pretrained``, in float32, which narrower parameters take without another rounding.
+    """
+    model, warn = trainer.model, trainer._issue_warnings_after_load
+    results: list[Any] = []
+    with with_values([(trainer, "_issue_warnings_after_load", results.append)]):
+        load(*args)
+    for result in results:
+        if result.unexpected_keys and isinstance(model, PreTrainedModel):
+            folder = args[0] if args else trainer.state.best_model_checkpoint
+            saved: Any = original_class(model).from_pretrained(folder, dtype=torch.float32)  # type: ignore[attr-defined]
+            result = model.load_state_dict(saved.state_dict(), strict=False)
+        warn(result)
 
 
 def models_of(trainer: Any) -> list[Any]:

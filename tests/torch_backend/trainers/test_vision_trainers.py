@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from conformance.pairwise import pairwise
 from packing_core.errors import CapacityError, PackingError, UnsupportedError, UnsupportedModelError
 from tests.torch_backend.collate.test_vision_collator import CHATS, TOLERANCE, chat, processed, update
-from tests.torch_backend.models import PLAIN_SGD
+from tests.torch_backend.models import PLAIN_SGD, tiny
 from tests.torch_backend.processors import picture, tiny_processor
 from tests.torch_backend.vision_models import vision_model
 from torch_backend import PackedCollator, PackedMediaDataset, audit, enable_packing
@@ -105,6 +106,38 @@ def test_a_trainer_with_our_collator_or_our_rows_trains_alike(tmp_path: Any) -> 
         enable_packing(trainer, **({} if own_rows else {"capacity": 48}), verify=False)
         trainer.train()
         assert_trained(model, before, want)
+
+
+@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("family", ["llava", "qwen3_moe"])
+def test_checkpoints_are_read_whatever_names_they_give_to_weights(family: str, best: bool, tmp_path: Any) -> None:
+    """Transformers writes images' weights under older names and experts one by one: its Trainer does not find them."""
+
+    def trained(folder: Any, steps: int, resume: bool = False, **more: Any) -> dict[str, torch.Tensor]:
+        saves = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1, "max_steps": steps}
+        images = family == "llava"
+        data = CHATS if images else [{"input_ids": list(range(4, 14 + n))} for n in range(8)]
+        trainer = Trainer(
+            vision_model(family) if images else tiny(family),
+            TrainingArguments(**{**ONE_STEP, **saves, **more}, output_dir=str(folder), remove_unused_columns=False),
+            train_dataset=data,
+            eval_dataset=data,
+            data_collator=Processes(tiny_processor(family)) if images else None,
+        )
+        enable_packing(trainer, capacity=60, verify=False)
+        trainer.train(resume_from_checkpoint=resume)
+        return dict(trainer.model.named_parameters())
+
+    if best:  # the worst of them, which is the first
+        worst = {"metric_for_best_model": "eval_loss", "greater_is_better": True, "load_best_model_at_end": True}
+        read = trained(tmp_path / "read", 3, eval_strategy="steps", eval_steps=1, **worst)
+        whole = trained(tmp_path / "whole", 1)
+    else:
+        whole = trained(tmp_path / "whole", 2)
+        shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "read" / "checkpoint-1")
+        read = trained(tmp_path / "read", 2, resume=True)
+    for name, weight in whole.items():
+        assert float((read[name] - weight).detach().abs().max()) < 1e-6, name
 
 
 def test_images_behind_many_texts_are_packed(tmp_path: Any) -> None:
