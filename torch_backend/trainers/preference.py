@@ -27,9 +27,17 @@ from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.hf.anatomy.layers import find_batch_dependent
+from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.anatomy.vision import vision_of
-from torch_backend.hf.inputs.forests import WAY_OUT
+from torch_backend.hf.inputs.forests import (
+    ROUTER_LOSS,
+    WAY_OUT,
+    refuse,
+    why_no_attention,
+    why_no_forest,
+    why_not_in_training,
+)
 from torch_backend.hf.inputs.prefixes import Sharing
 from torch_backend.hf.inputs.trl_trainers import kind_of, rows_of_example
 from torch_backend.hf.patch import state_of
@@ -77,6 +85,8 @@ class ScoredPort(TrainerPort):
         self.refuse_virtual_tokens()
         if self.mesh is not None and share_prefix is True:
             raise UnsupportedError(f"documents that are cut over ranks share no prefixes: {WAY_OUT}")
+        if share_prefix is True:
+            self.refuse_shared()
         self.share_prefix: Sharing = share_prefix if self.shares and self.mesh is None else False
 
     def why_whole(self) -> str | None:
@@ -86,12 +96,24 @@ class ScoredPort(TrainerPort):
                 "TRL computed the reference's log-probabilities when the trainer was built, under accelerate's own "
                 "context parallelism: leave precompute_ref_log_probs out"
             )
-        routes = any(asks_for_router_loss(causal_lm(model), {}) for model in models_of(self.trainer))
-        if getattr(self.trainer, "aux_loss_enabled", False) or routes:
+        if self.has_router_loss():
             return (
                 "TRL computes a router's loss on the tokens of one rank: pass router_aux_loss_coef=0.0 to its arguments"
             )
         return None
+
+    def has_router_loss(self) -> bool:
+        """Returns whether calls of the trainer's models compute the loss of a router."""
+        of_trainer = bool(getattr(self.trainer, "aux_loss_enabled", False))
+        return of_trainer or any(asks_for_router_loss(causal_lm(model), {}) for model in models_of(self.trainer))
+
+    def refuse_shared(self) -> None:
+        """Raise if a model of the trainer cannot share common beginnings, as its first call would."""
+        trainer, request = self.trainer, self.request
+        reason = why_not_in_training(causal_lm(trainer.model)) or (ROUTER_LOSS if self.has_router_loss() else None)
+        reason = reason or why_no_attention(trainer.args.device, request.implementation)
+        for root in map(causal_lm, models_of(trainer)):
+            refuse(root, why_no_forest(anatomy_of(root)) or reason)
 
     def refuse_images(self) -> None:
         """Raise if the model's family cannot train on the images of the data."""
@@ -138,7 +160,7 @@ class KtoPort(ScoredPort):
 class RewardPort(ScoredPort):
     """Packing in TRL's ``RewardTrainer``, whose model scores each document at its last token."""
 
-    has_logprobs = False
+    has_logprobs = shares = False
 
     def why_whole(self) -> str | None:
         return "a reward model scores each of them at its last token, on a model that is not causal: leave cp_size out"
