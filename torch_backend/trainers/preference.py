@@ -30,14 +30,7 @@ from torch_backend.hf.anatomy.layers import find_batch_dependent
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.anatomy.vision import vision_of
-from torch_backend.hf.inputs.forests import (
-    ROUTER_LOSS,
-    WAY_OUT,
-    refuse,
-    why_no_attention,
-    why_no_forest,
-    why_not_in_training,
-)
+from torch_backend.hf.inputs import forests
 from torch_backend.hf.inputs.prefixes import Sharing
 from torch_backend.hf.inputs.trl_trainers import kind_of, rows_of_example
 from torch_backend.hf.patch import state_of
@@ -84,7 +77,7 @@ class ScoredPort(TrainerPort):
             self.refuse_images()
         self.refuse_virtual_tokens()
         if self.mesh is not None and share_prefix is True:
-            raise UnsupportedError(f"documents that are cut over ranks share no prefixes: {WAY_OUT}")
+            raise UnsupportedError(f"documents that are cut over ranks share no prefixes: {forests.WAY_OUT}")
         if share_prefix is True:
             self.refuse_shared()
         self.share_prefix: Sharing = share_prefix if self.shares and self.mesh is None else False
@@ -109,11 +102,11 @@ class ScoredPort(TrainerPort):
 
     def refuse_shared(self) -> None:
         """Raise if a model of the trainer cannot share common beginnings, as its first call would."""
-        trainer, request = self.trainer, self.request
-        reason = why_not_in_training(causal_lm(trainer.model)) or (ROUTER_LOSS if self.has_router_loss() else None)
-        reason = reason or why_no_attention(trainer.args.device, request.implementation)
+        trainer, reason = self.trainer, forests.ROUTER_LOSS if self.has_router_loss() else None
+        reason = reason or forests.why_no_attention(trainer.args.device, self.request.implementation)
+        reason = reason or forests.why_not_in_training(causal_lm(trainer.model))
         for root in map(causal_lm, models_of(trainer)):
-            refuse(root, why_no_forest(anatomy_of(root)) or reason)
+            forests.refuse(root, forests.why_no_forest(anatomy_of(root)) or reason)
 
     def refuse_images(self) -> None:
         """Raise if the model's family cannot train on the images of the data."""
