@@ -9,7 +9,7 @@ import torch
 
 import torch_backend
 from tests.torch_backend.kernels import FLOAT32
-from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
+from tests.torch_backend.models import alone, assert_same, collate, documents, in_float64, packed, tiny
 from torch_backend.hf.edits import rotary
 
 
@@ -68,3 +68,17 @@ def test_off_the_gpu_the_models_own_rotation_runs(turns):
     torch_backend.patch(model, verify=False)
     assert_same(packed(model, docs, collate(docs, capacity=None)), truth)
     assert turns == []
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gemma3n_text"])
+def test_frequencies_are_those_of_each_document_whatever_the_rotary_module_is_called_with(family):
+    """Qwen 3.5 passes positions [3, B, S], Gemma 3n hidden states [4, B, S, H]."""
+    rope = dict(tiny(family).config.rope_parameters)
+    factors = [1.0 + i for i in range(int(8 * rope.get("partial_rotary_factor", 1.0)))]
+    scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": [3 * x for x in factors], "factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 24, "rope_theta": 10000.0}
+    inner = {kind: value | scaling for kind, value in rope.items() if isinstance(value, dict)}
+    model, docs = in_float64(tiny(family, rope_parameters=inner or rope | scaling)), documents()
+    truth = alone(model, docs)
+    torch_backend.patch(model, verify=False)
+    assert_same(packed(model, docs), truth, 2e-5)

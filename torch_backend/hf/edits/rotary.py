@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.families import ROTATION
@@ -26,11 +27,11 @@ from torch_backend.hf.entry import current_forward
 from torch_backend.hf.foreign_kernels import plain_rotation
 from torch_backend.hf.forward import forward_among
 from torch_backend.hf.override import called, has_own_forward, original_class, rebound
-from torch_backend.ops.document_batches import OWN, per_document
+from torch_backend.ops.document_batches import OWN, from_batches, to_batches
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.rope import apply_rope
 from torch_backend.ops.rope.reference import rotate
-from torch_backend.segments import to_device
+from torch_backend.segments import PackedMetadata, to_device
 
 _ROTATED_FORWARD = "_crosspack_rotated_forward"
 _ONE_THREAD = threading.Lock()  # such a module keeps the frequencies of its last call in a buffer
@@ -147,7 +148,32 @@ def frequencies_per_document(rotary: nn.Module, call: Callable[..., Any], *args:
             return call(*args, **kwargs)
         if forward.context is not None:
             return _of_pieces(rotary, call, forward.context, args, kwargs)
-        return per_document(forward.segments, partial(_from_scratch, rotary, call), args, kwargs, sizes=OWN)
+        return _of_documents(rotary, call, forward.segments, args, kwargs)
+
+
+def _of_documents(
+    rotary: nn.Module, call: Callable[..., Any], packed: PackedMetadata, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The angles of a batch's tokens, from one call for the documents of each length; text alone, so that positions on
+    several axes [A, B, S] are as long."""
+    positions = next(x for x in (*args, *kwargs.values()) if _is_positions(x))
+    angles = []
+    for batch in to_batches(packed, positions.flatten(-2).movedim(-1, 0), sizes=OWN):
+        of_length = batch.movedim((0, 1), (-2, -1))
+        own, named = tree_map(lambda x, new=of_length: new if _is_positions(x) else x, (args, kwargs))
+        angles.append(_from_scratch(rotary, call, *own, **named))
+
+    def joined(*parts: Tensor) -> Tensor:
+        tokens_first = [part.movedim((-3, -2), (0, 1)) for part in parts]
+        whole = from_batches(packed, tokens_first, sizes=OWN).unflatten(0, positions.shape[-2:])
+        return whole.movedim((0, 1), (-3, -2))
+
+    return tree_map(joined, *angles)
+
+
+def _is_positions(x: Any) -> bool:
+    """Returns whether an argument of a rotary module holds positions; of hidden states it reads dtype and device."""
+    return isinstance(x, Tensor) and not x.is_floating_point()
 
 
 def _of_pieces(
@@ -163,8 +189,8 @@ def _of_pieces(
         tokens = to_device((lengths == length).nonzero()[:, 0], share.device)
 
         def of_length(x: Any, tokens: Tensor = tokens, length: int = length) -> Any:
-            if not isinstance(x, Tensor) or x.is_floating_point():
-                return x  # read for its dtype and device alone
+            if not _is_positions(x):
+                return x
             return torch.cat([x.index_select(-1, tokens), x.new_full((*x.shape[:-1], 1), length - 1)], -1)
 
         named = {name: of_length(x) for name, x in kwargs.items()}
