@@ -102,7 +102,7 @@ class RopeParameters:
         if rope.get("truncate", True):
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, size - 1)
-        ramp = (np.arange(size // 2, dtype=np.float32) - first) / max(last - first, 1e-3)
+        ramp = (np.arange(size // 2, dtype=np.float32) - first) / ((last - first) or 1e-3)
         return 1 - np.clip(ramp, 0, 1).astype(np.float32)
 
     def _dynamic(self, base: np.float32, exponent: np.ndarray, lengths: jax.Array) -> jax.Array:

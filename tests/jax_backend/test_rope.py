@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +30,16 @@ def test_shapes_that_do_not_fit_raise(changes: dict[str, jax.Array], message: st
         apply_rope(**(legal | changes))
 
 
-@pytest.mark.parametrize("truncate", [True, False])
-def test_yarns_ramp_is_that_of_transformers_whether_its_ends_are_rounded_or_not(truncate: bool) -> None:
+SHORT = {"original_max_position_embeddings": 8, "beta_slow": 2.0}  # the ramp would end before channel 0
+
+
+@pytest.mark.parametrize("options", [{"truncate": True}, {"truncate": False}, {"truncate": False, **SHORT}])
+def test_yarns_ramp_is_that_of_transformers_wherever_its_ends_are(options: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128}
-    config = transformers.LlamaConfig(
-        hidden_size=64, num_attention_heads=1, head_dim=64, rope_parameters={**rope, "truncate": truncate}
-    )
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128, **options}
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=1, head_dim=64, rope_parameters=rope)
     wanted, scale = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     found, _ = read_rope(read_fields(config, ["llama"]), 64)
     np.testing.assert_allclose(found.frequencies(jnp.zeros((1, 1), jnp.int32)), wanted.numpy(), rtol=1e-6)
