@@ -133,7 +133,8 @@ def _take(values_T: jax.Array, places_N: jax.Array, exists_N: jax.Array) -> jax.
 
 
 def _at_tokens(values_N: jax.Array, ids_T: jax.Array) -> jax.Array:
-    return jnp.where((ids_T >= 0).reshape(-1, *[1] * (values_N.ndim - 1)), values_N[ids_T], 0)
+    real_T = (ids_T >= 0).reshape(-1, *[1] * (values_N.ndim - 1))
+    return jnp.where(real_T, values_N[ids_T], jnp.zeros((), values_N.dtype))
 
 
 @jax.custom_jvp

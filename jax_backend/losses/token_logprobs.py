@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax_backend.batches import renamed
 from jax_backend.losses.cross_entropy import signed
 from jax_backend.model.decoder import Decoder
+from jax_backend.strictness import finite
 from packing_core.errors import LayoutError, PackingError
 
 CHUNK_BYTES = 2**28  # float32 logits of one chunk
@@ -91,13 +92,14 @@ def token_logprobs(
         log_p = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         if top_k is not None:
             ids = jnp.concatenate([ids, jax.lax.top_k(jax.lax.stop_gradient(logits), top_k)[1]], axis=-1)
-        spread_out = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1) if entropy else None
+        spread_out = -jnp.sum(jnp.exp(log_p) * finite(log_p), axis=-1) if entropy else None  # 0 of what cannot be
         rows = jnp.where(ids < 0, log_p.shape[-1], ids)  # NaN, where a negative id would count from the end
         return jnp.take_along_axis(log_p, rows, axis=-1), spread_out, ids[..., 1:]
 
     ids = targets[..., None] if candidates is None else jnp.concatenate([targets[..., None], candidates], axis=-1)
     trained = weights.astype(bool)
     hidden = model.hidden(input_ids, segment_ids, position_ids)
+    hidden = jnp.where(trained[..., None], hidden, 0)  # 0 times what is not finite would be NaN
     rows, length = input_ids.shape
     classes = jax.eval_shape(model.logits, hidden).shape[-1]
     tokens = max(1, min(length, chunk_bytes // max(4 * classes * rows, 1)))

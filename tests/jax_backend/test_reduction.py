@@ -62,6 +62,8 @@ def test_spread_is_the_adjoint_of_the_sum():
     at_tokens = spread(jnp.asarray(values), batch)
     np.testing.assert_array_equal(at_tokens, source.spread(values))
     np.testing.assert_allclose(reduce(at_tokens, batch, "mean", documents=DOCUMENTS), values, rtol=1e-6)
+    chosen = spread(jnp.asarray(values[:, 0] > 0), batch)
+    np.testing.assert_array_equal(~chosen, ~source.spread(values[:, 0] > 0))
 
 
 @pytest.mark.parametrize("how", HOW)

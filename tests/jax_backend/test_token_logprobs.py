@@ -115,6 +115,35 @@ def test_a_model_needs_hidden_and_logits_alone_and_rows_may_be_empty():
     assert empty.logprobs.shape == empty.entropy.shape == (1, 0)
 
 
+class Masked(nnx.Module):
+    """A head with a class that is never drawn, and a first document whose numbers are not finite."""
+
+    def __init__(self):
+        self.embed, self.head = nnx.Embed(64, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 65, rngs=nnx.Rngs(1))
+
+    def hidden(self, input_ids, segment_ids, position_ids):
+        return jnp.where((segment_ids == 1)[..., None], jnp.nan, self.embed(input_ids))
+
+    def logits(self, hidden):
+        return jnp.where((jnp.arange(65) < 64)[None, None], self.head(hidden), -jnp.inf)
+
+
+def test_what_is_not_finite_outside_of_trained_tokens_and_drawn_classes_reaches_nothing(batch):
+    batch = batch | {"loss_weights": jnp.where(batch["segment_ids"] == 1, 0, batch["loss_weights"])}
+
+    def total(model):
+        found = token_logprobs(model, batch, entropy=True)
+        return found.logprobs.sum() + found.entropy.sum()
+
+    loss, gradients = nnx.value_and_grad(total)(Masked())
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((loss, gradients)))
+    wide = Masked()
+    narrow = jax.nn.log_softmax(wide.head(wide.embed(batch["input_ids"]))[..., :64])
+    trained = batch["loss_weights"] > 0
+    picked = jnp.take_along_axis(narrow, batch["targets"][..., None], -1)[..., 0]
+    np.testing.assert_allclose(loss, (picked - (jnp.exp(narrow) * narrow).sum(-1)).sum(where=trained), rtol=1e-5)
+
+
 def test_what_cannot_be_done_is_refused(model, batch):
     with pytest.raises(LayoutError, match="the batch lacks targets"):
         token_logprobs(model, {name: x for name, x in batch.items() if name != "targets"})
