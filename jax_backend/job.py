@@ -225,9 +225,14 @@ def _optimizer(job: TrainJob) -> optax.GradientTransformation:
         b2=0.999,
         eps=1e-8,
         weight_decay=options.weight_decay,
-        mask=partial(jax.tree.map, lambda leaf: leaf.ndim >= 2),
+        mask=partial(jax.tree_util.tree_map_with_path, _is_matrix),
     )
     return optax.chain(optax.clip_by_global_norm(options.clip), adamw) if options.clip else adamw
+
+
+def _is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
+    """Returns whether a weight of one layer has two axes; scanned layers have one more in front."""
+    return leaf.ndim - any(getattr(key, "key", None) == "blocks" for key in path) >= 2
 
 
 def _padded(batch: PackedBatch, rows: int) -> dict[str, np.ndarray]:

@@ -20,6 +20,8 @@ from crosspack.cli import app
 from crosspack.cli.checks import read_mesh
 from crosspack.encoding.tokenizer import train_tokenizer
 from jax_backend.job import _begin, train
+from jax_backend.model.decoder import SCANNED_FROM
+from jax_backend.model.weights import export
 from packing_core.errors import PackingError
 from packing_core.training.job import TrainJob
 from tests import training_jobs
@@ -101,14 +103,17 @@ def test_a_run_goes_on_over_other_devices(job, alone, tmp_path) -> None:
     np.testing.assert_allclose(losses(resumed), losses(alone), rtol=1e-5)
 
 
-def test_weight_decay_leaves_norms_alone(job) -> None:
-    step, *_ = _begin(with_options(job, weight_decay=0.5), None)
+@pytest.mark.parametrize("layers", [1, SCANNED_FROM])
+def test_weight_decay_leaves_norms_and_biases_alone(job, layers) -> None:
+    model = {**LLAMA, "num_hidden_layers": layers, "model_type": "llama", "attention_bias": True}
+    step, *_ = _begin(with_options(dataclasses.replace(job, model=model), weight_decay=0.5), None)
     state = step.init()
+    params = jax.tree.map(jnp.ones_like, state.params)
     none = jax.tree.map(jnp.zeros_like, state.params)
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
-        updates, _ = jax.jit(step.tx.update)(none, state.opt_state, state.params)
-    moved = {leaf.ndim: bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(updates)}
-    assert moved == {1: False, 2: True}
+        updates, _ = jax.jit(step.tx.update)(none, state.opt_state, params)
+    moved = {name for name, update in export(updates).items() if update.any()}
+    assert moved == {name for name, update in export(updates).items() if update.ndim == 2}
 
 
 @pytest.mark.parametrize(
