@@ -7,10 +7,12 @@ mask is a :class:`PackedForward` and calls the function of the old name otherwis
 
 from __future__ import annotations
 
+import copy
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,9 +22,10 @@ from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.context_parallel.attention import NOT_CROSSED, MethodChoice, choose_method, context_attention
 from torch_backend.hf.anatomy.families import WITHOUT_EFFECT
-from torch_backend.hf.forward import AttentionChoice, PackedForward
+from torch_backend.hf.forward import AttentionChoice, PackedForward, forward_among
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
 from torch_backend.hf.latents import latent_of
+from torch_backend.hf.override import original_class
 from torch_backend.ops.attention import AttentionRequest, choose, request_of, run
 from torch_backend.ops.attention.index_loss import index_loss
 from torch_backend.ops.attention.selected import SelectedKeys, selected_attention, words_of
@@ -95,6 +98,30 @@ class AttentionName:
     def in_force(self) -> bool:
         """Returns whether the config still names the packed function."""
         return bool(self.config._attn_implementation == PREFIX + self.over)
+
+
+def under_own_name(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call of an attention layer, whose config names what it named before the patch if the call is not packed.
+
+    Layers with indexers compare the name, and mask the keys that are not selected for the names that they know alone.
+    """
+    config = layer.config
+    if not compares_names(original_class(layer).forward) or forward_among((*args, *kwargs.values())) is not None:
+        return call(*args, **kwargs)
+    layer.config = copy.copy(config)  # layers of other threads read the same one
+    layer.config._attn_implementation_internal = unregistered(config._attn_implementation)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        layer.config = config
+
+
+@cache
+def compares_names(forward: Callable[..., Any]) -> bool:
+    """Returns whether the forward of an attention layer holds the name of an implementation."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    constants = () if code is None else code.co_consts
+    return any("sdpa" in (x if isinstance(x, tuple) else (x,)) for x in constants)
 
 
 def _mask_before(*args: Any, before: str, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ from torch_backend.hf.anatomy.structure import (
     refuse_replaced_layers,
     refuse_sharding_inside,
 )
-from torch_backend.hf.attention import KIND, AttentionName, kind_of
+from torch_backend.hf.attention import KIND, AttentionName, compares_names, kind_of, under_own_name
 from torch_backend.hf.blank_images import blank_media, media_edits
 from torch_backend.hf.edits import own_attention
 from torch_backend.hf.edits.clips import by_loss_function
@@ -64,7 +64,7 @@ from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed, take_tokens
 from torch_backend.hf.inputs.context import refuse_context, with_loss_over_ranks
 from torch_backend.hf.latents import latent_edits
-from torch_backend.hf.override import Attribute, Edit, LayerOverride
+from torch_backend.hf.override import Attribute, Edit, LayerOverride, original_class
 from torch_backend.hf.patched import Patched
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -190,6 +190,8 @@ def _edits_of(state: Patched) -> Iterator[Edit]:
                 yield LayerOverride(layer, rotated_by_triton, rotation_attributes)
             else:
                 state.own_rotation[name] = reason
+                if compares_names(original_class(layer).forward):
+                    yield LayerOverride(layer, under_own_name)
     both = [(state.root, _run_model), (state.decoder, _run_decoder)]
     for module, forward in [(state.root, _run_both)] if state.root is state.decoder else both:
         yield Attribute(module, _ENTRY, state)

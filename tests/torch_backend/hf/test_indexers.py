@@ -19,6 +19,7 @@ from tests.torch_backend.models import (
     assert_same_gradients,
     collate,
     documents,
+    gradients,
     in_float64,
     packed,
     patched,
@@ -125,6 +126,21 @@ def test_checkpointed_layers_select_the_same_blocks(family: str) -> None:
     want = alone(model, documents(), use_cache=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_same(packed(patch(model, verify=False), documents()), want)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", [*FAMILIES, "minimax_m3_vl_text"])
+def test_calls_that_are_not_packed_select_what_they_did_before_the_patch(family: str, checkpointing: bool) -> None:
+    few = {"index_topk": 8} if family in FAMILIES else {**BLOCKS, "index_topk_blocks": 2}
+    model, ids = tiny(family, **few), documents((40,))[0][None]
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    want = gradients(model, model(input_ids=ids, labels=ids, use_cache=False).loss)
+    answer = model.eval().generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    packed(patch(model.train(), verify=False), documents())
+    results = gradients(model, model(input_ids=ids, labels=ids, use_cache=False).loss)
+    assert results.keys() == want.keys() and all(torch.equal(results[key], want[key]) for key in want)
+    assert torch.equal(model.eval().generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0), answer)
 
 
 def test_documents_within_the_budget_need_no_scores() -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.families import ROTATION
+from torch_backend.hf.attention import under_own_name
 from torch_backend.hf.entry import current_forward
 from torch_backend.hf.foreign_kernels import plain_rotation
 from torch_backend.hf.forward import forward_among
@@ -55,7 +56,7 @@ def rotation_attributes(original: type[nn.Module]) -> dict[str, Any]:
 def rotated_by_triton(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The call of an attention layer, with the Triton rotation if it is packed."""
     if forward_among((*args, *kwargs.values())) is None:
-        return call(*args, **kwargs)
+        return under_own_name(layer, call, *args, **kwargs)
     return layer.__dict__[_ROTATED_FORWARD](layer, *args, **kwargs)
 
 
