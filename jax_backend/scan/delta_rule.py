@@ -8,7 +8,7 @@ with sharded rows or heads too.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,34 +28,6 @@ def _spread_as(values: jax.Array, return_state: bool) -> Any:
     return (spec, PartitionSpec(spec[0], spec[2])) if return_state else spec
 
 
-@overload
-def gated_delta_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    segment_ids: jax.Array,
-    *,
-    scale: float | None = ...,
-    normalise: bool = ...,
-    initial_state: jax.Array | None = ...,
-    return_state: Literal[False] = ...,
-) -> jax.Array: ...
-@overload
-def gated_delta_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    segment_ids: jax.Array,
-    *,
-    scale: float | None = ...,
-    normalise: bool = ...,
-    initial_state: jax.Array | None = ...,
-    return_state: Literal[True],
-) -> tuple[jax.Array, jax.Array]: ...
 @takes_explicit_axes(lambda given: _spread_as(given["v"], given.get("return_state", False)))
 def gated_delta_rule(
     q: jax.Array,
@@ -118,32 +90,6 @@ def gated_delta_rule(
     return (out, state) if return_state else out
 
 
-@overload
-def ssd(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    segment_ids: jax.Array,
-    *,
-    D: jax.Array | None = ...,
-    initial_state: jax.Array | None = ...,
-    return_state: Literal[False] = ...,
-) -> jax.Array: ...
-@overload
-def ssd(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    segment_ids: jax.Array,
-    *,
-    D: jax.Array | None = ...,
-    initial_state: jax.Array | None = ...,
-    return_state: Literal[True],
-) -> tuple[jax.Array, jax.Array]: ...
 @takes_explicit_axes(lambda given: _spread_as(given["x"], given.get("return_state", False)))
 def ssd(
     x: jax.Array,
