@@ -19,12 +19,11 @@ import packing_core
 from jax_backend.batches import to_batch
 from jax_backend.losses.cross_entropy import packed_cross_entropy
 from jax_backend.model.decoder import Decoder
-from jax_backend.training.objective import check_signature
+from jax_backend.training.objective import INPUTS, check_signature, fold_keys
 from packing_core.budget import EPSILON, FACTOR, Difference, by_largest, difference, floor_of, worst_by_bound
 from packing_core.errors import LayoutError, PackingError
 from packing_core.hints import hinted
 
-_INPUTS = ("input_ids", "segment_ids", "position_ids")
 Call = Callable[[Any, dict[str, jax.Array]], jax.Array]
 
 _FLOOR = floor_of(EPSILON["float32"])  # for every dtype: its own rounding is measured
@@ -191,7 +190,7 @@ class _Model:
                     module.contain_nonfinite = True  # or NaN of one document would count as a leak
             still.eval()
             graph, self._weights, *rest = nnx.split(still, nnx.Param, ...)
-            self._logits: Any = lambda weights, batch: call(nnx.merge(graph, weights, _own(rest[0])), batch)
+            self._logits: Any = lambda weights, batch: call(nnx.merge(graph, weights, fold_keys(rest[0])), batch)
         else:
             self._weights, self._logits = model, call
         self._run = jax.jit(self._logits_and_gradients)
@@ -199,7 +198,7 @@ class _Model:
     def vocabulary_and_dtype(self, shape: tuple[int, int]) -> tuple[int, Any]:
         """The last axis of the logits, and the coarsest dtype among weights and logits."""
         like = jax.ShapeDtypeStruct(shape, jnp.int32)
-        logits = jax.eval_shape(self._logits, self._weights, dict.fromkeys(_INPUTS, like))
+        logits = jax.eval_shape(self._logits, self._weights, dict.fromkeys(INPUTS, like))
         if logits.ndim != 3 or logits.shape[:2] != shape:
             raise LayoutError(f"the model gives {logits.shape} for inputs [B, S] = {shape}: return logits [B, S, V]")
         dtypes = [leaf.dtype for leaf in (*jax.tree.leaves(self._weights), logits)]
@@ -240,18 +239,13 @@ class _Model:
         def loss(floating: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             given = iter(floating)
             whole = [next(given) if is_trained else leaf for leaf, is_trained in zip(leaves, trained, strict=True)]
-            logits = self._logits(jax.tree.unflatten(tree, whole), {name: batch[name] for name in _INPUTS})
+            logits = self._logits(jax.tree.unflatten(tree, whole), {name: batch[name] for name in INPUTS})
             total, weight = packed_cross_entropy(logits, batch["targets"], weights=batch["loss_weights"])
             return total / weight, logits
 
         floating = [leaf for leaf, is_trained in zip(leaves, trained, strict=True) if is_trained]
         grads, logits = jax.grad(loss, has_aux=True)(floating)
         return logits, grads
-
-
-def _own(variables: Any) -> Any:
-    """The variables as those of the present trace, which a call may change (counters of random streams)."""
-    return jax.tree.map(lambda x: x, variables)
 
 
 def _jittered(weights: Any, relative: float, seed: int) -> Any:
@@ -261,6 +255,6 @@ def _jittered(weights: Any, relative: float, seed: int) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         factors = 1 + relative * rng.choice([-0.5, 0.5], leaf.shape).astype(np.float32)
-        return (jnp.asarray(leaf).astype(jnp.float32) * factors).astype(jnp.float32)
+        return jnp.asarray(leaf).astype(jnp.float32) * factors
 
     return jax.tree.map(jitter, weights)
