@@ -37,7 +37,7 @@ def read_options(given: Any, where: str, of: Callable[..., Any] | None = None) -
 
 
 def pack_trainer(trainer: Any, options: Mapping[str, Any], **defaults: Any) -> None:
-    """Enable packing in a trainer; with ``audit=True`` compare its first batch with each document alone.
+    """Enable packing in a trainer; with ``audit=True`` compare a batch of it with each document alone.
 
     Args:
         trainer: as the stack built it, before ``train()``.

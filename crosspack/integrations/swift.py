@@ -45,7 +45,7 @@ def configure(**options: Any) -> None:
     """Let ms-swift train language models by :class:`PackedSeq2SeqTrainer`.
 
     Args:
-        options: arguments of ``enable_packing``, and ``audit=True`` to compare the first batch with each document
+        options: arguments of ``enable_packing``, and ``audit=True`` to compare a batch with each document
             alone. Rows are ms-swift's, so ``capacity`` has no effect, and is refused.
 
     Raises:

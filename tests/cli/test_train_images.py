@@ -79,6 +79,16 @@ def test_images_beside_the_file_are_trained_and_audited(start: Path, data: Any, 
     assert (tmp_path / "out" / "processor_config.json").is_file()
 
 
+def test_a_first_row_of_one_document_does_not_end_the_audit(start: Path, data: Any) -> None:
+    path = data([chat("a.png", "b.png", "a.png"), chat(), chat()])
+    result = " ".join(done(*options(start, path, "--batch-size", 1, "--seed", 1)).output.split())
+    assert "audit: exact" in result and "2 documents in 1 row" in result
+    result = " ".join(
+        done(*options(start, data([chat("a.png", "b.png", "a.png")] * 2), "--batch-size", 1)).output.split()
+    )
+    assert "none of the 2 batches has a row of two trained documents" in result
+
+
 def of_task(task: str, *shown: str) -> dict[str, Any]:
     """A record of a task of TRL's about the images at these paths."""
     answers = {

@@ -1,6 +1,6 @@
 """``audit(trainer)`` for trainers whose loss reads each document: TRL's (DPO, KTO, rewards, GRPO, RLOO) and embeddings.
 
-A built trainer -> the first batch of its own dataloader, with completions that it generates itself -> its own
+A built trainer -> a batch of its own dataloader, with completions that it generates itself -> its own
 ``compute_loss`` and backward, once as it is, patched or not, and once with every row of every padded call in a forward
 of its own, without padding -> the figures of a :class:`~torch_backend.auditing.trainer.TrainerReport`. Then every token
 of one document is replaced, and what the model says of the others must not move. Nothing is changed in the trainer.
@@ -21,12 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.errors import PackingError, UnsupportedError
+from packing_core.errors import UnsupportedError
 from torch_backend.auditing.compare import averaged, exchanged, run
 from torch_backend.auditing.trainer_batches import (
-    ONE_DOCUMENT,
     TrainerStep,
-    first_of_dataloader,
+    batches,
     images_of_rows,
     is_placeholder,
 )
@@ -53,14 +52,26 @@ class ScoredStep(TrainerStep):
     """
 
     smallest_loss = SMALLEST_LOSS
-    way_out = "answers with unequal rewards, because equal ones have no advantage"
+    at_most = 8  # which a policy trainer completes
 
-    def __init__(self, trainer: Any, tolerance: float) -> None:
-        super().__init__(trainer, tolerance)
-        self.inputs = scored_batch(trainer)
+    def __init__(self, trainer: Any, tolerance: float, batch: Batch) -> None:
+        super().__init__(trainer, tolerance, batch)
         self.root = causal_lm(trainer.model)
         self.calls: list[Batch] = []
         self.rows = 0
+
+    @classmethod
+    def steps(cls, trainer: Any, tolerance: float) -> Iterator[ScoredStep]:
+        """Yields the batches that reach ``compute_loss``; where all rewards are equal, with unequal advantages."""
+        trainer.state, trainer._logs = copy.deepcopy(trainer.state), copy.deepcopy(getattr(trainer, "_logs", None))
+        for batch in batches(trainer):
+            if generates(trainer):
+                trainer._buffered_inputs, trainer.current_gradient_accumulation_steps = None, 1
+            inputs = dict(trainer._prepare_inputs(batch))
+            advantages = inputs.get("advantages")
+            if advantages is not None and not bool(advantages.any()):
+                inputs["advantages"] = torch.linspace(-1, 1, len(advantages), device=advantages.device)
+            yield cls(trainer, tolerance, inputs)
 
     def alone(self) -> tuple[float, dict[str, Tensor]]:
         models = self.trainer.model, getattr(self.trainer, "ref_model", None)
@@ -90,7 +101,7 @@ class ScoredStep(TrainerStep):
         """Loss and gradients of the trainer's own loss."""
         trainer, model = self.trainer, self.trainer.model
         with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
-            loss: Tensor = trainer.compute_loss(model, dict(self.inputs))
+            loss: Tensor = trainer.compute_loss(model, dict(self.batch))
         found, context = run(model, (), loss), context_of(model)
         return float(found.loss), found.gradients if context is None else averaged(model, found.gradients, context)
 
@@ -116,8 +127,6 @@ class ScoredStep(TrainerStep):
         """
         call = self.calls[0]
         ids, mask, labels = call[_ROWS], call["attention_mask"].bool(), call.get("labels")
-        if len(ids) < 2:
-            raise PackingError(ONE_DOCUMENT)
         if call.get("pixel_values") is not None:
             mask = mask & ~is_placeholder(self.root, ids)
         other = torch.where(mask, exchanged(ids, torch.unique(ids[mask])), ids)
@@ -132,12 +141,12 @@ class ScoredStep(TrainerStep):
             return (after - before).masked_fill(~scored, 0.0).abs().amax(1) / spread
 
         everyone = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-        changed = torch.zeros_like(everyone)
-        changed[moves(everyone)[:-1].argmax()] = True
+        changed, isolated = torch.zeros_like(everyone), len(ids) == 1
+        changed[moves(everyone)[: None if isolated else -1].argmax()] = True
         moved = moves(changed)
         targets = len(ids) if labels is None else int((labels[:, 1:] != IGNORE_INDEX).sum())
-        counts = {"documents": len(ids), "rows": self.rows, "targets": targets}
-        return counts | {"leak": float(moved[~changed].max()), "moved": float(moved[changed])}
+        counts = {"documents": len(ids), "rows": self.rows, "targets": targets, "isolated": isolated}
+        return counts | {"leak": 0.0 if isolated else float(moved[~changed].max()), "moved": float(moved[changed])}
 
     def _answers(self, call: Batch) -> Tensor:
         """Returns the model's scores of each document: log-probabilities [B, S - 1], or scores [B, 1]."""
@@ -164,15 +173,6 @@ def one_row_per_call(models: Iterable[nn.Module]) -> Iterator[None]:
             stack.enter_context(padded_calls(model))
             stack.enter_context(divided(causal_lm(model)))
         yield
-
-
-def scored_batch(trainer: Any) -> Batch:
-    """Returns the first batch that reaches ``compute_loss``, on the device; policy trainers generate in it."""
-    batch = first_of_dataloader(trainer)
-    trainer.state, trainer._logs = copy.deepcopy(trainer.state), copy.deepcopy(getattr(trainer, "_logs", None))
-    if generates(trainer):
-        trainer._buffered_inputs, trainer.current_gradient_accumulation_steps = None, 1
-    return dict(trainer._prepare_inputs(batch))
 
 
 @contextmanager
@@ -241,11 +241,10 @@ class EmbeddedStep(TrainerStep):
     """
 
     unit = "texts"
-    way_out = "texts and labels that differ"
+    way_out = ": give it texts and labels that differ"
 
-    def __init__(self, trainer: Any, tolerance: float) -> None:
-        super().__init__(trainer, tolerance)
-        self.inputs: Batch = dict(trainer._prepare_inputs(first_of_dataloader(trainer)))
+    def __init__(self, trainer: Any, tolerance: float, batch: Batch) -> None:
+        super().__init__(trainer, tolerance, batch)
         self.encoders = transformers_in(trainer.model)
 
     def alone(self) -> tuple[float, dict[str, Tensor]]:
@@ -264,7 +263,7 @@ class EmbeddedStep(TrainerStep):
         torch.manual_seed(0)
         before = random.getstate()
         random.seed(0)
-        trainer, batch = self.trainer, {k: x.clone() if isinstance(x, Tensor) else x for k, x in self.inputs.items()}
+        trainer, batch = self.trainer, {k: x.clone() if isinstance(x, Tensor) else x for k, x in self.batch.items()}
         if own_columns:
             batch = {name: x for name, x in batch.items() if not name.endswith(LENGTHS)}
         try:
@@ -282,14 +281,14 @@ class EmbeddedStep(TrainerStep):
         """Moves are relative to the largest deviation from the mean among the values of all texts."""
         (before, rows), (after, _) = self._outputs(replace=False), self._outputs(replace=True)
         values = torch.cat([x.flatten() for _, x in before])
-        spread = (values - values.mean()).abs().max()
+        spread = (values - values.mean() if len(values) > 1 else values).abs().max()
         pairs = list(zip(before, after, strict=True))
         moves = torch.cat([(y - x).abs().amax(1) / spread for (_, x), (_, y) in pairs])
         replaced = torch.cat([(ids != others).any(1) for (ids, _), (others, _) in pairs])  # in several calls, perhaps
-        if replaced.all():
-            raise PackingError(ONE_DOCUMENT)
-        leak, moved = float(moves[~replaced].max()), float(moves[replaced].min())
-        return {"documents": len(moves), "rows": rows, "targets": len(moves), "leak": leak, "moved": moved}
+        isolated = bool(replaced.all())
+        leak, moved = 0.0 if isolated else float(moves[~replaced].max()), float(moves[replaced].min())
+        counts = {"documents": len(moves), "rows": rows, "targets": len(moves), "isolated": isolated}
+        return counts | {"leak": leak, "moved": moved}
 
     @torch.no_grad()
     def _outputs(self, *, replace: bool) -> tuple[list[tuple[Tensor, Tensor]], int]:

@@ -1,15 +1,16 @@
 """``audit(trainer)``: what a trainer trains on packed rows against each of its documents alone, by its own loss.
 
-A built trainer -> the first batch of its own dataloader and collator -> the documents that the collator was given,
-found again in its rows -> ``compute_loss`` and backward on the batch and on every document alone, with the trainer's
-adapters and precision -> a :class:`TrainerReport`. Nothing has to be patched, and nothing is changed.
+A built trainer -> the first batch of its own dataloader and collator with two trained documents in a row -> the
+documents that the collator was given, found again in its rows -> ``compute_loss`` and backward on the batch and on
+every document alone, with the trainer's adapters and precision -> a :class:`TrainerReport`. Nothing has to be patched,
+and nothing is changed.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from packing_core.batches.marks import PER_TOKEN
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.budget import FLOAT32, NARROW, noticed
-from packing_core.errors import PackingError, UnsupportedError, plural
+from packing_core.errors import UnsupportedError, plural
 from torch_backend.auditing.compare import (
     averaged,
     exchanged,
@@ -33,10 +34,12 @@ from torch_backend.auditing.compare import (
 )
 from torch_backend.auditing.scored import EmbeddedStep, ScoredStep
 from torch_backend.auditing.trainer_batches import (
-    ONE_DOCUMENT,
+    LEAK,
+    LOSS,
+    NOTHING,
     TrainerStep,
     alone_with,
-    first_batch,
+    batches_and_features,
     images_of,
     is_placeholder,
     pieces_of,
@@ -56,6 +59,7 @@ from torch_backend.ops.divisor import Divisor
 
 _MANY = 2**30  # times the targets: what a count of so many divides is nothing
 _NOTHING = 1e-6  # of a loss
+Place = tuple[int, slice]  # row and tokens of a document
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class TrainerReport:
         tolerance: what loss, 1 - cosine and leak may be, and in float32 gradients too: 1e-4, below float32 2e-2.
         ranks: over how many ranks documents were cut.
         products: which layers multiply in float8, by which recipe; empty if none does.
+        batches: how many were read to choose one.
+        isolated: whether none of them has a row of two trained documents, so that ``leak`` says little.
     """
 
     trainer: str
@@ -95,6 +101,8 @@ class TrainerReport:
     tolerance: float
     ranks: int = 1
     products: str = ""
+    batches: int = 1
+    isolated: bool = False
 
     @property
     def verdict(self) -> str:
@@ -118,12 +126,22 @@ class TrainerReport:
             f"{self.trainer} on {self.model} ({where}): {verdict}; loss {self.loss:.1e}, "
             f"gradient cosine {self.cosine:.6f}, worst {self.gradients:.1e} ({self.worst_parameter}), "
             f"leak {self.leak:.1e}, noise {self.noise:.1e}, tolerance {self.tolerance:.0e}"
-            f"{self.products and '; '}{self.products}"
+            f"{self.products and '; '}{self.products}{self._isolation}"
         )
+
+    @property
+    def _isolation(self) -> str:
+        if not self.isolated:
+            return ""
+        read = "the batch has no row" if self.batches == 1 else f"none of the {self.batches} batches has a row"
+        return f"; {read} of two trained documents, of which one could see the other"
 
 
 def audit_trainer(trainer: Any) -> TrainerReport:
-    """Compare what a trainer computes on its own first batch with each of its documents alone.
+    """Compare what a trainer computes on a batch of its own with each of its documents alone.
+
+    It is the first of 64 batches in which a trained document follows another one in its row. If none has such a row,
+    the report says so, and compares loss and gradients of the first one that trains something.
 
     Dropout is off and a router's auxiliary loss is left out, because both are defined over the whole batch. Parameters,
     gradients, logged metrics and the random state are as before when it returns. Of DPO, KTO, reward, GRPO and RLOO
@@ -139,7 +157,7 @@ def audit_trainer(trainer: Any) -> TrainerReport:
     Raises:
         LayoutError: a document that the collator was given is not in its rows as it was, or it is given rows of
             ``pack_dataset`` without the lengths of their documents.
-        PackingError: there is no batch, it holds one document only, or nothing is trained in it.
+        PackingError: there is no batch, or nothing is trained in the first ones.
         UnsupportedError: the trainer runs on several devices, but for those of one group of context parallelism, before
             ``train()`` has sharded its model; or it trains a classifier or a masked language model, or its
             rows hold cut documents without boundaries.
@@ -167,9 +185,10 @@ def audit_trainer(trainer: Any) -> TrainerReport:
         )
     with torch.random.fork_rng(), _model_of_train(trainer), as_before(trainer):
         of_documents = ScoredStep if kind_of(trainer) is not None else _RowsStep
-        step: type[TrainerStep] = of_documents if kind is None else EmbeddedStep
+        steps: type[TrainerStep] = of_documents if kind is None else EmbeddedStep
         context, root, half = context_of(trainer.model), causal_lm(trainer.model), _half(trainer)
         tolerance = NARROW if half else FLOAT32
+        step, batches = steps.first_that_shows(trainer, tolerance)
         return TrainerReport(
             trainer=type(trainer).__name__,
             model=type(root).__name__,
@@ -178,7 +197,8 @@ def audit_trainer(trainer: Any) -> TrainerReport:
             tolerance=tolerance,
             ranks=1 if context is None else context.ranks,
             products=describe_float8(root) or "",
-            **step(trainer, tolerance).measure(),
+            batches=batches,
+            **step.measure(),
         )
 
 
@@ -198,42 +218,51 @@ def refuse_cut_documents(arguments: Any) -> None:
 class _RowsStep(TrainerStep):
     """One batch of a trainer, and where its documents lie in it."""
 
-    def __init__(self, trainer: Any, tolerance: float) -> None:
-        super().__init__(trainer, tolerance)
+    def __init__(self, trainer: Any, tolerance: float, batch: Batch, features: list[Any]) -> None:
+        super().__init__(trainer, tolerance, batch)
         self.context = context_of(trainer.model)
-        self.batch, features = first_batch(trainer)
-        batch = self.batch
         self.places = places_of([p for f in features for p in pieces_of(f)], batch["input_ids"].cpu().numpy())
-        if len(self.places) < 2:
-            raise PackingError(ONE_DOCUMENT)
         self.images = images_of(features, len(self.places))
         self.documents = [self._alone(*each) for each in zip(self.places, self.images, strict=True)]
         self.targets = [_targets(inputs) for inputs in self.documents]
-        if sum(self.targets) == 0:
-            raise PackingError(
-                "nothing is trained in the trainer's first batch, where all labels are -100: "
-                "audit it with documents that have labels"
-            )
         _, counted = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
         self.counted = None if counted is None else int(counted)
+        self.trained = [place for place, targets in zip(self.places, self.targets, strict=True) if targets]
+        # what leaks, leaks forward
+        self.followed = [a for a in self.trained if any(a[0] == b[0] and a[1].start < b[1].start for b in self.trained)]
+
+    @classmethod
+    def steps(cls, trainer: Any, tolerance: float) -> Iterator[_RowsStep]:
+        return (cls(trainer, tolerance, *each) for each in batches_and_features(trainer))
+
+    @property
+    def shows(self) -> int:
+        """Returns LEAK for packed rows only if two trained documents stand in one of them."""
+        if self.followed or (len(self.trained) > 1 and not is_packed(self.batch)):
+            return LEAK
+        return LOSS if self.trained else NOTHING
 
     def packed(self) -> tuple[float, dict[str, Tensor]]:
         return self._run(self.batch, self.counted)
 
     def probe(self) -> dict[str, Any]:
-        changed = self._changed()
-        others, one = self._only(lambda place: place != changed), self._only(lambda place: place == changed)
+        changed = min(self.followed or self.trained, key=lambda place: (place[1].start, place[0]))
         other = {"input_ids": self._replaced(changed)}
-        before, after, own, own_after = (
-            self._sum(inputs, self._of_targets())[1] for inputs in (others, others | other, one, one | other)
-        )
+
+        def moves(trained: Callable[[Place], bool]) -> float:
+            """Returns how far the gradient of the loss of some documents moves when the one is replaced."""
+            inputs = self._only(trained)
+            before, after = (self._sum(x, self._of_targets())[1] for x in (inputs, inputs | other))
+            return gradients_error(after, before)[0]
+
         return {
             "documents": len(self.places),
             "rows": len(self.batch["input_ids"]),
             "targets": sum(self.targets),
             "counted": self.counted,
-            "leak": gradients_error(after, before)[0],
-            "moved": gradients_error(own_after, own)[0],
+            "leak": moves(lambda place: place != changed) if len(self.trained) > 1 else 0.0,
+            "moved": moves(lambda place: place == changed),
+            "isolated": self.shows == LOSS,
         }
 
     def alone(self) -> tuple[float, dict[str, Tensor]]:
@@ -298,7 +327,7 @@ class _RowsStep(TrainerStep):
             loss: Tensor = trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=counted)
         return loss
 
-    def _alone(self, place: tuple[int, slice], images: Images) -> Batch:
+    def _alone(self, place: Place, images: Images) -> Batch:
         """The document as a batch of its own: every tensor per token, its images, none of the marks."""
         row, tokens = place
         shape = self.batch["input_ids"].shape
@@ -312,13 +341,7 @@ class _RowsStep(TrainerStep):
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         return inputs | alone_with(self.trainer.model, inputs["input_ids"], images)
 
-    def _changed(self) -> tuple[int, slice]:
-        """A document that others follow in its row: what leaks, leaks forward."""
-        rows = [row for row, _ in self.places]
-        shared = [place for place in self.places if rows.count(place[0]) > 1] or self.places
-        return min(shared, key=lambda place: (place[1].start, place[0]))
-
-    def _only(self, trained: Any) -> Batch:
+    def _only(self, trained: Callable[[Place], bool]) -> Batch:
         """The batch with the labels of the documents that are not ``trained`` taken out."""
         batch = dict(self.batch)
         for name in ("labels", "shift_labels"):
@@ -329,7 +352,7 @@ class _RowsStep(TrainerStep):
                         batch[name][row, tokens] = IGNORE_INDEX
         return batch
 
-    def _replaced(self, place: tuple[int, slice]) -> Tensor:
+    def _replaced(self, place: Place) -> Tensor:
         """The rows with every token of a document exchanged for another one of the batch, but those of its images."""
         ids: Tensor = self.batch["input_ids"].clone()
         kept = is_placeholder(self.trainer.model, ids) if any(self.images) else torch.zeros_like(ids, dtype=torch.bool)

@@ -1,9 +1,14 @@
-"""The first batch of a trainer: read, judged by the trainer's own loss, its documents found in the collator's rows."""
+"""Batches of a trainer: read, judged by the trainer's own loss, their documents found in the collator's rows.
+
+:func:`batches` -> a :class:`TrainerStep` of each, until one :attr:`~TrainerStep.shows` what leaks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import cached_property
+from itertools import islice
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -24,7 +29,7 @@ from torch_backend.hf.anatomy.vision import kinds_of_tokens, vision_of
 from torch_backend.hf.blank_images import takes_media
 from torch_backend.hf.inputs.padded_images import image_keys
 
-ONE_DOCUMENT = "the trainer's first batch holds one document: raise its batch size to audit packing"
+NOTHING, LOSS, LEAK = range(3)  # what a batch can show; of a loss alone if no trained document has another in its row
 
 
 class TrainerStep:
@@ -32,19 +37,62 @@ class TrainerStep:
 
     Attributes:
         smallest_loss: a smaller loss is compared with this much.
-        unit: what messages call its documents; way_out: of a batch whose gradients are all 0.
+        unit: what messages call its documents; way_out: what they say of batches whose gradients are all 0.
+        at_most: batches that are looked at.
     """
 
     smallest_loss = 0.0
     unit = "documents"
-    way_out = "documents that train a parameter"
+    way_out = ", as where all labels are -100: audit it with documents that have labels"
+    at_most: ClassVar[int] = 64
 
-    def __init__(self, trainer: Any, tolerance: float) -> None:
+    def __init__(self, trainer: Any, tolerance: float, batch: Batch) -> None:
         self.trainer = trainer
         self.tolerance = tolerance
+        self.batch = batch
+
+    @classmethod
+    def first_that_shows(cls, trainer: Any, tolerance: float) -> tuple[Self, int]:
+        """Returns the first batch that can show a leak, or else a loss, and how many batches were looked at.
+
+        Raises:
+            PackingError: none trains anything.
+        """
+        steps = enumerate(islice(cls.steps(trainer, tolerance), cls.at_most), 1)
+        count, best = next(steps)
+        while best.shows < LEAK and (following := next(steps, None)) is not None:
+            count, step = following
+            best = step if step.shows > best.shows else best
+        if not best.trains:
+            read = f"{count} batches" if count > 1 else "batch"
+            raise PackingError(
+                f"nothing is trained in the first {read} of {type(trainer).__name__}, because every gradient of its "
+                f"{cls.unit} is 0{cls.way_out}"
+            )
+        return best, count
+
+    @classmethod
+    def steps(cls, trainer: Any, tolerance: float) -> Iterator[Self]:
+        """Yields the trainer's batches on its device."""
+        return (cls(trainer, tolerance, dict(trainer._prepare_inputs(batch))) for batch in batches(trainer))
+
+    @property
+    def shows(self) -> int:
+        """Returns what the batch can show: NOTHING, LOSS or LEAK."""
+        return LEAK if self.trains else NOTHING
+
+    @property
+    def trains(self) -> bool:
+        """Returns whether the documents alone have any gradient."""
+        return any(bool(g.any()) for g in self.truth[1].values())
+
+    @cached_property
+    def truth(self) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of the documents, each in a forward of its own without padding."""
+        return self.alone()
 
     def alone(self) -> tuple[float, dict[str, Tensor]]:
-        """Returns loss and gradients of the documents, each in a forward of its own without padding."""
+        """Computes ``truth``."""
         raise NotImplementedError
 
     def packed(self) -> tuple[float, dict[str, Tensor]]:
@@ -63,12 +111,7 @@ class TrainerStep:
 
     def measure(self) -> dict[str, Any]:
         """Returns the figures of a :class:`~torch_backend.auditing.trainer.TrainerReport`."""
-        true_loss, truth = self.alone()
-        if not any(bool(g.any()) for g in truth.values()):
-            raise PackingError(
-                f"{type(self.trainer).__name__}: nothing is trained in the first batch, because every gradient of its "
-                f"{self.unit} is 0: give it {self.way_out}"
-            )
+        true_loss, truth = self.truth
         (loss, packed), (_, again) = self.packed(), self.packed()
         difference = abs(loss - true_loss) / max(abs(true_loss), self.smallest_loss)
         return {"counted": None, "loss": difference, **self.compared(packed, again, truth), **self.probe()}
@@ -79,8 +122,8 @@ def _flat(features: Any) -> list[Any]:
     return [x for each in features for x in (each if isinstance(each, list) else [each])]
 
 
-def first_batch(trainer: Any) -> tuple[Batch, list[Any]]:
-    """Returns the first batch of the trainer's own dataloader, on its device, and what its collator was given."""
+def batches_and_features(trainer: Any) -> Iterator[tuple[Batch, list[Any]]]:
+    """Yields the batches of the trainer's own dataloader, on its device, and what its collator was given for them."""
     collator, seen = trainer.data_collator, []
 
     def recorded(features: Any) -> Any:
@@ -88,32 +131,39 @@ def first_batch(trainer: Any) -> tuple[Batch, list[Any]]:
         seen.append(_flat(features) if rows is None else [rows])
         return call_on_copies(collator, features if rows is None else rows)
 
-    with with_values([(trainer, "data_collator", recorded)]):
-        batch = first_of_dataloader(trainer)
-    if not seen:
-        raise PackingError(
-            f"the dataloader of {type(trainer).__name__} does not call its data_collator, so nothing says which "
-            "documents a row holds: audit its model, audit(trainer.model)"
-        )
-    for features in seen:
-        refuse_lost_lengths(features, f"example of {type(trainer).__name__}", trainer.train_dataset)
-    return dict(trainer._prepare_inputs(dict(batch))), seen[0]
+    for number, batch in enumerate(batches(trainer, (trainer, "data_collator", recorded))):
+        if number >= len(seen):
+            raise PackingError(
+                f"the dataloader of {type(trainer).__name__} does not call its data_collator, so nothing says which "
+                "documents a row holds: audit its model, audit(trainer.model)"
+            )
+        refuse_lost_lengths(seen[number], f"example of {type(trainer).__name__}", trainer.train_dataset)
+        yield dict(trainer._prepare_inputs(dict(batch))), seen[number]
+        seen[number] = []
 
 
-def first_of_dataloader(trainer: Any) -> Any:
-    """Returns what a trainer's dataloader gives first, read in this process.
+def batches(trainer: Any, *values: tuple[Any, str, Any]) -> Iterator[Any]:
+    """Yields what a trainer's dataloader gives, read in this process.
+
+    Args:
+        values: object, attribute and value that it has while the dataloader is built and read.
 
     Raises:
         PackingError: it gives nothing.
     """
     none = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
-    with with_values((trainer.args, f"dataloader_{name}", value) for name, value in none.items()):
-        batch = next(iter(trainer.get_train_dataloader()), None)
+    values += tuple((trainer.args, f"dataloader_{name}", value) for name, value in none.items())
+    with with_values(values):
+        loader = iter(trainer.get_train_dataloader())
+        batch = next(loader, None)
     if batch is None:
         raise PackingError(
             f"the training data fill no batch of {type(trainer).__name__}: pass more of them, or a smaller batch size"
         )
-    return batch
+    while batch is not None:
+        yield batch
+        with with_values(values):
+            batch = next(loader, None)
 
 
 def pieces_of(feature: Any) -> list[NDArray[np.int64]]:

@@ -60,13 +60,40 @@ def test_the_trainer_is_as_it_was(tmp_path) -> None:
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
-def test_completions_without_an_advantage_have_nothing_to_judge(tmp_path) -> None:
-    trainer = policy("GRPO", tmp_path, beta=0.0)
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_completions_without_an_advantage_are_judged_by_others(tmp_path, name) -> None:
+    trainer = policy(name, tmp_path, beta=0.0)
     trainer.reward_funcs = [lambda completions, **_: [1.0] * len(completions)]
-    with pytest.raises(
-        PackingError, match="every gradient of its documents is 0: give it answers with unequal rewards"
-    ):
+    stock = torch_backend.audit(trainer)
+    report = torch_backend.audit(enable_packing(trainer, verify=False))
+    for each in (stock, report):
+        assert each.verdict == "exact" and each.batches == 1 and each.gradients > 0, str(each)
+
+
+def test_batches_are_taken_until_one_trains(tmp_path) -> None:
+    trainer, calls = kto(tmp_path, per_device_train_batch_size=3), []
+    stock = trainer._prepare_inputs
+
+    def prepared(inputs):
+        batch = stock(inputs)
+        calls.append(batch)
+        if len(calls) < 3 or trainer.nothing:
+            batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
+        return batch
+
+    trainer._prepare_inputs, trainer.nothing = prepared, False
+    report = torch_backend.audit(trainer)
+    assert report.verdict == "exact" and report.batches == len(calls) == 3, str(report)
+    trainer.nothing = True
+    with pytest.raises(PackingError, match="nothing is trained in the first 3 batches of KTOTrainer, because every gr"):
         torch_backend.audit(trainer)
+
+
+def test_a_document_alone_in_every_batch_is_said_to_be(tmp_path) -> None:
+    trainer = kto(tmp_path, per_device_train_batch_size=1, loss_type="apo_zero_unpaired")
+    report = torch_backend.audit(enable_packing(trainer, verify=False))
+    assert report.verdict == "exact" and report.isolated and report.documents == 1, str(report)
+    assert report.moved > 0.1
 
 
 def test_rows_that_a_trainer_packs_itself_are_refused(tmp_path) -> None:

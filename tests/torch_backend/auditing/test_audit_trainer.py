@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 
+import datasets
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -21,9 +23,9 @@ def packing(model, tmp_path, **options):
     return sft(model, tmp_path, documents(), packing=True, max_length=CAPACITY, **{"bf16": False, **options})
 
 
-def plain(model, tmp_path, kind=transformers.Trainer, **options):
-    data = documents()
-    return kind(model, arguments(transformers.TrainingArguments, tmp_path), train_dataset=data, **options)
+def plain(model, tmp_path, kind=transformers.Trainer, data_collator=None, **options):
+    settled = arguments(transformers.TrainingArguments, tmp_path, **options)
+    return kind(model, settled, train_dataset=documents(), data_collator=data_collator)
 
 
 def test_stock_trl_is_exact_on_a_dense_model(tmp_path) -> None:
@@ -217,16 +219,53 @@ def test_the_report_reads_as_text_and_json(tmp_path) -> None:
     assert json.loads(report.to_json())["verdict"] == "exact"
 
 
+def rows_of(lengths, tmp_path, rows=1, capacity=16, untrained=(), leaks=False):
+    """A trainer of so many packed rows at a time, or of as many documents as one row that does not know them.
+
+    Documents are in their order, and labels of some are all -100.
+    """
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(3, 64, length).tolist() for length in lengths]
+    labels = [[-100] * len(x) if number in untrained else x for number, x in enumerate(ids)]
+    options = {"per_device_train_batch_size": rows, "train_sampling_strategy": "sequential"}
+    trainer = plain(llama(), tmp_path, data_collator=without_marks if leaks else None, **options)
+    if leaks:
+        trainer.train_dataset = datasets.Dataset.from_dict({"input_ids": ids, "labels": labels})
+        return trainer
+    trainer.train_dataset = PackedDataset(ids, capacity, labels=labels, strategy="sequential", seed=None)
+    return enable_packing(trainer, verify=False)
+
+
+def test_batches_are_taken_until_a_row_has_two_trained_documents(tmp_path) -> None:
+    report = torch_backend.audit(rows_of([16, 16, 16, 9, 7, 16], tmp_path, untrained={1}))
+    assert (report.verdict, report.documents, report.batches) == ("exact", 2, 4), str(report)
+    assert not report.isolated and str(report).endswith("tolerance 1e-04")
+    report = torch_backend.audit(rows_of([9, 7, 8, 5], tmp_path, 2, untrained={1}, leaks=True))
+    assert report.leak > 0.1 and report.batches == 2, str(report)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_where_no_document_shares_its_row_the_report_says_so(tmp_path, rows) -> None:
+    report = torch_backend.audit(rows_of([16] * 4, tmp_path, rows))
+    assert (report.verdict, report.documents, report.leak) == ("exact", rows, 0), str(report)
+    assert f"; none of the {4 // rows} batches has a row of two trained documents, of which one could" in str(report)
+    assert "; the batch has no row of two trained documents" in str(torch_backend.audit(rows_of([16], tmp_path)))
+
+
+@pytest.mark.parametrize("lengths", [[6, 5, 5], [1, 6, 9]])
+def test_a_first_document_without_targets_is_no_contamination(tmp_path, lengths) -> None:
+    report = torch_backend.audit(rows_of(lengths, tmp_path, untrained={0}))
+    assert report.verdict == "exact" and report.documents == 3 and report.moved > 0.1, str(report)
+    report = torch_backend.audit(rows_of(lengths, tmp_path, 3, untrained={0}, leaks=True))
+    assert report.leak > 0.1 and report.batches == 1, str(report)
+
+
 def test_what_cannot_be_judged_says_why(tmp_path) -> None:
     def shortened(features):
         return without_marks([{k: v[:3] for k, v in f.items() if k != "comment"} for f in features])
 
     with pytest.raises(LayoutError, match=r"document \d of the batch, \d+ tokens, is not in the collator's rows as it"):
         torch_backend.audit(plain(llama(), tmp_path, data_collator=shortened))
-    trainer = plain(llama(), tmp_path)
-    trainer.train_dataset = documents(1)
-    with pytest.raises(PackingError, match="the trainer's first batch holds one document: raise its batch size"):
-        torch_backend.audit(enable_packing(trainer, verify=False))
     trainer = plain(llama(), tmp_path)
     trainer.get_train_dataloader = lambda: [{}]
     with pytest.raises(PackingError, match="dataloader of Trainer does not call its data_collator, so nothing says"):
