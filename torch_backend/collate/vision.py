@@ -39,8 +39,9 @@ _SECONDS = ("second_per_grid_ts", "video_second_per_grid")  # of videos, by whic
 # Columns with the three axes of a document's positions, less those of text: 0 at text and in padding.
 AXES = ("_axis_0", "_axis_1", "_axis_2")
 MARKED = "_both_ways"  # a column: 1 at tokens that see each other in both directions, 0 at others and in padding
+CHATS = ("messages", "prompt", "completion")
 RAW = (
-    *("messages", "prompt", "completion", "text", "sampling_rate"),
+    *(*CHATS, "text", "sampling_rate"),
     *("images", "image", "videos", "video", "audios", "audio"),
 )
 _TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -207,7 +208,7 @@ class VisionReader:
     def _process(self, example: Mapping[str, Any], where: str) -> dict[str, Any]:
         if self.processor is None:
             raise LayoutError(f"{where} has no input_ids, only {', '.join(example)}: pass processor=, or process it")
-        turns = [turn for name in ("messages", "prompt", "completion") for turn in _turns(example.get(name))]
+        turns = turns_of(example)
         if has_media(example, turns, "video"):
             raise UnsupportedError(
                 f"{where} has a video: run the processor on it first, and pass input_ids with pixel_values_videos"
@@ -396,8 +397,10 @@ def place_of(example: Any, number: int) -> str:
     return str(getattr(example, "where", f"example {number}"))
 
 
-def _turns(value: Any) -> Sequence[Any]:
-    return () if value is None or isinstance(value, str) else value
+def turns_of(example: Mapping[str, Any]) -> list[Any]:
+    """Returns the messages of an example; a prompt or completion may be a string."""
+    chats = [example.get(name) for name in CHATS]
+    return [turn for chat in chats if chat is not None and not isinstance(chat, str) for turn in chat]
 
 
 def _with_media(messages: Any, media: Media, where: str) -> Any:

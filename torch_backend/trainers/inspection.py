@@ -6,10 +6,10 @@ documents (:mod:`.dataloader`) -> a :class:`PackingPlan`. Nothing of the trainer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import LABELS, NAMES
 from torch_backend.collate.packed_dataset import is_packed_dataset, refuse_lost_lengths
-from torch_backend.collate.vision import VisionReader, VisionRows
+from torch_backend.collate.pictures import has_media
+from torch_backend.collate.vision import CHATS, VisionReader, VisionRows, turns_of
 from torch_backend.hf.anatomy.audio import FEATURES
 from torch_backend.hf.anatomy.heads import head_of, predicts_masked
 from torch_backend.hf.anatomy.structure import causal_lm
@@ -37,6 +38,7 @@ from torch_backend.trainers.port import PackingRequest
 from torch_backend.trainers.replaced import OwnCollator, Replaced, ReplacingCollator, name_of
 
 _MEDIA = {"vision_config", "audio_config", "encoder_config"}  # of models that take images or audio
+_COLUMNS = ("pixel_values", FEATURES, "image", "audio", "video")  # how columns of media begin
 COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training
 # Families that DeepSpeed 0.19.8 splits over ranks and whose modeling files then raise, packed or not: they reshape by
 # the numbers of heads of the whole model.
@@ -137,7 +139,7 @@ def _packing_collator(trainer: Any, loss: TrainerLoss, request: PackingRequest) 
             f"{type(trainer).__name__} has neither a train_dataset nor an eval_dataset with examples: pass one, "
             "because its examples show whether its collator packs and what it trains"
         )
-    if (of_images := None if ours else _collator_of_images(trainer, [x for _, x in examples])) is not None:
+    if (of_images := None if ours else _collator_of_images(trainer, examples)) is not None:
         of_images.marks_padding |= loss.own  # which may read the mask
         return of_images
     own = OwnCollator(trainer, READ)
@@ -166,8 +168,10 @@ def _packing_collator(trainer: Any, loss: TrainerLoss, request: PackingRequest) 
     return replacing
 
 
-def _collator_of_images(trainer: Any, examples: Sequence[Any]) -> PackedCollator | None:
+def _collator_of_images(trainer: Any, examples: Sequence[tuple[str, Any]]) -> PackedCollator | None:
     """A collator that packs what the trainer's makes of examples with images or audio; None if it makes none of them.
+
+    Where the examples have none, one is looked for in all data that have columns of media or chats.
 
     Raises:
         UnsupportedModelError: the model is not known to be exact with packed images, or audio.
@@ -175,7 +179,8 @@ def _collator_of_images(trainer: Any, examples: Sequence[Any]) -> PackedCollator
     if not _MEDIA & set(causal_lm(trainer.model).config.to_dict()):
         return None
     collate = OwnCollator(trainer)
-    for example in (x for x in examples if isinstance(x, Mapping)):
+    rare = (x for data in _datasets(trainer).values() for x in islice(_with_media(data), 1))
+    for example in chain((x for _, x in examples if isinstance(x, Mapping)), rare):
         try:
             batch = collate([dict(example)])
         except Exception:  # the collator is called again, and its error reported, where packing is planned
@@ -187,6 +192,19 @@ def _collator_of_images(trainer: Any, examples: Sequence[Any]) -> PackedCollator
             collator.pad_id = collator.vision.pad_id(collator.pad_id)
             return collator
     return None
+
+
+def _with_media(data: Any) -> Iterator[Any]:
+    """The examples of data that hold images, clips or videos, or their tensors; none of a stream."""
+    names = getattr(data, "column_names", None) or CHATS
+    if not hasattr(data, "__getitem__") or not any(name in CHATS or name.startswith(_COLUMNS) for name in names):
+        return
+    for example in data:
+        if not isinstance(example, Mapping):
+            return
+        tensors = any(example[name] is not None for name in example if name.startswith(("pixel_values", FEATURES)))
+        if tensors or any(has_media(example, turns_of(example), kind) for kind in ("image", "audio", "video")):
+            yield example
 
 
 def _refuse_untrained(trainer: Any, collator: PackedCollator | BoundaryCollator) -> None:

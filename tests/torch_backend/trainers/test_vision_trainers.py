@@ -140,10 +140,12 @@ def test_checkpoints_are_read_whatever_names_they_give_to_weights(family: str, b
         assert float((read[name] - weight).detach().abs().max()) < 1e-6, name
 
 
-def test_images_behind_many_texts_are_packed(tmp_path: Any) -> None:
+@pytest.mark.parametrize("kind", ["trainer", "sft"])
+def test_images_that_are_rare_among_texts_are_packed(kind: str, tmp_path: Any) -> None:
     model, processor = vision_model("qwen2_5_vl"), tiny_processor("qwen2_5_vl")
-    data = [*(chat(ask=f"w{4 + i}") for i in range(40)), CHATS[1]]
-    trainer = trainer_of("qwen2_5_vl", "trainer", model, processor, data, tmp_path)
+    data = [chat(ask=f"w{4 + i % 40}") for i in range(300)]
+    data[150] = CHATS[1]  # none of the examples that are looked at
+    trainer = trainer_of("qwen2_5_vl", kind, model, processor, data, tmp_path)
     enable_packing(trainer, capacity=48, verify=False)
     assert sum(bool(images) for row in trainer.packing_plan.rows for images in row.images) == 1
 
