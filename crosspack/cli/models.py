@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,14 @@ def model_config(model: str) -> Any:
         if isinstance(source, dict):
             return transformers.AutoConfig.for_model(**source).get_text_config()
         return transformers.AutoConfig.from_pretrained(source).get_text_config()
+
+
+def may_take_media(model: str | None) -> bool:
+    """Returns whether a model has an encoder of images or audio; True for one of the hub, whose config is not here."""
+    if model is None or Path(model).is_file():
+        return False
+    path = Path(model) / "config.json"
+    return not path.is_file() or re.search(r'"(vision|audio|encoder)_config"', path.read_text()) is not None
 
 
 def check_name(option: str, name: str | None) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from crosspack.cli.console import OUT, warn
+from crosspack.cli.models import may_take_media
 from crosspack.cli.options import OrderOptions, TokenOptions
 from crosspack.cli.progress import counted
 from crosspack.cli.records import join, open_records, option_of_split, read_columns, weighted
 from crosspack.cli.trainoptions import TrainOptions
-from crosspack.encoding.layouts import AUDIO, LOOKED_AT, images_in
+from crosspack.encoding.layouts import CHATS, LOOKED_AT, MEDIA, media_in
 from crosspack.reading import Records
 from crosspack.reading.files import is_url
 from crosspack.reading.places import BadRecord, Row
@@ -95,28 +96,27 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
                 raise
             skipped.append(first_line(error))
             continue
-        images = images_in(item)
-        if task.images and (images not in AUDIO or options.task == "sft"):
-            item = with_whole_paths(item)
-        elif images is not None:
+        media = media_in(item)
+        for name in (media[kind] for kind in media if kind not in task.media):
             raise UnsupportedError(
-                f"{item.where} has {images}, which --task {options.task} does not read: leave them out, or build the "
+                f"{item.where} has {name}, which --task {options.task} does not read: leave it out, or build the "
                 "trainer yourself and pass it to crosspack.enable_packing"
             )
+        item = with_whole_paths(item) if task.media else item
         found.append(item)
     warn_of_skipped(skipped)
     return found
 
 
-_CHATS = ("messages", "prompt", "completion", "chosen", "rejected")
-
-
-def have_images(data: Sequence[str] | None, split: str) -> bool:
-    """Returns whether one of the first records of a data set has images or audio; imports none for local files."""
-    for text in data or ():
+def have_images(options: TrainOptions) -> bool:
+    """Returns whether a record has images or audio, of all for a model that may take them, else of the first."""
+    limit, named = None if may_take_media(options.model) else LOOKED_AT, read_columns(options.column)
+    for text in options.data or ():
         with suppress(PackingError):  # raised again, under the name of its option, where the data is opened
-            if any(images_in(record) for record in islice(open_records(weighted(text)[0], split=split), LOOKED_AT)):
-                return True
+            records = open_records(weighted(text)[0], split=options.split).items()
+            for item in islice(counted(OUT, "records looked at for images", records), limit):
+                if isinstance(item, Row) and media_in(_renamed(item, named)):
+                    return True
     return False
 
 
@@ -126,10 +126,10 @@ def with_whole_paths(record: Row) -> Row:
     if not file.is_file():
         return record
     values = dict(record)
-    for name in ("images", "image", *AUDIO):
+    for name in (name for kind in MEDIA for name in (f"{kind}s", kind)):
         if values.get(name) is not None:
             values[name] = _whole(values[name], file.parent)
-    for name in _CHATS:
+    for name in CHATS:
         if isinstance(values.get(name), list):
             values[name] = [_turn(turn, file.parent) for turn in values[name]]
     return Row(values, record.place, record.number)

@@ -45,7 +45,7 @@ from crosspack.cli.tasks import read_examples, remove_saved, warn_of_skipped
 from crosspack.cli.traincommand import PICTURE, SUMMARY, TrainCommand
 from crosspack.cli.trainoptions import TrainOptions
 from crosspack.encoding.kinds import as_numbers
-from crosspack.encoding.layouts import images_in
+from crosspack.encoding.layouts import media_in
 from crosspack.reading.files import masked
 from crosspack.reading.places import Row
 from packing_core.errors import PackingError, first_line, naming, plural
@@ -260,7 +260,7 @@ class Examples:
             records=self.records,
             held_out=self.held_out,
             arguments={"report_to": options.report_to, **command.arguments},
-            images=options.task == "sft" or any(images_in(record) for record in [*self.records, *self.held_out]),
+            images=options.task == "sft" or any(media_in(record) for record in [*self.records, *self.held_out]),
             rewards=command.rewards,
         )
         result = trainer(job)

@@ -90,7 +90,7 @@ class TrainCommand:
             UnsupportedError: an option has no effect on the task.
         """
         check_pipes(options)
-        on_examples = options.task != "sft" or have_images(options.data, options.split)
+        on_examples = options.task != "sft" or have_images(options)
         task = tasks.TASKS[options.task] if on_examples else None
         entry = registered(GROUP if task is None else tasks.GROUP, options.backend)
         output = options.output

@@ -30,8 +30,8 @@ ROLES = {
 }
 SPOKEN = ("system", "developer", "user", "assistant", "tool", "function")  # roles that chat templates have
 CALLS = ("function_call", "tool_call")  # who speaks where the assistant calls a tool, by JSON
-AUDIO = ("audios", "audio")
-IMAGES = ("images", "image", "videos", "video", *AUDIO)  # columns beside a text, as TRL names those of images
+MEDIA = ("image", "video", "audio")  # kinds; columns are named by one, or by several, as TRL names those of images
+CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # columns that may hold messages
 LOOKED_AT = 100  # records that are looked at for what a data set has: images, the columns of --keep
 _KNOWN = ("input_ids", "messages", "prompt", "text")  # a record with one of these is taken as it is
 
@@ -45,13 +45,14 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
 
     Raises:
         PackingError: it has not the columns of ``fields``, a conversation is not as ShareGPT writes it, it has a
-            ``system`` for which there is no place, or images.
+            ``system`` for which there is no place, or images; those beside named columns are left out.
     """
     if fields:
         missing = [column for _, column in fields if record.get(column) is None]
         if missing:
             raise PackingError(f"{where} has no {missing[0]}, only {', '.join(map(str, record)) or 'no column'}")
         named = {name: record[column] for name, column in fields}
+        _refuse_images(named, where)
         if isinstance(found := named.get("messages"), list):
             named["messages"] = _messages(found, where)
         if "input_ids" in named:
@@ -74,28 +75,27 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
     return record
 
 
-def images_in(record: Mapping[str, Any]) -> str | None:
-    """Returns the column or the kind of part by which a record has images, videos or audio; None if it has none.
+def media_in(record: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the kinds of media that a record has, each with the column, or the type of a part, that has it.
 
     Token ids are taken as they are, whatever stands beside them.
     """
     if record.get("input_ids") is not None:
-        return None
-    column = next((name for name in IMAGES if record.get(name) not in (None, [], "")), None)
-    if column is not None:
-        return column
-    chats = [chat for name in ("messages", "conversations", "prompt") if isinstance(chat := record.get(name), list)]
-    turns = [turn.get("content") for chat in chats for turn in chat if isinstance(turn, Mapping)]
-    parts = [part for content in turns if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    return next((str(part["type"]) for part in parts if part.get("type") in IMAGES), None)
+        return {}
+    names = [name for kind in MEDIA for name in (f"{kind}s", kind) if record.get(name) not in (None, [], "")]
+    turns = [turn for name in CHATS if isinstance(chat := record.get(name), list) for turn in chat]
+    contents = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
+    names += [str(part.get("type")) for part in parts]  # such as image_url
+    return {kind: name for kind in MEDIA for name in reversed(names) if kind in name}
 
 
 def _refuse_images(record: Mapping[str, Any], where: Any) -> None:
     """Raises PackingError if a record has images, which would be left out without a word."""
-    if (found := images_in(record)) is not None:
+    for name in media_in(record).values():
         raise PackingError(
-            f"{where} has {found}, which this command does not read: use `crosspack train --model`, with images among "
-            f"the first {LOOKED_AT} records, or crosspack.PackedMediaDataset, or leave the images out"
+            f"{where} has {name}, which this command does not read: use `crosspack train` with a --model that takes "
+            "it, or crosspack.PackedMediaDataset, or leave it out"
         )
 
 

@@ -35,7 +35,7 @@ class Task:
         trains: what it trains, for people.
         columns: the sets of columns of which a record must have one; the first that it has is used.
         reads: parameters of the command that this task reads, besides those that every task does.
-        images: whether records may have images; those of ``sft`` do.
+        media: kinds of media that records may have, beside or in their texts.
         check: raises PackingError for values that the columns of a record may not have; takes the task's name too.
     """
 
@@ -43,7 +43,7 @@ class Task:
     trains: str
     columns: tuple[tuple[str, ...], ...]
     reads: tuple[str, ...] = ()
-    images: bool = False
+    media: tuple[str, ...] = ()
     check: Callable[[Mapping[str, Any], Sequence[str], str, str], None] = lambda record, columns, where, task: None
 
     def columns_of(self, record: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -89,6 +89,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
 
+_IMAGES = ("image",)
+_MEDIA = (*_IMAGES, "audio", "video")  # of which a video is refused by its place, where it is to be processed
 _CUT = ("overflow",)
 _ROWS = ("capacity", *_CUT)
 _CHATS = (("messages",), ("prompt", "completion"), ("text",))
@@ -96,18 +98,20 @@ _CHOICES = (("chosen", "rejected", "prompt"), ("chosen", "rejected"))
 _PAIRS = (("anchor", "positive", "negative"), ("anchor", "positive"), ("sentence1", "sentence2", "score"))
 _QUERIES = (("query", "document", "label"), ("query", "documents", "labels"))
 _TASKS = (
-    Task("sft", "next tokens of documents with images", _CHATS, reads=(*_ROWS, "loss"), images=True),
-    Task("dpo", "preferences, by DPO", _CHOICES, reads=_CUT, images=True),
+    Task(
+        "sft", "next tokens of documents with images", _CHATS, reads=(*_ROWS, "loss"), media=("image", "video", "audio")
+    ),
+    Task("dpo", "preferences, by DPO", _CHOICES, reads=_CUT, media=_IMAGES),
     Task(
         "kto",
         "good and bad answers, by KTO",
         (("prompt", "completion", "label"),),
         reads=_CUT,
-        images=True,
+        media=_IMAGES,
         check=_check_label,
     ),
     Task("reward", "a reward model, on preferences", _CHOICES, reads=_CUT),
-    Task("grpo", "a policy by its rewards, by GRPO", (("prompt",),), images=True),
+    Task("grpo", "a policy by its rewards, by GRPO", (("prompt",),), media=_IMAGES),
     Task("classify", "classes of documents", (("text", "label"), ("input_ids", "label")), reads=_ROWS),
     Task("mlm", "masked tokens", (("text",), ("input_ids",)), reads=_ROWS),
     Task("embed", "embeddings of texts, on pairs", _PAIRS, reads=_CUT, check=_check_texts),

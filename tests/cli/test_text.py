@@ -241,16 +241,19 @@ def test_a_tokenizer_that_is_trained_keeps_any_bytes_and_loads_again(tokenizer, 
         ({"text": "a fox", "image": {"bytes": b"", "path": "a.png"}}, "image"),
         ({"prompt": "a", "completion": "b", "videos": ["a.mp4"]}, "videos"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]}]}, "image_url"),
+        ({"prompt": [], "completion": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input_audio"),
     ],
 )
 def test_records_with_images_are_refused_and_not_trained_without_them(record, column):
-    message = (
-        f"record 0 has {column}, which this command does not read: use `crosspack train --model`, with images among "
-    )
+    message = f"record 0 has {column}, which this command does not read: use `crosspack train` with a --model that "
     with pytest.raises(PackingError, match=re.escape(message)):
         canonical(record, "record 0", ())
     without = {name: value for name, value in record.items() if name != column} | {column: []}
-    if "messages" not in record or record["messages"] is CHAT:
+    if column in record:
         canonical(without, "record 0", ())
     canonical({"input_ids": [1], "images": ["a.png"]}, "record 0", ())
     canonical(record | {"body": "a"}, "record 0", (("text", "body"),))
+    if column not in record:  # but beside its columns, in its messages
+        with pytest.raises(PackingError, match=re.escape(message)):
+            canonical(record, "record 0", tuple((name, name) for name in record))

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from crosspack.cli import tasks
+from crosspack.cli.trainoptions import TrainOptions
 from crosspack.reading.places import Place, Row
+from packing_core.errors import UnsupportedError
 from tests.cli.console import done, run
 
 USER, ASSISTANT = "w5 w6 w7", "w8 w9"
@@ -134,6 +136,15 @@ def test_other_tasks_train_on_images_too(task: str, start: Path, data: Any, tmp_
             chat("a.png", "b.png", "a.png", "b.png"),
             r"records\.jsonl:2 has \d+ tokens, 64 of them of images, and --capacity is 64: raise --capacity",
         ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]},
+                    {"role": "assistant", "content": "w5"},
+                ]
+            },
+            r"records\.jsonl:2 has a part of type image_url, which no processor reads: write \{\"type\": \"image\"",
+        ),
         ({"messages": [], "videos": ["a.mp4"]}, r"records\.jsonl:2 has a video: run the processor on it first"),
         ({"images": ["a.png"]}, r"records\.jsonl:2 has images: --task sft reads messages, or prompt and completion"),
     ],
@@ -150,7 +161,7 @@ def test_a_model_and_data_that_do_not_go_together_are_refused(start: Path, data:
     assert f"records have images or audio, and {tmp_path / 'tokenizer'} has no processor of them, only " in refused
     texts = data([{"text": "w5 w6 w7"}] * 2)
     refused = error_of("train", "--model", start, "--data", texts, "--device", "cpu")
-    assert f"--model {start} takes images (llava), and none of the first records of --data has any" in refused
+    assert f"--model {start} takes images (llava), and none of the records of --data has any" in refused
     path = data(RECORDS)
     assert "--task sft trains a model that is there: pass --model" in error_of("train", "--data", path)
     assert "--task sft has no --compare: leave it out" in error_of(*options(start, path, "--compare"))
@@ -158,7 +169,7 @@ def test_a_model_and_data_that_do_not_go_together_are_refused(start: Path, data:
     assert workers in error_of(*options(start, path, "--workers", 2))
     pairs = data([{"chosen": "w5", "rejected": "w6", "images": ["a.png"]}])
     reward = error_of("train", "--task", "reward", "--model", start, "--data", pairs)
-    assert "records.jsonl:1 has images, which --task reward does not read: leave them out, or build the" in reward
+    assert "records.jsonl:1 has images, which --task reward does not read: leave it out, or build the" in reward
 
 
 def test_paths_are_those_from_the_file_and_all_else_stays(tmp_path: Path) -> None:
@@ -186,9 +197,42 @@ def test_paths_are_those_from_the_file_and_all_else_stays(tmp_path: Path) -> Non
     assert tasks.with_whole_paths(elsewhere) is elsewhere
 
 
-def test_images_are_looked_for_in_the_first_records_of_all_data(write: Any) -> None:
-    plain = [{"text": "a"}] * 3
+def test_images_are_looked_for_in_all_records_for_a_model_that_may_take_them(write: Any, tmp_path: Path) -> None:
+    def found(*data: str, **options: Any) -> bool:
+        return tasks.have_images(TrainOptions(data=list(data), **options))
+
+    plain = [{"text": "a"}] * 150
     first, second = write("plain.jsonl", plain), write("later.jsonl", [*plain, {"text": "a", "image": "a.png"}])
-    assert not tasks.have_images([str(first)], "train")
-    assert tasks.have_images([f"{first}:0.5", f"{second}:0.5"], "train")
-    assert not tasks.have_images(["absent.jsonl"], "train") and not tasks.have_images(None, "train")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "shown").mkdir()
+    (tmp_path / "shown" / "config.json").write_text('{"thinker_config": {"vision_config": {}}}')
+    for model in (str(tmp_path / "shown"), "owner/name"):
+        assert not found(str(first), model=model)
+        assert found(f"{first}:0.5", f"{second}:0.5", model=model)
+    for other in (None, str(tmp_path / "text")):
+        assert not found(str(second), model=other)
+        assert found(str(write("first.jsonl", [{"text": "a", "image": "a.png"}])), model=other)
+    assert not found("absent.jsonl") and not tasks.have_images(TrainOptions(data=None))
+    chats = [{"chat": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}]}]
+    assert found(str(write("chats.jsonl", chats)), column=["messages=chat"])
+
+
+BESIDE = ({"audio": "a.wav"}, {"videos": ["a.mp4"]}, {"images": ["a.png"], "audios": ["a.wav"]})
+
+
+@pytest.mark.parametrize("task", ["dpo", "kto", "grpo"])
+@pytest.mark.parametrize("beside", BESIDE, ids=["audio", "videos", "images and audios"])
+def test_media_that_a_task_does_not_read_are_refused_by_the_record(task: str, beside: Any, write: Any) -> None:
+    path = write("data.jsonl", [of_task(task, "a.png"), of_task(task) | beside])
+    options = TrainOptions(task=task, data=[str(path)])
+    name = [*beside][-1]
+    with pytest.raises(
+        UnsupportedError, match=rf"data\.jsonl:2 has {name}, which --task {task} does not read: leave it"
+    ):
+        tasks.read_examples(options, tasks.open_examples(options, options.data, None, "--data"))
+
+
+def test_an_image_behind_many_texts_is_trained(start: Path, data: Any) -> None:
+    result = " ".join(done(*options(start, data([chat()] * 120 + [chat("a.png")]))).output.split())
+    assert "121 records, next tokens of documents with images" in result and "audit: exact" in result

@@ -43,7 +43,8 @@ def media_of(example: Mapping[str, Any], kind: str, where: str) -> list[Any]:
             type may have one of their own.
 
     Raises:
-        LayoutError: there are more or fewer than places without one, or both columns.
+        LayoutError: there are more or fewer than places without one, both columns, or parts of a type like
+            ``image_url``, which no processor reads.
     """
     several, single = example.get(f"{kind}s"), example.get(kind)
     listed = [] if several is None else [several]
@@ -53,7 +54,13 @@ def media_of(example: Mapping[str, Any], kind: str, where: str) -> list[Any]:
         raise LayoutError(f"{where} has {kind} and {kind}s: pass all of them as {kind}s")
     listed = listed if single is None else [single]
     chat = example.get("messages") if example.get("messages") is not None else example.get("prompt")
-    parts = [part for part in _parts(() if isinstance(chat, str) else chat or ()) if part.get("type") == kind]
+    parts = [part for part in _parts(() if isinstance(chat, str) else chat or ()) if _shows(part, kind)]
+    for part in parts:
+        if part["type"] != kind:
+            raise LayoutError(
+                f'{where} has a part of type {part["type"]}, which no processor reads: write {{"type": "{kind}", '
+                f'"{kind}": ...}}, a path or a URL'
+            )
     sources = (kind, f"{kind}_url", *_SOURCES)
     own = [next((part[name] for name in sources if part.get(name) is not None), None) for part in parts]
     free = sum(one is None for one in own)
@@ -67,21 +74,23 @@ def has_media(example: Mapping[str, Any], turns: Iterable[Mapping[str, Any]], ki
     """Returns whether an example has images, clips or videos, by their ``kind``, in its columns or in its messages."""
     columns = (example.get(kind), example.get(f"{kind}s"))
     shown = any(x is not None and not (isinstance(x, Sized) and len(x) == 0) for x in columns)
-    return shown or any(part.get("type") == kind for part in _parts(turns))
+    return shown or any(_shows(part, kind) for part in _parts(turns))
 
 
 def has_own_pictures(chat: Any) -> bool:
     """Returns whether a part of a chat holds or names an image itself; False of text."""
-    parts = [] if chat is None or isinstance(chat, str) else _parts(chat)
-    return any(
-        part.get("type") == "image" and any(part.get(name) is not None for name in ("image", *_SOURCES))
-        for part in parts
-    )
+    parts = [part for part in _parts(() if chat is None or isinstance(chat, str) else chat) if _shows(part, "image")]
+    return any(part.get(name) is not None for part in parts for name in (part["type"], *_SOURCES))
 
 
 def _parts(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     contents = [turn.get("content") for turn in turns]
     return [part for content in contents if content and not isinstance(content, str) for part in content]
+
+
+def _shows(part: Mapping[str, Any], kind: str) -> bool:
+    """Returns whether a part of a message is of a kind of media, by its type: ``image``, or ``image_url``."""
+    return kind in str(part.get("type"))
 
 
 def _of_bytes(image: NDArray[Any]) -> NDArray[Any]:

@@ -73,7 +73,7 @@ def _refuse_images_alone(model: str, config: Any, transformers: Any) -> None:
     families = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if hasattr(config, "vision_config") and config.model_type not in families and not hasattr(config, "auto_map"):
         raise PackingError(
-            f"--model {model} takes images ({config.model_type}), and none of the first records of --data has any: "
+            f"--model {model} takes images ({config.model_type}), and none of the records of --data has any: "
             "pass records with images, or a language model of text"
         )
 
