@@ -15,7 +15,7 @@ again; ``ids.as_subclass(torch.Tensor)`` makes them so on purpose.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -72,7 +72,8 @@ class PackedTokens(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            tokens = [x for x in _tensors((args, tuple(kwargs.values()))) if isinstance(x, PackedTokens)]
+            tensors = [*_tensors(args), *_tensors([x for name, x in kwargs.items() if name != "out"])]
+            tokens = [x for x in tensors if isinstance(x, PackedTokens)]
             if func in _EMBEDDINGS and any(map(holds_several, tokens)):
                 raise PackedBatchError
             result = func(*args, **kwargs)
@@ -89,7 +90,7 @@ class PackedTokens(Tensor):
                 not isinstance(result, Tensor) or name == "__get__" or name.startswith("new_") or name.endswith("_like")
             ):
                 return result
-            elif _is_elementwise(result, args, kwargs):
+            elif _is_elementwise(result.shape, [x.shape for x in tensors]):
                 over = [x.segments for x in tokens if _broadcasts(x.segments.shape, result.shape)]
             else:
                 return result
@@ -134,27 +135,27 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> list[Tensor]:
     """The tensors in a value, its tuples and lists."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for x in value:
-            yield from _tensors(x)
+        return [value]
+    return [x for each in value for x in _tensors(each)] if isinstance(value, tuple | list) else []
 
 
 def _is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def _is_elementwise(result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_elementwise(result: torch.Size, shapes: list[torch.Size]) -> bool:
     """Tells whether every axis of a result is one of the arguments'; ``one_hot`` and ``outer`` build one."""
-    over = _tensors((args, tuple(x for name, x in kwargs.items() if name != "out")))
-    shapes = [x.shape for x in over if _broadcasts(x.shape, result.shape)]
-    return torch.broadcast_shapes(*shapes) == result.shape
+    if result in shapes:  # ``broadcast_shapes`` takes longer than all of the rest
+        return True
+    return torch.broadcast_shapes(*(shape for shape in shapes if _broadcasts(shape, result))) == result
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    if shape == to:
+        return True
     return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(to), strict=False))
 
 
