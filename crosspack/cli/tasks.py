@@ -56,7 +56,7 @@ def open_examples(options: TrainOptions, data: Sequence[str] | None, split: str 
     """Opens the records, and looks at the first of each data set.
 
     Raises:
-        PackingError: it is nowhere, empty, or has not the columns of the task.
+        PackingError: it is nowhere, empty, or has not the columns of the task; under ``--on-error skip`` others may.
     """
     task = TASKS[options.task]
     if not data:
@@ -69,7 +69,8 @@ def open_examples(options: TrainOptions, data: Sequence[str] | None, split: str 
         first = next((record for record in records.items() if isinstance(record, Row)), None)
         if first is None:
             raise PackingError(f"{option} {records.name} has no records: check the file and {option_of_split(option)}")
-        task.columns_of(_renamed(first, read_columns(options.column)), first.where)
+        if options.on_error == "stop":
+            task.columns_of(_renamed(first, read_columns(options.column)), first.where)
         sources.append((records, weight))
     return join(sources, option)
 
@@ -78,7 +79,8 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
     """Reads all records, or as many as ``limit``, each with the columns that the task reads.
 
     Raises:
-        PackingError: a record has not the columns, or it has images and the task does not read them.
+        PackingError: a record has not the columns, or under ``--on-error skip`` none has them.
+        UnsupportedError: one has images, and the task does not read them.
     """
     task, named = TASKS[options.task], read_columns(options.column)
     found: list[Row] = []
@@ -104,6 +106,8 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
             )
         item = with_whole_paths(item) if task.media else item
         found.append(item)
+    if not found:
+        raise PackingError(f"none of the records of {records.name} can be used, the first because {skipped[0]}")
     warn_of_skipped(skipped)
     return found
 

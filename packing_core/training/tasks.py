@@ -36,7 +36,6 @@ class Task:
         columns: the sets of columns of which a record must have one; the first that it has is used.
         reads: parameters of the command that this task reads, besides those that every task does.
         media: kinds of media that records may have, beside or in their texts.
-        check: raises PackingError for values that the columns of a record may not have; takes the task's name too.
     """
 
     name: TaskName
@@ -44,17 +43,23 @@ class Task:
     columns: tuple[tuple[str, ...], ...]
     reads: tuple[str, ...] = ()
     media: tuple[str, ...] = ()
-    check: Callable[[Mapping[str, Any], Sequence[str], str, str], None] = lambda record, columns, where, task: None
 
     def columns_of(self, record: Mapping[str, Any], where: str) -> tuple[str, ...]:
         """Returns the columns of a record that the task reads.
 
         Raises:
-            PackingError: the record has none of the sets, or one of their values is missing.
+            PackingError: the record has none of the sets, or one of their values is missing or of another kind.
         """
         for columns in self.columns:
             if all(record.get(name) is not None for name in columns):
-                self.check(record, columns, where, self.name)
+                for name in columns:
+                    reads = _VALUES.get(f"{self.name} {name}", _VALUES.get(name, "a text"))
+                    if not _FITS[reads](record[name]):
+                        value = reprlib.repr(record[name])
+                        raise PackingError(f"{where}: {name} is {value}: --task {self.name} reads {reads}")
+                labels, documents = (len(record[name]) if name in columns else 0 for name in ("labels", "documents"))
+                if labels != documents:
+                    raise PackingError(f"{where} has {labels} labels and {documents} documents: give each one")
                 return columns
         wanted = ", or ".join(" and ".join(columns) for columns in self.columns)
         raise PackingError(
@@ -63,32 +68,40 @@ class Task:
         )
 
 
-def _check_label(record: Mapping[str, Any], columns: Sequence[str], where: str, task: str) -> None:
-    """Refuses an answer whose label is not true or false."""
-    if not isinstance(record["label"], bool | int):
-        raise PackingError(f"{where}: label is {record['label']!r}: --task {task} reads true or false")
-
-
-def _check_texts(record: Mapping[str, Any], columns: Sequence[str], where: str, task: str) -> None:
-    """Refuses a value that is no text, number or list of them, as its column asks for, and documents without labels."""
-    for name in columns:
-        several, numbers = name in ("documents", "labels"), name in ("score", "label", "labels")
-        values = record[name] if several else [record[name]]
-        fits = isinstance(values, list | tuple | np.ndarray) and len(values) > 0
-        if not fits or not all(_is_number(x) if numbers else isinstance(x, str) for x in values):
-            kind = "a number" if numbers else "a text"
-            reads = f"a list, each {kind}" if several else kind
-            raise PackingError(f"{where}: {name} is {reprlib.repr(record[name])}: --task {task} reads {reads}")
-    if "labels" in columns and len(record["labels"]) != len(record["documents"]):
-        raise PackingError(
-            f"{where} has {len(record['labels'])} labels and {len(record['documents'])} documents: give each one"
-        )
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
 
+def _are(fits: Callable[[Any], bool], values: object) -> bool:
+    return isinstance(values, list | tuple | np.ndarray) and len(values) > 0 and all(map(fits, values))
+
+
+def _is_prompt(value: object) -> bool:
+    return value != "" if isinstance(value, str) else _are(lambda turn: isinstance(turn, Mapping), value)
+
+
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "a text": lambda value: isinstance(value, str),
+    "a number": _is_number,
+    "true or false": lambda value: isinstance(value, int),
+    "a text or a whole number": lambda value: isinstance(value, str | int),
+    "a list, each a text": lambda value: _are(lambda text: isinstance(text, str), value),
+    "a list, each a number": lambda value: _are(_is_number, value),
+    "a list of messages": lambda value: isinstance(value, list | tuple | np.ndarray),
+    "a text or messages": lambda value: isinstance(value, str) or _is_prompt(value),
+    "a text that is not empty, or messages": _is_prompt,
+}
+# what a column holds, of some tasks another thing than of others; a text if it is not named
+_VALUES = {
+    "messages": "a list of messages",
+    **dict.fromkeys(("prompt", "completion", "chosen", "rejected"), "a text or messages"),
+    **dict.fromkeys(("labels", "input_ids"), "a list, each a number"),
+    **dict.fromkeys(("label", "score"), "a number"),
+    "documents": "a list, each a text",
+    "grpo prompt": "a text that is not empty, or messages",
+    "kto label": "true or false",
+    "classify label": "a text or a whole number",
+}
 _IMAGES = ("image",)
 _MEDIA = (*_IMAGES, "audio", "video")  # of which a video is refused by its place, where it is to be processed
 _CUT = ("overflow",)
@@ -98,25 +111,16 @@ _CHOICES = (("chosen", "rejected", "prompt"), ("chosen", "rejected"))
 _PAIRS = (("anchor", "positive", "negative"), ("anchor", "positive"), ("sentence1", "sentence2", "score"))
 _QUERIES = (("query", "document", "label"), ("query", "documents", "labels"))
 _TASKS = (
-    Task(
-        "sft", "next tokens of documents with images", _CHATS, reads=(*_ROWS, "loss"), media=("image", "video", "audio")
-    ),
+    Task("sft", "next tokens of documents with images", _CHATS, reads=(*_ROWS, "loss"), media=_MEDIA),
     Task("dpo", "preferences, by DPO", _CHOICES, reads=_CUT, media=_IMAGES),
-    Task(
-        "kto",
-        "good and bad answers, by KTO",
-        (("prompt", "completion", "label"),),
-        reads=_CUT,
-        media=_IMAGES,
-        check=_check_label,
-    ),
+    Task("kto", "good and bad answers, by KTO", (("prompt", "completion", "label"),), reads=_CUT, media=_IMAGES),
     Task("reward", "a reward model, on preferences", _CHOICES, reads=_CUT),
     Task("grpo", "a policy by its rewards, by GRPO", (("prompt",),), media=_IMAGES),
     Task("classify", "classes of documents", (("text", "label"), ("input_ids", "label")), reads=_ROWS),
     Task("mlm", "masked tokens", (("text",), ("input_ids",)), reads=_ROWS),
-    Task("embed", "embeddings of texts, on pairs", _PAIRS, reads=_CUT, check=_check_texts),
-    Task("late", "embeddings of the tokens of texts, on pairs", _PAIRS[:2], reads=_CUT, check=_check_texts),
-    Task("rerank", "scores of documents for a query", _QUERIES, reads=_CUT, check=_check_texts),
+    Task("embed", "embeddings of texts, on pairs", _PAIRS, reads=_CUT),
+    Task("late", "embeddings of the tokens of texts, on pairs", _PAIRS[:2], reads=_CUT),
+    Task("rerank", "scores of documents for a query", _QUERIES, reads=_CUT),
 )
 TASKS: Mapping[TaskName, Task] = {task.name: task for task in _TASKS}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,6 +258,49 @@ def test_preferences_have_a_prompt_in_all_records_or_in_none(weights, write):
         assert f"mixed.jsonl:{number} has chosen, rejected" in said and "give all the same columns" in said
     result = run(*dpo[:-3], write("mixed.jsonl", [alone] * 8), "--device", "cpu", "--steps", 1)
     assert result.exit_code == 0, result.output
+
+
+WRONG: dict[str, tuple[str, Any, str]] = {
+    "dpo": ("chosen", ["a text"], "a text or messages"),
+    "reward": ("rejected", {"role": "user"}, "a text or messages"),
+    "kto": ("completion", 3, "a text or messages"),
+    "grpo": ("prompt", "", "a text that is not empty, or messages"),
+    "classify": ("label", ["fox"], "a text or a whole number"),
+    "mlm": ("text", [1], "a text"),
+}
+
+
+@pytest.mark.parametrize("task", WRONG)
+def test_a_value_of_another_kind_is_named_by_its_record_or_left_out(task, write):
+    column, value, reads = WRONG[task]
+    first = {**RECORDS[task][0], column: value}
+    for records, number in (([first, *RECORDS[task]], 1), ([*RECORDS[task], first], len(RECORDS[task]) + 1)):
+        path = write("data.jsonl", records)
+        options = tasks.TrainOptions(task=task, data=[str(path)])
+        with pytest.raises(PackingError, match=rf"data\.jsonl:{number}: {column} is .*: --task {task} reads {reads}"):
+            tasks.read_examples(options, tasks.open_examples(options, options.data, None, "--data"))
+        options = replace(options, on_error="skip")
+        found = tasks.read_examples(options, tasks.open_examples(options, options.data, None, "--data"))
+        assert [dict(record) for record in found] == RECORDS[task]
+    options = replace(options, data=[str(write("data.jsonl", [first]))])
+    with pytest.raises(
+        PackingError, match=r"none of the records of .*data\.jsonl can be used, the first because .*:1: "
+    ):
+        tasks.read_examples(options, tasks.open_examples(options, options.data, None, "--data"))
+
+
+def test_documents_without_tokens_are_named_or_left_out():
+    from torch_backend.job.kinds import MaskedTokens
+
+    kind: Any = MaskedTokens.__new__(MaskedTokens)
+    kind.processor = lambda text: {"input_ids": list(text.encode())}
+    kind.job, kind.skipped = SimpleNamespace(on_error="skip"), []
+    assert kind.dataset([{"text": "a"}, {"text": ""}])["input_ids"] == [[97]]
+    assert kind.skipped == ["example 1 has no tokens: leave it out, or pass --on-error skip"]
+    for on_error, records in (("stop", [{"text": "a"}, {"text": ""}]), ("skip", [{"text": ""}])):
+        kind.job = SimpleNamespace(on_error=on_error)
+        with pytest.raises(PackingError, match="example . has no tokens: leave it out"):
+            kind.dataset(records)
 
 
 def test_columns_that_the_first_record_lacks_reach_the_trainer():

@@ -52,6 +52,7 @@ class ScoredStep(TrainerStep):
     """
 
     smallest_loss = SMALLEST_LOSS
+    way_out = ": give it answers that differ"
     at_most = 8  # which a policy trainer completes
 
     def __init__(self, trainer: Any, tolerance: float, batch: Batch) -> None:

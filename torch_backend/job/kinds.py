@@ -169,6 +169,23 @@ class MaskedTokens(TaskKind):
 
     head = "AutoModelForMaskedLM"
 
+    def dataset(self, records: Records) -> Any:
+        """Returns the tokens of the records.
+
+        Raises:
+            PackingError: a record has none; under ``on_error="skip"`` it is left out, unless all are.
+        """
+        examples, empty = [], list[str]()
+        for number, record in enumerate(records):
+            if len((example := self.example(record))["input_ids"]):
+                examples.append(example)
+            else:
+                empty.append(f"{place_of(record, number)} has no tokens: leave it out, or pass --on-error skip")
+        if empty and (self.job.on_error == "stop" or not examples):
+            raise PackingError(empty[0])
+        self.skipped += empty
+        return _dataset(examples)
+
     def example(self, record: Mapping[str, Any]) -> dict[str, Any]:
         ids = record.get("input_ids")
         return {"input_ids": self.processor(record["text"])["input_ids"] if ids is None else list(ids)}
