@@ -13,6 +13,7 @@ from typing import Any
 
 from crosspack.cli import charts
 from crosspack.cli.charts import Bar, Segment
+from crosspack.cli.speed import said_of
 from crosspack.cli.tables import duration
 from packing_core.errors import plural
 
@@ -231,23 +232,10 @@ def _time(report: dict[str, Any]) -> str:
             f"An estimate: a model of the shape of {time['shape']} on one {time['gpu']}, at {time['utilisation']:.0%} "
             "of its stated bfloat16 speed."
         )
-    row = {name: duration(seconds) for name, seconds in time["row_seconds"].items()}
-    caption = (
-        f"{of} Packing saves {duration(longest - packed)} of {duration(longest)} at most. A row takes {row['mean']} on "
-        f"average and {row['most']} at most.{_of_step(time)}"
-    )
+    caption = f"{of} Packing saves {duration(longest - packed)} of {duration(longest)} at most; {said_of(time)}."
     lines = [[x["arrangement"], duration(3600 * x["hours"])] for x in time["hours"]]
     shown = charts.table("Estimated time of an epoch", ["arrangement", "time"], lines)
     return charts.figure(charts.bars("Estimated time of an epoch by arrangement", bars), caption, shown)
-
-
-def _of_step(time: dict[str, Any]) -> str:
-    """Says the time of a step of as many tokens as those of a measured run, if there is one."""
-    if "step_seconds" not in time:
-        return ""
-    count, mean, most = (time["step_seconds"][name] for name in ("rows", "mean", "most"))
-    taken = f"{duration(mean)} on average and {duration(most)} at most"
-    return f" A step of {plural(count, 'row')} takes {taken}."
 
 
 def _long(report: dict[str, Any]) -> str:

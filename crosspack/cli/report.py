@@ -162,11 +162,10 @@ def report(options: ReportOptions) -> None:
     if options.compare_rows:
         OUT.print(composition_table(composition, random.composition()))
     taken = hours(packed, speed, BATCHES, seed)
-    if options.measured is None:
-        place = f"on one {card}" if gpu == card else f"at the speed of one {card}, as {gpu} GiB name no card"
-        padded_time, packed_time = (3600 * way["hours"] for way in (taken[0], taken[-1]))
-        said = epoch_line(packed_time, padded_time, BATCHES[0], f"estimated for {name} {place}")
-        OUT.print(said)
+    place = f"on one {card}" if gpu == card else f"at the speed of one {card}, as {gpu} GiB name no card"
+    of = f"estimated for {name} {place}" if options.measured is None else f"at the speed of {options.measured}"
+    padded_time, packed_time = (3600 * way["hours"] for way in (taken[0], taken[-1]))
+    OUT.print(epoch_line(packed_time, padded_time, BATCHES[0], of))
     warnings = concerns(seen, packed)
     for concern in warnings:
         warn(concern.text)

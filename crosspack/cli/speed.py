@@ -143,16 +143,13 @@ def of_run(config: Path, rows: PackPlan) -> dict[str, float]:
 
 
 def said_of(time: dict[str, Any]) -> str:
-    """The time of an epoch by a measured run, in one line."""
-    padded, packed = 3600 * max(x["hours"] for x in time["hours"]), 3600 * time["hours"][-1]["hours"]
-    row, step = (
-        {name: duration(taken[name]) for name in ("mean", "most")}
-        for taken in (time["row_seconds"], time["step_seconds"])
-    )
-    return (
-        f"by {time['run']} on {time['device']}: an epoch takes {duration(packed)} packed and up to {duration(padded)} "
-        f"padded; a row takes {row['mean']} on average and {row['most']} at most, a step of "
-        f"{plural(time['step_seconds']['rows'], 'row')} {step['mean']} and {step['most']}"
+    """The time that rows take, and steps of as many tokens as those of a measured run, if there is one."""
+    taken = {"a row": time["row_seconds"]}
+    if "step_seconds" in time:
+        taken[f"a step of {plural(time['step_seconds']['rows'], 'row')}"] = time["step_seconds"]
+    return ", ".join(
+        f"{what} takes {duration(seconds['mean'])} on average and {duration(seconds['most'])} at most"
+        for what, seconds in taken.items()
     )
 
 

@@ -27,13 +27,10 @@ def files_of_split(folder: str, split: str) -> list[File]:
     """The data files of a split, in order: those that README.md names, or else those whose names say the split.
 
     Raises:
-        PackingError: there are none, they have several formats, or one lies outside of the folder.
+        PackingError: there are none, or one lies outside of the folder.
     """
     declared = None if is_url(folder) else _declared(Path(folder))
     files = _by_name(folder, split) if declared is None else _by_pattern(Path(folder), split, declared)
-    formats = sorted({file.suffix for file in files})
-    if len(formats) > 1:
-        raise PackingError(f"{folder}: it holds {' and '.join(formats)} files: pass one of them")
     if not is_url(folder):
         _check_inside(Path(folder), files)
     return files

@@ -253,22 +253,21 @@ def read(
         )
     if data is None:
         return Records(name, listed=standard_library_records)
-    if paths:
-        files = tuple(File(path, max_record) for path in paths)
+    files = tuple(File(path, max_record) for path in paths)
+    if is_folder:
+        try:
+            files = tuple(replace(file, max_record=max_record) for file in files_of_split(path, split))
+        except OSError as error:
+            raise PackingError(f"{name}: {error.strerror or first_line(error)}") from error
+    if files:
         formats = sorted({file.suffix for file in files})
         if len(formats) > 1:
-            raise PackingError(f"{name}: it names {' and '.join(formats)} files: pass those of one format")
+            raise PackingError(f"{name}: it holds {' and '.join(formats)} files: pass those of one format")
         if formats[0] not in FORMATS:
             raise PackingError(
                 f"{name}: cannot read {formats[0] or 'a file without suffix'}; it reads {', '.join(FORMATS)}"
             )
         return Records(name, files, wanted, sample_by)
-    if is_folder:
-        try:
-            of_split = (replace(file, max_record=max_record) for file in files_of_split(path, split))
-            return Records(name, tuple(of_split), wanted, sample_by)
-        except OSError as error:
-            raise PackingError(f"{name}: {error.strerror or first_line(error)}") from error
     if is_url(name) or not is_hub_name(name) or File(name).suffix in FORMATS:
         raise PackingError(f"{name}: no such file or folder, and not a hub name (`owner/name`)")
     return Records(name, listed=partial(_hub_rows, name, split))  # and no lambda, which processes cannot hand on

@@ -280,7 +280,7 @@ def test_globs_names_in_capitals_and_pipes_are_read(tmp_path):
         (tmp_path / name).write_text(f'{{"text": "{name}"}}\n')
     assert [record["text"] for record in read(f"{tmp_path}/*.[jJ]*")] == ["a.jsonl", "b.JSONL"]
     (tmp_path / "c.csv").write_text("text\nx\n")
-    with pytest.raises(PackingError, match="it names .csv and .jsonl files: pass those of one format"):
+    with pytest.raises(PackingError, match="it holds .csv and .jsonl files: pass those of one format"):
         read(f"{tmp_path}/*")
     os.mkfifo(tmp_path / "pipe")
     writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=['{"text": "piped"}\n'])

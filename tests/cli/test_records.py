@@ -194,7 +194,7 @@ def test_a_folder_with_a_script_or_several_formats_is_one_line(write, tmp_path):
         open_records(str(tmp_path / "scripts"))
     folder = write("folder/a.jsonl", TEXTS).parent
     write("folder/b.parquet", TEXTS)
-    with pytest.raises(PackingError, match=r"folder: it holds \.jsonl and \.parquet files: pass one of them"):
+    with pytest.raises(PackingError, match=r"folder: it holds \.jsonl and \.parquet files: pass those of one format"):
         open_records(str(folder))
 
 
