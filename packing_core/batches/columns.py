@@ -32,6 +32,7 @@ from packing_core.storage.segment_indexing import offsets_of, ranges
 TRAINED = ("loss_mask", "completion_mask", "assistant_masks")
 PROMPT = "prompt_length"  # so many first tokens of a document are not trained
 # Everything that is read beside input_ids and labels; trainers drop columns that the model does not take.
+MEDIA = ("pixel_values", "input_features")  # how columns of what processors make of images and clips begin
 READ = (*TRAINED, PROMPT, *LENGTHS, *PER_TOKEN)
 
 
@@ -130,7 +131,7 @@ def documents_in(given: Any) -> Documents | None:
     else, such as sequences of tokens.
 
     Raises:
-        LayoutError: as :func:`read_examples`.
+        LayoutError: as :func:`read_examples`, or an example has tensors of images or clips, which rows do not hold.
     """
     if isinstance(given, Documents):
         return given
@@ -138,8 +139,11 @@ def documents_in(given: Any) -> Documents | None:
     if isinstance(names, list) and hasattr(given, "with_format") and hasattr(given, "__len__"):
         if "input_ids" not in names:
             raise LayoutError(f"the dataset has no input_ids, only {', '.join(names)}: tokenise it first")
+        _refuse_media({name: given.with_format("arrow")[name] for name in names if name.startswith(MEDIA)})
         return arrow_documents(given, [name for name in names if name in known])
     if isinstance(given, list | tuple) and given and isinstance(given[0], Mapping):
+        media = {name for x in given if isinstance(x, Mapping) for name in x if name.startswith(MEDIA)}
+        _refuse_media({name: [x.get(name) for x in given] for name in media})
         return read_examples(
             [
                 {name: example[name] for name in example if name in known} if isinstance(example, Mapping) else example
@@ -147,6 +151,16 @@ def documents_in(given: Any) -> Documents | None:
             ]
         )
     return None
+
+
+def _refuse_media(columns: Mapping[str, Iterable[Any]]) -> None:
+    for name, values in columns.items():
+        for number, value in enumerate(values):
+            if getattr(value, "is_valid", value is not None) and len(value):
+                raise LayoutError(
+                    f"example {number} has {name}, which rows of tokens do not hold: pass the examples to "
+                    "crosspack.PackedMediaDataset, or leave the column out"
+                )
 
 
 def arrow_documents(dataset: Any, names: list[str]) -> Documents:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from packing_core import PackedBatch
-from packing_core.batches.columns import READ
+from packing_core.batches.columns import MEDIA, READ
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import MARKS, is_numbered
 from packing_core.batches.stored import IGNORE_INDEX
@@ -27,7 +27,6 @@ from torch_backend.collate.document_labels import LABELS, NAMES
 from torch_backend.collate.packed_dataset import is_packed_dataset, refuse_lost_lengths
 from torch_backend.collate.pictures import has_media
 from torch_backend.collate.vision import CHATS, VisionReader, VisionRows, turns_of
-from torch_backend.hf.anatomy.audio import FEATURES
 from torch_backend.hf.anatomy.heads import head_of, predicts_masked
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.trainers.dataloader import pack_training_data
@@ -38,7 +37,7 @@ from torch_backend.trainers.port import PackingRequest
 from torch_backend.trainers.replaced import OwnCollator, Replaced, ReplacingCollator, name_of
 
 _MEDIA = {"vision_config", "audio_config", "encoder_config"}  # of models that take images or audio
-_COLUMNS = ("pixel_values", FEATURES, "image", "audio", "video")  # how columns of media begin
+_COLUMNS = (*MEDIA, "image", "audio", "video")  # how columns of media begin
 COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training
 # Families that DeepSpeed 0.19.8 splits over ranks and whose modeling files then raise, packed or not: they reshape by
 # the numbers of heads of the whole model.
@@ -185,7 +184,7 @@ def _collator_of_images(trainer: Any, examples: Sequence[tuple[str, Any]]) -> Pa
             batch = collate([dict(example)])
         except Exception:  # the collator is called again, and its error reported, where packing is planned
             return None
-        if any(name.startswith(("pixel_values", FEATURES)) and batch[name] is not None for name in batch):
+        if any(name.startswith(MEDIA) and batch[name] is not None for name in batch):
             collator, processor = PackedCollator(trainer.model), getattr(trainer, "processing_class", None)
             processor = processor if hasattr(processor, "tokenizer") else None
             collator.vision = VisionReader(trainer.model, processor, collate=collate)
@@ -202,7 +201,7 @@ def _with_media(data: Any) -> Iterator[Any]:
     for example in data:
         if not isinstance(example, Mapping):
             return
-        tensors = any(example[name] is not None for name in example if name.startswith(("pixel_values", FEATURES)))
+        tensors = any(example[name] is not None for name in example if name.startswith(MEDIA))
         if tensors or any(has_media(example, turns_of(example), kind) for kind in ("image", "audio", "video")):
             yield example
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from packing_core import pack
 from packing_core.batches.columns import documents_of
 from packing_core.errors import LayoutError, PackingError
 from torch_backend import PackedCollator, pack_dataset, with_boundaries
@@ -176,6 +177,17 @@ def test_columns_of_other_lengths_are_refused(read: Reader) -> None:
     features = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [3, 4, 5], "labels": [3, 4]}]
     with pytest.raises(LayoutError, match="example 1 has 2 labels and 3 input_ids"):
         read(features)
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "pixel_values_videos", "input_features"])
+def test_rows_of_tokens_take_no_images(name: str) -> None:
+    text = {"input_ids": [1, 2], name: None, "images": ["a column that is left out"]}
+    shown = {**text, "input_ids": [3, 4], name: [[0.5, 1.0]]}
+    says = f"example 1 has {name}, which rows of tokens do not hold: pass the examples to crosspack.PackedMediaDataset"
+    for pack_all in (lambda data: pack(data, 8), lambda data: pack_dataset(datasets.Dataset.from_list(data), 8)):
+        assert len(pack_all([text, {**text, name: []}])) == 1
+        with pytest.raises(LayoutError, match=says):
+            pack_all([text, shown])
 
 
 @readers
