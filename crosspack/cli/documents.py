@@ -13,7 +13,7 @@ from crosspack.cli.console import OUT
 from crosspack.cli.options import EncodedRecords
 from crosspack.cli.packjob import INLINE_BYTES, cores, opened_pool, unit_size
 from crosspack.cli.progress import PackProgress
-from crosspack.encoding.kinds import check_key, checked, key_of, raise_error
+from crosspack.encoding.kinds import check_key, checked, key_of, refusing
 from crosspack.encoding.text import Encoder
 from crosspack.encoding.tokens import check_length
 from crosspack.packing.mixture import Mixed
@@ -22,7 +22,6 @@ from crosspack.packing.unit import Key, Outcome
 from crosspack.reading import Records
 from crosspack.reading.files import Unchanged
 from crosspack.reading.places import Item, Piece
-from packing_core.errors import first_line
 from packing_core.planning.rule import RowRule
 from packing_core.training.schedule import Document
 
@@ -72,7 +71,7 @@ def _documents_of(
         CapacityError: a document is too long.
         PackingError: a record cannot be used.
     """
-    refuse = raise_error if skipped is None else lambda _, error: skipped.append(first_line(error))
+    refuse = refusing(skipped)
     for found in encoder.encoded(checked(items, partial(check_key, column=rule.keys), refuse), refuse):
         if rule.overflow == "error":
             check_length(str(found.where), found.document, rule.capacity)

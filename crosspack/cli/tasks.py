@@ -18,11 +18,12 @@ from crosspack.cli.options import OrderOptions, TokenOptions
 from crosspack.cli.progress import counted
 from crosspack.cli.records import join, open_records, option_of_split, read_columns, weighted
 from crosspack.cli.trainoptions import TrainOptions
+from crosspack.encoding.kinds import checked, refusing
 from crosspack.encoding.layouts import CHATS, LOOKED_AT, MEDIA, media_in
 from crosspack.reading import Records
 from crosspack.reading.files import is_url
-from crosspack.reading.places import BadRecord, Row
-from packing_core.errors import PackingError, UnsupportedError, first_line, naming, plural
+from crosspack.reading.places import Row
+from packing_core.errors import PackingError, UnsupportedError, naming, plural
 from packing_core.training.tasks import TASKS
 
 # options that only the next tokens of packed documents have, but for those that a task reads too (``Task.reads``)
@@ -83,29 +84,20 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
         UnsupportedError: one has images, and the task does not read them.
     """
     task, named = TASKS[options.task], read_columns(options.column)
-    found: list[Row] = []
-    skipped: list[str] = []
-    for item in counted(OUT, "records read", records.items()):
-        if limit is not None and len(found) == limit:
-            break
-        try:
-            if isinstance(item, BadRecord):
-                raise item.error()
-            item = _renamed(item, named)
-            task.columns_of(item, item.where)
-        except PackingError as error:
-            if options.on_error == "stop":
-                raise
-            skipped.append(first_line(error))
-            continue
-        media = media_in(item)
+    found, skipped = list[Row](), list[str]()
+    usable = checked(
+        counted(OUT, "records read", records.items()),
+        lambda item: task.columns_of(_renamed(item, named), item.where),
+        refusing(skipped if options.on_error == "skip" else None),
+    )
+    for item in islice(usable, limit):
+        media = media_in(item := _renamed(item, named))
         for name in (media[kind] for kind in media if kind not in task.media):
             raise UnsupportedError(
                 f"{item.where} has {name}, which --task {options.task} does not read: leave it out, or build the "
                 "trainer yourself and pass it to crosspack.enable_packing"
             )
-        item = with_whole_paths(item) if task.media else item
-        found.append(item)
+        found.append(with_whole_paths(item) if task.media else item)
     if not found:
         raise PackingError(f"none of the records of {records.name} can be used, the first because {skipped[0]}")
     warn_of_skipped(skipped)

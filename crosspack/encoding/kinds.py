@@ -38,6 +38,11 @@ def raise_error(found: BadRecord, error: PackingError) -> None:
     raise error
 
 
+def refusing(skipped: list[str] | None) -> Refuse:
+    """Returns what refuses records by adding the reasons to a list; without one, by ending the run."""
+    return raise_error if skipped is None else lambda _, error: skipped.append(first_line(error))
+
+
 # What the tokenizer sees at once: so many records, or so many bytes. A token takes over a hundred bytes meanwhile.
 _CHUNK, _CHUNK_BYTES = 1000, 1 << 20
 
