@@ -17,7 +17,7 @@ def recipes(
     output: Annotated[Path | None, typer.Option(help="The file to write; without it, the recipe is printed.")] = None,
 ) -> None:
     """Write a file of options for `crosspack train --config`, or list them."""
-    found = {file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8") for file in _files()}
+    found = texts()
     if name is None:
         if output is not None:
             raise PackingError(f"--output {output}: say which recipe: {', '.join(found)}")
@@ -42,8 +42,7 @@ def about(text: str) -> str:
     return text.partition("\n")[0].removeprefix("# ")
 
 
-def _files() -> list[Path]:
-    return sorted(
-        (Path(str(file)) for file in files("crosspack.recipes").iterdir() if file.name.endswith(".yaml")),
-        key=lambda path: path.name,
-    )
+def texts() -> dict[str, str]:
+    """Returns the text of each recipe by its name."""
+    there = sorted(files("crosspack.recipes").iterdir(), key=lambda file: file.name)
+    return {x.name.removesuffix(".yaml"): x.read_text(encoding="utf-8") for x in there if x.name.endswith(".yaml")}

@@ -19,18 +19,11 @@ from packing_core.training.records import StepRecord
 Service = Literal["tensorboard", "wandb", "trackio", "none"]
 Log = Callable[[Mapping[str, float], int], None]
 PROJECT = "crosspack"
-# service -> the modules of which one must be installed
-_MODULES: dict[str, tuple[str, ...]] = {
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    "wandb": ("wandb",),
-    "trackio": ("trackio",),
-    "none": (),
-}
 
 
 def check_service(service: Service) -> None:
     """Raise MissingExtraError unless the library of ``--report-to`` is installed; nothing is imported."""
-    modules = _MODULES[service]
+    modules, _ = _SERVICES[service]
     if modules and not any(map(find_spec, modules)):
         raise MissingExtraError(f"--report-to {service}: it is not installed: pip install {modules[0]}, or pass none")
 
@@ -42,7 +35,7 @@ def reporting(service: Service, folder: Path | None, config: Mapping[str, Any]) 
     Args:
         folder: the output of the run; TensorBoard's files go to ``tensorboard`` in it, and below ``runs`` without it.
     """
-    start = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "none": _nothing}[service]
+    _, start = _SERVICES[service]
     log, finish = start(folder, dict(config))
     try:
         yield log
@@ -88,5 +81,10 @@ def _trackio(folder: Path | None, config: dict[str, Any]) -> tuple[Log, Callable
     return lambda values, step: trackio.log(dict(values), step=step), trackio.finish
 
 
-def _nothing(folder: Path | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
-    return lambda values, step: None, lambda: None
+# service -> the modules of which one must be installed, and what begins to log there
+_SERVICES: dict[str, tuple[tuple[str, ...], Callable[..., tuple[Log, Callable[[], None]]]]] = {
+    "tensorboard": (("tensorboard", "tensorboardX"), _tensorboard),
+    "wandb": (("wandb",), _wandb),
+    "trackio": (("trackio",), _trackio),
+    "none": ((), lambda folder, config: (lambda values, step: None, lambda: None)),
+}

@@ -79,16 +79,12 @@ class Records:
             PackingError: a file cannot be read from some place on, or changed meanwhile.
         """
         seen = Unchanged(self.local_files())
-        if self.share == (0, 1):
-            for stretch in self.stretches(None):
-                for piece in read_pieces(stretch, _PIECE):
-                    yield from piece.items
-                    seen.check(stretch.file)
-            return
         index, count = self.share
-        size = min(max(self.size() // (16 * count), _SMALLEST), _LARGEST)
-        for _, stretch, start, step in dealt(list(self.stretches(size)), index, count):
-            for piece in read_pieces(stretch, min(size, _PIECE), start, step):
+        size = None if count == 1 else min(max(self.size() // (16 * count), _SMALLEST), _LARGEST)
+        stretches = self.stretches(size)
+        shares = ((0, one, 0, 1) for one in stretches) if count == 1 else dealt(list(stretches), index, count)
+        for _, stretch, start, step in shares:
+            for piece in read_pieces(stretch, min(size or _PIECE, _PIECE), start, step):
                 yield from piece.items
                 seen.check(stretch.file)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from crosspack.cli.recipes import _files, about
+from crosspack.cli.recipes import about, texts
 from tests.cli.console import done, one_line, run
 from tests.cli.test_tasks import RECORDS, weights  # noqa: F401  (a fixture)
 
-NAMES = [path.stem for path in _files()]
+NAMES = [*texts()]
 RECIPES = [pytest.param(name, marks=() if name in ("sft-lora-8b-24gb",) else pytest.mark.slow) for name in NAMES]
 
 
@@ -38,10 +38,10 @@ def test_a_recipe_trains_a_tiny_model(name, weights, write, tmp_path, monkeypatc
 
 def test_recipes_are_listed_with_what_they_are_for(tmp_path):
     listed = run("recipes").output
-    for path in _files():
-        assert path.stem in listed
-        assert about(path.read_text()) in listed
-    assert run("recipes", NAMES[0]).output == _files()[0].read_text()
+    for name, text in texts().items():
+        assert name in listed
+        assert about(text) in listed
+    assert run("recipes", NAMES[0]).output == texts()[NAMES[0]]
     assert "no recipe ppo: there are classify, dpo" in one_line(run("recipes", "ppo"))
     assert "say which recipe" in one_line(run("recipes", "--output", tmp_path / "a.yaml"))
     (tmp_path / "a.yaml").touch()
