@@ -134,23 +134,17 @@ def with_whole_paths(record: Row) -> Row:
 def _turn(turn: Any, folder: Path) -> Any:
     if not isinstance(turn, Mapping) or not isinstance(turn.get("content"), list):
         return turn
-    return {**turn, "content": [_part(part, folder) for part in turn["content"]]}
-
-
-def _part(part: Any, folder: Path) -> Any:
-    if not isinstance(part, Mapping) or part.get("type") not in ("image", "audio"):
-        return part
-    return {
-        name: _whole(value, folder) if name in ("image", "audio", "path") else value for name, value in part.items()
-    }
+    parts = [_whole(part, folder) if isinstance(part, Mapping) else part for part in turn["content"]]
+    return {**turn, "content": parts}
 
 
 def _whole(image: Any, folder: Path) -> Any:
-    """An image, or a list of them: a path from ``folder`` becomes one from here, all else stays as it is."""
+    """An image, a part of a message, or a list: a path from ``folder`` becomes one from here, all else stays."""
     if isinstance(image, list):
         return [_whole(each, folder) for each in image]
-    if isinstance(image, Mapping) and image.get("bytes") is None and isinstance(image.get("path"), str):
-        return {**image, "path": _whole(image["path"], folder)}
+    if isinstance(image, Mapping) and image.get("bytes") is None:
+        paths = ("image", "audio", "path")
+        return {name: _whole(value, folder) if name in paths else value for name, value in image.items()}
     if isinstance(image, str) and not is_url(image) and not image.startswith("data:"):
         return str(folder / image)
     return image
