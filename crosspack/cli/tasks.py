@@ -111,7 +111,7 @@ def have_images(options: TrainOptions) -> bool:
         with suppress(PackingError):  # raised again, under the name of its option, where the data is opened
             records = open_records(weighted(text)[0], split=options.split).items()
             for item in islice(counted(OUT, "records looked at for images", records), limit):
-                if isinstance(item, Row) and media_in(_renamed(item, named)):
+                if isinstance(item, Row) and media_in(_renamed(item, [x for x in named if x[1] in item])):
                     return True
     return False
 

@@ -206,7 +206,7 @@ def test_images_are_looked_for_in_all_records_for_a_model_that_may_take_them(wri
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "shown").mkdir()
-    (tmp_path / "shown" / "config.json").write_text('{"thinker_config": {"vision_config": {}}}')
+    (tmp_path / "shown" / "config.json").write_bytes(b'{"thinker_config": {"vision_config": {}}, "\xe4": 0}')
     for model in (str(tmp_path / "shown"), "owner/name"):
         assert not found(str(first), model=model)
         assert found(f"{first}:0.5", f"{second}:0.5", model=model)
@@ -215,7 +215,7 @@ def test_images_are_looked_for_in_all_records_for_a_model_that_may_take_them(wri
         assert found(str(write("first.jsonl", [{"text": "a", "image": "a.png"}])), model=other)
     assert not found("absent.jsonl") and not tasks.have_images(TrainOptions(data=None))
     chats = [{"chat": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}]}]
-    assert found(str(write("chats.jsonl", chats)), column=["messages=chat"])
+    assert found(str(write("chats.jsonl", [{"text": "a"}, *chats])), column=["messages=chat"])
 
 
 BESIDE = ({"audio": "a.wav"}, {"videos": ["a.mp4"]}, {"images": ["a.png"], "audios": ["a.wav"]})
