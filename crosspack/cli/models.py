@@ -80,10 +80,7 @@ def may_take_media(model: str | None) -> bool:
     if model is None or Path(model).is_file():
         return False
     path = Path(model) / "config.json"
-    return (
-        not path.is_file()
-        or re.search(r'"(vision|audio|encoder)_config"', path.read_text(errors="replace")) is not None
-    )
+    return not path.is_file() or re.search(rb'"(vision|audio|encoder)_config"', path.read_bytes()) is not None
 
 
 def check_name(option: str, name: str | None) -> None:
