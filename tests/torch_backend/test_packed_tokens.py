@@ -10,7 +10,6 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import torch_backend
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from tests.torch_backend.models import collate, documents, patched, tiny
 from torch_backend.packed_tokens import NOWHERE, PackedTokens, packed_tokens
@@ -149,20 +148,6 @@ def test_a_patched_model_refuses_packed_tokens_without_boundaries(how: str) -> N
     batch = collate(documents())
     with pytest.raises((LayoutError, UnsupportedModelError), match=f"came packed from a collator|{REFUSED}"):
         WAYS_PAST[how](patched(), batch)
-
-
-def test_a_module_around_a_patched_model_that_drops_the_boundaries_raises() -> None:
-    class Picks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = tiny("llama")
-
-        def forward(self, input_ids: Tensor, labels: Tensor, **_: object) -> object:
-            return self.model(input_ids=input_ids, labels=labels)
-
-    module = torch_backend.patch(Picks(), verify=False)
-    with pytest.raises(LayoutError, match="^input_ids came packed from a collator"):
-        module(**collate(documents()))
 
 
 def test_documents_of_a_packed_batch_run_alone() -> None:
