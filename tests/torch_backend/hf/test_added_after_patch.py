@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import torch_backend
-from packing_core.errors import ContaminationError, LayoutError
+from packing_core.errors import ContaminationError
 from tests.torch_backend.hf.test_document_heads import classifier
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, patched, tiny
 from torch_backend import PackedCollator
@@ -242,15 +242,6 @@ def test_modules_of_transformers_and_adapters_change_nothing() -> None:
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
     adapted(**collate(docs))
     causal_lm_loss(adapted, collate(docs))
-
-
-def test_a_hook_that_takes_the_boundaries_from_a_batch_is_seen() -> None:
-    model = patched()
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, {"input_ids": kwargs["input_ids"]}), with_kwargs=True
-    )
-    with pytest.raises(LayoutError, match="^input_ids came packed from a collator"):
-        model(**collate(documents()))
 
 
 def test_trainers_may_let_embeddings_require_gradients_and_take_it_back_in_every_step() -> None:

@@ -189,17 +189,6 @@ def test_tokens_that_are_picked_out_of_a_packed_batch_are_noticed(made: Callable
     model(**batch)
 
 
-def test_a_row_of_one_document_needs_no_boundaries() -> None:
-    model, batch = patched(), PackedCollator(capacity=16)([{"input_ids": [5, 6, 7]}])
-    model(input_ids=batch["input_ids"], labels=batch["labels"])
-    collate = PackedCollator(capacity=4, strategy="sequential")
-    ids = collate([{"input_ids": d} for d in ([5, 6, 7], [8], [9], [10, 11, 12])])["input_ids"]
-    model(input_ids=ids[:1, :-1])  # 5, 6, 7 | 8
-    model(input_ids=ids[1:, 1:])  # 9 | 10, 11, 12
-    with pytest.raises(LayoutError, match="^input_ids came packed from a collator"):
-        model(input_ids=ids[:1, 1:])
-
-
 # ---- trainers
 
 
