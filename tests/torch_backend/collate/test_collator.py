@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForTokenClassification,
     DataCollatorWithFlattening,
-    LlamaConfig,
-    LlamaForTokenClassification,
 )
 
 import torch_backend
@@ -191,26 +189,6 @@ def test_bad_features_raise() -> None:
         PackedCollator(capacity=2)(DOCUMENTS)
     split = PackedCollator(capacity=2, overflow="split", strategy="best_fit")
     assert split(DOCUMENTS)["packed_lengths"] == (2, 2, 1, 1)
-
-
-class TokenClassifier(LlamaForTokenClassification):
-    """A user's class over transformers' own."""
-
-
-def test_a_token_classifier_keeps_the_labels_of_first_tokens() -> None:
-    """Row 1: | 1 2 3 | 4 5 |  row 2: | 6 7 8 9 | padding |; the label of 2 is not trained."""
-    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    model = TokenClassifier(config)
-    ids, labels = [[1, 2, 3], [4, 5], [6, 7, 8, 9]], [[0, -100, 1], [1, 0], [1, 1, 0, 0]]
-    features = [{"input_ids": i, "labels": label} for i, label in zip(ids, labels, strict=True)]
-    batch = PackedCollator(model, capacity=5, strategy="sequential")(features)
-    assert batch["labels"].tolist() == [[0, -100, 1, 1, 0], [1, 1, 0, 0, -100]]
-    given = {"input_ids": torch.tensor([[1, 2, 3, 4, 5]]), "labels": torch.tensor([[0, -100, 1, 1, 0]])}
-    marked = with_boundaries(dict, model)({**given, "seq_lengths": [[3, 2]]})
-    assert marked["labels"].tolist() == given["labels"].tolist()
-    with pytest.raises(LayoutError, match=r"begins with the token 1, whose label is 0: .*with_boundaries\(.*, model\)"):
-        with_boundaries(dict)({**given, "seq_lengths": [[3, 2]]})
-    assert "labels" not in PackedCollator(model, capacity=5)([{"input_ids": [1, 2]}]), "to predict; a step refuses it"
 
 
 def test_a_collator_of_ours_keeps_its_fixed_shapes_under_with_boundaries() -> None:
