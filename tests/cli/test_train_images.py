@@ -88,7 +88,7 @@ def test_a_first_row_of_one_document_does_not_end_the_audit(start: Path, data: A
     result = " ".join(
         done(*options(start, data([chat("a.png", "b.png", "a.png")] * 2), "--batch-size", 1)).output.split()
     )
-    assert "none of the 2 batches has a row of two trained documents" in result
+    assert "the batch, the best of 2, has no trained document behind another one" in result
 
 
 def of_task(task: str, *shown: str) -> dict[str, Any]:

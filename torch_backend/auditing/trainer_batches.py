@@ -62,7 +62,8 @@ class TrainerStep:
         count, best = next(steps)
         while best.shows < LEAK and (following := next(steps, None)) is not None:
             count, step = following
-            best = step if step.shows > best.shows else best
+            if best.shows == NOTHING or step.shows > best.shows:  # without the gradients of both where none is any use
+                best = step
         if not best.trains:
             read = f"{count} batches" if count > 1 else "batch"
             raise PackingError(

@@ -248,8 +248,14 @@ def test_batches_are_taken_until_a_row_has_two_trained_documents(tmp_path) -> No
 def test_where_no_document_shares_its_row_the_report_says_so(tmp_path, rows) -> None:
     report = torch_backend.audit(rows_of([16] * 4, tmp_path, rows))
     assert (report.verdict, report.documents, report.leak) == ("exact", rows, 0), str(report)
-    assert f"; none of the {4 // rows} batches has a row of two trained documents, of which one could" in str(report)
-    assert "; the batch has no row of two trained documents" in str(torch_backend.audit(rows_of([16], tmp_path)))
+    assert f"; the batch, the best of {4 // rows}, has no trained document behind another one, which" in str(report)
+    assert "; the batch has no trained document behind another one" in str(torch_backend.audit(rows_of([16], tmp_path)))
+
+
+def test_a_leak_from_documents_without_targets_is_a_leak(tmp_path) -> None:
+    report = torch_backend.audit(rows_of([6, 5] * 3, tmp_path, 2, untrained={0, 2, 4}, leaks=True))
+    assert report.leak > 0.1 and report.batches == 1 and not report.isolated, str(report)
+    assert torch_backend.audit(rows_of([6, 5] * 3, tmp_path, untrained={0, 2, 4}, capacity=11)).verdict == "exact"
 
 
 @pytest.mark.parametrize("lengths", [[6, 5, 5], [1, 6, 9]])
