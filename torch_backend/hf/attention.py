@@ -42,6 +42,7 @@ __all__ = ["PREFIX", "DecoderLayer", "PreTrainedModel", "packed_attention", "reg
 
 PREFIX = "crosspack_"
 KIND = "_crosspack_kind_of_layer"  # the attribute of an attention layer that names its kind
+_NAMES = {"eager", "sdpa"}  # implementations that forwards of transformers compare with the config's
 TOWER_SEGMENTS = "tower_segments"  # the keyword of the segments that a vision tower's layer attends inside
 PACKED = "packed"  # the keyword under which a tower passes on its packed call
 
@@ -105,15 +106,13 @@ def under_own_name(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: A
 
     Layers with indexers compare the name, and mask the keys that are not selected for the names that they know alone.
     """
-    config = layer.config
-    if not compares_names(original_class(layer).forward) or forward_among((*args, *kwargs.values())) is not None:
+    forward = original_class(layer).forward
+    if not compares_names(forward) or forward_among((*args, *kwargs.values())) is not None:
         return call(*args, **kwargs)
-    layer.config = copy.copy(config)  # layers of other threads read the same one
-    layer.config._attn_implementation_internal = unregistered(config._attn_implementation)
-    try:
-        return call(*args, **kwargs)
-    finally:
-        layer.config = config
+    before = copy.copy(layer)  # other threads call the layer itself
+    before.config = copy.copy(layer.config)
+    before.config._attn_implementation_internal = unregistered(layer.config._attn_implementation)
+    return forward(before, *args, **kwargs)
 
 
 @cache
@@ -121,7 +120,7 @@ def compares_names(forward: Callable[..., Any]) -> bool:
     """Returns whether the forward of an attention layer holds the name of an implementation."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     constants = () if code is None else code.co_consts
-    return any("sdpa" in (x if isinstance(x, tuple) else (x,)) for x in constants)
+    return any(_NAMES & {*(x if isinstance(x, tuple | frozenset) else (x,))} for x in constants)
 
 
 def _mask_before(*args: Any, before: str, **kwargs: Any) -> Any:

@@ -143,6 +143,15 @@ def test_calls_that_are_not_packed_select_what_they_did_before_the_patch(family:
     assert torch.equal(model.eval().generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0), answer)
 
 
+def test_calls_that_are_not_packed_leave_the_layer_to_other_threads() -> None:
+    model = patch(tiny("deepseek_v32", index_topk=8), verify=False)
+    layer, seen = model.model.layers[0].self_attn, []
+    config = layer.config
+    layer.o_proj.register_forward_pre_hook(lambda *_: seen.append(layer.config))
+    model(input_ids=documents((40,))[0][None])
+    assert seen == [config] and seen[0] is config and "config" in layer.__dict__
+
+
 def test_documents_within_the_budget_need_no_scores() -> None:
     model = patched("deepseek_v32", index_topk=40)
     for indexer in indexers(model):
