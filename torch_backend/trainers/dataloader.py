@@ -90,11 +90,11 @@ def _refuse_shares(data: Any, first: Any) -> None:
 
     Data that do not say so are compared: their number, and examples of those that are the same whenever they are read.
     """
-    seen: list[Any] = [None if _is_stream(data) else len(data)]
-    if hasattr(data, "select_columns") and not _is_stream(data):
+    seen: list[Any] = [None if is_stream(data) else len(data)]
+    if hasattr(data, "select_columns") and not is_stream(data):
         if data.format["type"] != "custom":
             seen += [repr(data.with_format(None)[number]) for number in sampled(len(data))]
-    elif isinstance(data, list | tuple) or _is_stream(data):
+    elif isinstance(data, list | tuple) or is_stream(data):
         seen.append(repr(first))
     ranks = _of_ranks((share_of(data), seen))
     shares = [share for share, _ in ranks]
@@ -230,7 +230,7 @@ def _rows(trainer: Any, collator: PackedCollator, capacity: int, request: Packin
     replaced = collator.replaced if isinstance(collator, ReplacingCollator) else None
     read = (*trainer._signature_columns, *READ) if args.remove_unused_columns else None
     seed = args.seed if args.data_seed is None else args.data_seed
-    if _is_stream(data):
+    if is_stream(data):
         if collator.vision is not None:
             raise UnsupportedError(
                 "a stream of examples with images is not packed: pass a datasets.Dataset or a list of examples"
@@ -318,17 +318,22 @@ def _why_batches_only(trainer: Any) -> str | None:
             return f"{type(trainer).__name__} has a {method} of its own"
     if trainer.accelerator.dataloader_config.split_batches:
         return "split_batches=True splits each batch over the ranks"
-    if _is_stream(data) or isinstance(data, list | tuple):
+    if is_stream(data) or isinstance(data, list | tuple):
         return None
     if not hasattr(data, "select_columns"):
         return f"a {type(data).__name__} does not tell its lengths: pass a datasets.Dataset or a list"
-    if data.format["type"] == "custom":
+    if made_on_access(data):
         return "its examples are made on access (set_transform): store them as they are to be (map)"
     return None
 
 
-def _is_stream(data: Any) -> bool:
+def is_stream(data: Any) -> bool:
     return isinstance(data, IterableDataset) or not hasattr(data, "__len__")
+
+
+def made_on_access(data: Any) -> bool:
+    """Returns whether ``set_transform`` makes each example of a data set when it is read."""
+    return hasattr(data, "set_transform") and data.format["type"] == "custom"
 
 
 def _longest(trainer: Any) -> tuple[int, str]:

@@ -29,7 +29,7 @@ from torch_backend.collate.pictures import has_media
 from torch_backend.collate.vision import CHATS, VisionReader, VisionRows, turns_of
 from torch_backend.hf.anatomy.heads import head_of, predicts_masked
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.trainers.dataloader import pack_training_data
+from torch_backend.trainers.dataloader import is_stream, made_on_access, pack_training_data
 from torch_backend.trainers.epoch_rows import EpochRows, RowStream
 from torch_backend.trainers.over_ranks import context_mesh, why_not_rows
 from torch_backend.trainers.own_loss import TrainerLoss
@@ -194,11 +194,13 @@ def _collator_of_images(trainer: Any, examples: Sequence[tuple[str, Any]]) -> Pa
 
 
 def _with_media(data: Any) -> Iterator[Any]:
-    """The examples of data that hold images, clips or videos, or their tensors; none of a stream."""
+    """The examples of data that hold images, clips or videos, or their tensors; none of streams or made on access."""
     names = getattr(data, "column_names", None) or CHATS
-    if not hasattr(data, "__getitem__") or not any(name in CHATS or name.startswith(_COLUMNS) for name in names):
+    if is_stream(data) or made_on_access(data):
         return
-    for example in data:
+    if not any(name in CHATS or name.startswith(_COLUMNS) for name in names):
+        return
+    for example in map(data.__getitem__, range(len(data))):
         if not isinstance(example, Mapping):
             return
         tensors = any(example[name] is not None for name in example if name.startswith(MEDIA))

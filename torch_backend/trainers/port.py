@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from packing_core.errors import PackingError, UnsupportedError
+from packing_core.errors import PackingError, UnsupportedError, naming
 from packing_core.extras import require
 from packing_core.planning.cost import Cost
 from packing_core.planning.pieces import Overflow
@@ -213,7 +213,7 @@ def _patched_model_init(
     return model
 
 
-def _load_renamed(load: Any, trainer: Any, *args: Any) -> None:
+def _load_renamed(load: Any, trainer: Any, *args: Any, **options: Any) -> None:
     """As ``Trainer``'s, which looks for the model's own names in a checkpoint and leaves out all other weights.
 
     ``save_pretrained`` gives other names to those of many families, of experts and of images for example. They are read
@@ -222,11 +222,14 @@ def _load_renamed(load: Any, trainer: Any, *args: Any) -> None:
     model, warn = trainer.model, trainer._issue_warnings_after_load
     results: list[Any] = []
     with with_values([(trainer, "_issue_warnings_after_load", results.append)]):
-        load(*args)
+        load(*args, **options)
     for result in results:
         if result.unexpected_keys and isinstance(model, PreTrainedModel):
-            folder = args[0] if args else trainer.state.best_model_checkpoint
-            saved: Any = original_class(model).from_pretrained(folder, dtype=torch.float32)  # type: ignore[attr-defined]
+            folder = args[0] if args else options.get("resume_from_checkpoint", trainer.state.best_model_checkpoint)
+            kind: Any = original_class(model)
+            way_out = f"it has weights under other names than {kind.__name__}, so from_pretrained must take its folder"
+            with naming(f"{folder} cannot be read", way_out=way_out, with_kind=True):
+                saved = kind.from_pretrained(folder, dtype=torch.float32)
             result = model.load_state_dict(saved.state_dict(), strict=False)
         warn(result)
 

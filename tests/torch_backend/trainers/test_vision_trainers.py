@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from conformance.pairwise import pairwise
-from packing_core.errors import CapacityError, PackingError, UnsupportedError, UnsupportedModelError
+from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError, UnsupportedModelError
 from tests.torch_backend.collate.test_vision_collator import CHATS, TOLERANCE, chat, processed, update
 from tests.torch_backend.models import PLAIN_SGD, tiny
 from tests.torch_backend.processors import picture, tiny_processor
@@ -202,3 +202,32 @@ def test_what_cannot_be_packed_is_refused_before_training(tmp_path: Any, monkeyp
     monkeypatch.delitem(EXACT_KEYS, "gemma3")
     with pytest.raises(UnsupportedModelError, match="Gemma3ForConditionalGeneration is not known to be exact with im"):
         enable_packing(built(CHATS[1:], vision_model("gemma3"), tiny_processor("gemma3")), capacity=48, verify=False)
+
+
+class Texts(torch.utils.data.IterableDataset):
+    """A stream of chats without images, of which the first ones alone may be read before training."""
+
+    def __iter__(self) -> Any:
+        for number in range(200):
+            assert number < 100, "the stream was read on"
+            yield {"messages": chat(ask="w5")["messages"]}
+
+
+class Endless(torch.utils.data.Dataset):
+    """Eight examples, and the same one wherever else it is asked for."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": list(range(4, 10)), "labels": list(range(4, 10))}
+
+
+def test_images_are_not_looked_for_in_streams_and_behind_the_last_example(tmp_path: Any) -> None:
+    def trainer(data: Any, collator: Any) -> Trainer:
+        arguments = TrainingArguments(**ONE_STEP, output_dir=str(tmp_path), remove_unused_columns=False)
+        return Trainer(vision_model("qwen2_5_vl"), arguments, train_dataset=data, data_collator=collator)
+
+    with pytest.raises(LayoutError, match="the training data have no input_ids, only messages"):
+        enable_packing(trainer(Texts(), Processes(tiny_processor("qwen2_5_vl"))), capacity=60, verify=False)
+    enable_packing(trainer(Endless(), None), capacity=60, verify=False)
