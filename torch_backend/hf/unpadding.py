@@ -98,11 +98,10 @@ def with_lengths(batch: Mapping[str, Any], *, ids: bool = False) -> dict[str, An
     """
     batch = dict(batch)
     for prefix in [name.removesuffix("attention_mask") for name in batch if name.endswith("attention_mask")]:
-        if prefix + LENGTHS in batch:
-            continue
-        mask = batch[prefix + "attention_mask"]
-        batch[prefix + LENGTHS] = lengths_of(mask)
-        if ids and (tokens := batch.get(prefix + "input_ids")) is not None:
+        mask, tokens = batch[prefix + "attention_mask"], batch.get(prefix + "input_ids")
+        if prefix + LENGTHS not in batch:
+            batch[prefix + LENGTHS] = lengths_of(mask)
+        if ids and tokens is not None and prefix + IDS not in batch:
             batch[prefix + IDS] = RowIds(tokens[mask != 0].cpu().numpy())
     return batch
 
