@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,14 @@ def model_config(model: str) -> Any:
 
 
 def may_take_media(model: str | None) -> bool:
-    """Returns whether a model has an encoder of images or audio; True for one of the hub, whose config is not here."""
+    """Returns whether a model has an encoder of images or audio, by its config; False where there is none."""
     if model is None or Path(model).is_file():
         return False
     path = Path(model) / "config.json"
-    return not path.is_file() or re.search(rb'"(vision|audio|encoder)_config"', path.read_bytes()) is not None
+    if not Path(model).exists():
+        with suppress(PackingError), naming(f"--model {model}"):  # raised again where the model is loaded
+            path = Path(require("huggingface_hub", extra="hf").hf_hub_download(model, "config.json"))
+    return path.is_file() and re.search(rb'"(vision|audio|encoder)_config"', path.read_bytes()) is not None
 
 
 def check_name(option: str, name: str | None) -> None:

@@ -105,13 +105,19 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
 
 
 def have_images(options: TrainOptions) -> bool:
-    """Returns whether a record has images or audio, of all for a model that may take them, else of the first."""
-    limit, named = None if may_take_media(options.model) else LOOKED_AT, read_columns(options.column)
+    """Returns whether a record has images or audio, of all up to ``--limit`` for a model that may take them.
+
+    Of a model that takes text alone, or whose config cannot be read, the first records say what the data are.
+    """
+    most, named = None if may_take_media(options.model) else LOOKED_AT, read_columns(options.column)
     for text in options.data or ():
         with suppress(PackingError):  # raised again, under the name of its option, where the data is opened
-            records = open_records(weighted(text)[0], split=options.split).items()
-            for item in islice(counted(OUT, "records looked at for images", records), limit):
-                if isinstance(item, Row) and media_in(_renamed(item, [x for x in named if x[1] in item])):
+            items = counted(
+                OUT, "records looked at for images", open_records(weighted(text)[0], split=options.split).items()
+            )
+            rows = islice((item for item in items if isinstance(item, Row)), options.limit)
+            for row in islice(rows, most):
+                if media_in(_renamed(row, [x for x in named if x[1] in row])):
                     return True
     return False
 

@@ -1,7 +1,7 @@
 """A call of ``crosspack train``, checked before any framework is imported.
 
-The options of the command -> a :class:`TrainCommand`, of whose data only the first records were read -> its job, when
-the data are there.
+The options of the command -> a :class:`TrainCommand`, of whose data the first records were read, and all that
+might be trained where some may have images -> its job, when the data are there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TrainCommand:
         task: what is trained on examples by a trainer of its own; None trains the next tokens of packed documents.
         tokenizer: a folder or hub name; None trains one on the data.
         arguments: further fields of the arguments of the task's trainer.
-        records: the data, of which the first records have been looked at.
+        records: the data, of which the first records have been looked at, or all if the model may take images.
         resume: whether the run goes on from a checkpoint.
         settled: every option with its value, by name, as ``run_file`` holds them.
         run_file: the contents of the run's ``run.yaml``.
@@ -90,6 +90,10 @@ class TrainCommand:
             UnsupportedError: an option has no effect on the task.
         """
         check_pipes(options)
+        model = model_source(options.model)
+        tokenizer = tokenizer_source(options.model, options.tokenizer)
+        arguments = read_settings(options.set)
+        check_service(options.report_to)
         on_examples = options.task != "sft" or have_images(options)
         task = tasks.TASKS[options.task] if on_examples else None
         entry = registered(GROUP if task is None else tasks.GROUP, options.backend)
@@ -101,8 +105,6 @@ class TrainCommand:
         else:
             check_examples(options)
         check_kept(options)
-        arguments = read_settings(options.set)
-        model = model_source(options.model)
         pretrained = isinstance(model, str)
         if options.lora and not pretrained:
             raise PackingError(
@@ -112,8 +114,6 @@ class TrainCommand:
         losses = options.losses(options.seed, pretrained=pretrained, settings=settings)
         if task is None:
             check_optimizer(options, losses.optim)
-        tokenizer = tokenizer_source(options.model, options.tokenizer)
-        check_service(options.report_to)
         records, held_out = _opened(options, task, tokenizer)
         settled = effective(context, lr=losses.lr, precision=losses.precision)
         alone = options.nproc == launch.world_size() == 1 and task is None

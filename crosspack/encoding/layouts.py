@@ -32,7 +32,7 @@ SPOKEN = ("system", "developer", "user", "assistant", "tool", "function")  # rol
 CALLS = ("function_call", "tool_call")  # who speaks where the assistant calls a tool, by JSON
 MEDIA = ("image", "video", "audio")  # kinds; columns are named by one, or by several, as TRL names those of images
 CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # columns that may hold messages
-LOOKED_AT = 100  # records that are looked at for what a data set has: images, the columns of --keep
+LOOKED_AT = 100  # first records that say what a data set has: the columns of --keep, images for a model of text
 _KNOWN = ("input_ids", "messages", "prompt", "text")  # a record with one of these is taken as it is
 
 

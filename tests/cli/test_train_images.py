@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from crosspack.cli import tasks
+from crosspack.cli import tasks, traincommand
 from crosspack.cli.trainoptions import TrainOptions
 from crosspack.reading.places import Place, Row
 from packing_core.errors import UnsupportedError
@@ -197,7 +197,18 @@ def test_paths_are_those_from_the_file_and_all_else_stays(tmp_path: Path) -> Non
     assert tasks.with_whole_paths(elsewhere) is elsewhere
 
 
-def test_images_are_looked_for_in_all_records_for_a_model_that_may_take_them(write: Any, tmp_path: Path) -> None:
+def test_images_are_looked_for_in_all_records_for_a_model_that_may_take_them(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    def downloaded(name: str, file: str) -> str:
+        if name == "owner/absent":
+            raise OSError("no such file on the hub")
+        return str(tmp_path / name.removeprefix("owner/") / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", downloaded)
+
     def found(*data: str, **options: Any) -> bool:
         return tasks.have_images(TrainOptions(data=list(data), **options))
 
@@ -207,10 +218,11 @@ def test_images_are_looked_for_in_all_records_for_a_model_that_may_take_them(wri
     (tmp_path / "text" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "shown").mkdir()
     (tmp_path / "shown" / "config.json").write_bytes(b'{"thinker_config": {"vision_config": {}}, "\xe4": 0}')
-    for model in (str(tmp_path / "shown"), "owner/name"):
+    for model in (str(tmp_path / "shown"), "owner/shown"):
         assert not found(str(first), model=model)
         assert found(f"{first}:0.5", f"{second}:0.5", model=model)
-    for other in (None, str(tmp_path / "text")):
+        assert found(str(second), model=model, limit=151) and not found(str(second), model=model, limit=150)
+    for other in (None, str(tmp_path / "text"), str(tmp_path), "owner/text", "owner/absent"):
         assert not found(str(second), model=other)
         assert found(str(write("first.jsonl", [{"text": "a", "image": "a.png"}])), model=other)
     assert not found("absent.jsonl") and not tasks.have_images(TrainOptions(data=None))
@@ -231,6 +243,16 @@ def test_media_that_a_task_does_not_read_are_refused_by_the_record(task: str, be
         UnsupportedError, match=rf"data\.jsonl:2 has {name}, which --task {task} does not read: leave it"
     ):
         tasks.read_examples(options, tasks.open_examples(options, options.data, None, "--data"))
+
+
+def test_what_is_wrong_with_the_options_is_said_before_all_records_are_read(
+    start: Path, data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traincommand, "have_images", lambda options: pytest.fail("the records were read"))
+    command = ("train", "--data", data([chat()]), "--model")
+    assert "no such folder or file" in error_of(*command, "./nope")
+    assert "--tokenizer ./nope: no such" in error_of(*command, start, "--tokenizer", "./nope")
+    assert "--set" in error_of(*command, start, "--set", "learning_rate")
 
 
 def test_an_image_behind_many_texts_is_trained(start: Path, data: Any) -> None:
