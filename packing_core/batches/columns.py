@@ -7,7 +7,7 @@ they agree; a batch's masks of trained tokens mean the same to ``with_boundaries
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -31,8 +31,8 @@ from packing_core.storage.segment_indexing import offsets_of, ranges
 # Masks, 0 where a token is not trained, under the names that TRL and this project give them. All of them must agree.
 TRAINED = ("loss_mask", "completion_mask", "assistant_masks")
 PROMPT = "prompt_length"  # so many first tokens of a document are not trained
-# Everything that is read beside input_ids and labels; trainers drop columns that the model does not take.
 MEDIA = ("pixel_values", "input_features")  # how columns of what processors make of images and clips begin
+# Everything that is read beside input_ids and labels; trainers drop columns that the model does not take.
 READ = (*TRAINED, PROMPT, *LENGTHS, *PER_TOKEN)
 
 
@@ -156,11 +156,17 @@ def documents_in(given: Any) -> Documents | None:
 def _refuse_media(columns: Mapping[str, Iterable[Any]]) -> None:
     for name, values in columns.items():
         for number, value in enumerate(values):
-            if getattr(value, "is_valid", value is not None) and len(value):
+            if _holds_something(value.as_py() if hasattr(value, "as_py") else value):
                 raise LayoutError(
                     f"example {number} has {name}, which rows of tokens do not hold: pass the examples to "
                     "crosspack.PackedMediaDataset, or leave the column out"
                 )
+
+
+def _holds_something(value: Any) -> bool:
+    """Returns whether a value is there and not empty: a number, an array or tensor of any rank, or a list."""
+    shape = getattr(value, "shape", None)
+    return value is not None and (not isinstance(value, Sized) or (len(value) > 0 if shape is None else 0 not in shape))
 
 
 def arrow_documents(dataset: Any, names: list[str]) -> Documents:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -188,6 +189,24 @@ def test_rows_of_tokens_take_no_images(name: str) -> None:
         assert len(pack_all([text, {**text, name: []}])) == 1
         with pytest.raises(LayoutError, match=says):
             pack_all([text, shown])
+
+
+def test_images_of_any_type_are_refused() -> None:
+    says = "example 0 has pixel_values, which rows of tokens do not hold"
+    for image in (0, torch.tensor(0.5), np.zeros((2, 2)), torch.zeros(1, 2), [[0.0, 1.0], [2.0]]):
+        with pytest.raises(LayoutError, match=says):
+            pack([{"input_ids": [1, 2], "pixel_values": image}], 8)
+    assert len(pack([{"input_ids": [1, 2], "pixel_values": torch.zeros(0, 2)}], 8)) == 1
+    columns = {"input_ids": datasets.List(datasets.Value("int64")), "pixel_values": datasets.Array2D((2, 2), "float32")}
+    for image in ([[0.0, 1.0], [2.0, 3.0]], None):
+        data = datasets.Dataset.from_list(
+            [{"input_ids": [1, 2], "pixel_values": image}], features=datasets.Features(columns)
+        )
+        if image is None:
+            assert len(pack_dataset(data, 8)) == 1
+        else:
+            with pytest.raises(LayoutError, match=says):
+                pack_dataset(data, 8)
 
 
 @readers
