@@ -12,7 +12,7 @@ import pytest
 from crosspack.cli import tasks, traincommand
 from crosspack.cli.trainoptions import TrainOptions
 from crosspack.reading.places import Place, Row
-from packing_core.errors import UnsupportedError
+from packing_core.errors import LayoutError, UnsupportedError
 from tests.cli.console import done, run
 
 USER, ASSISTANT = "w5 w6 w7", "w8 w9"
@@ -243,6 +243,23 @@ def test_media_that_a_task_does_not_read_are_refused_by_the_record(task: str, be
         UnsupportedError, match=rf"data\.jsonl:2 has {name}, which --task {task} does not read: leave it"
     ):
         tasks.read_examples(options, tasks.open_examples(options, options.data, None, "--data"))
+
+
+@pytest.mark.parametrize(
+    ("shown", "says"),
+    [
+        ({"type": "image_url"}, "example 2 has a part of type image_url, which no processor reads"),
+        ({"type": "image_url", "image_url": {"url": "a.png"}}, "example 2 has images in its messages: put them into"),
+        ({"type": "image", "image": "a.png"}, "example 2 has images in its messages: put them into"),
+    ],
+)
+@pytest.mark.parametrize("turns", ["prompt", "completion", "rejected"])
+def test_images_of_preferences_stand_in_their_column_alone(shown: Any, says: str, turns: str) -> None:
+    from torch_backend.job.kinds import _with_images
+
+    record = {"prompt": "w5", turns: [{"role": "user", "content": [shown]}], "images": []}
+    with pytest.raises(LayoutError, match=says):
+        _with_images(record, "example 2")
 
 
 def test_what_is_wrong_with_the_options_is_said_before_all_records_are_read(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from packing_core.errors import LayoutError, naming
 from packing_core.extras import require
 
+CHATS = ("messages", "prompt", "completion")  # columns that may hold messages
 LEAVE_OUT = "repair it or leave out the example"  # the way out of what cannot be decoded
 _SOURCES = ("path", "url", "base64")  # where a part of a message may have its image, beside its own type
 _MORE_BITS = ("I", "F")  # how modes of 16 and 32 bits begin, whose numbers mean what their maker says
@@ -53,14 +54,9 @@ def media_of(example: Mapping[str, Any], kind: str, where: str) -> list[Any]:
     if listed and single is not None:
         raise LayoutError(f"{where} has {kind} and {kind}s: pass all of them as {kind}s")
     listed = listed if single is None else [single]
-    chat = example.get("messages") if example.get("messages") is not None else example.get("prompt")
-    parts = [part for part in _parts(() if isinstance(chat, str) else chat or ()) if _shows(part, kind)]
-    for part in parts:
-        if part["type"] != kind:
-            raise LayoutError(
-                f'{where} has a part of type {part["type"]}, which no processor reads: write {{"type": "{kind}", '
-                f'"{kind}": ...}}, a path or a URL'
-            )
+    refuse_unread(turns_of(example), kind, where)
+    chat = "messages" if example.get("messages") is not None else "prompt"
+    parts = [part for part in _parts(turns_of(example, (chat,))) if _shows(part, kind)]
     sources = (kind, f"{kind}_url", *_SOURCES)
     own = [next((part[name] for name in sources if part.get(name) is not None), None) for part in parts]
     free = sum(one is None for one in own)
@@ -77,9 +73,25 @@ def has_media(example: Mapping[str, Any], turns: Iterable[Mapping[str, Any]], ki
     return shown or any(_shows(part, kind) for part in _parts(turns))
 
 
-def has_own_pictures(chat: Any) -> bool:
-    """Returns whether a part of a chat holds or names an image itself; False of text."""
-    parts = [part for part in _parts(() if chat is None or isinstance(chat, str) else chat) if _shows(part, "image")]
+def turns_of(example: Mapping[str, Any], names: Sequence[str] = CHATS) -> list[Any]:
+    """Returns the messages of an example in the columns ``names``, of which each may be a string."""
+    chats = [example.get(name) for name in names]
+    return [turn for chat in chats if chat is not None and not isinstance(chat, str) for turn in chat]
+
+
+def refuse_unread(turns: Iterable[Mapping[str, Any]], kind: str, where: str) -> None:
+    """Raises LayoutError for a part of a kind of media whose type is another, such as ``image_url``."""
+    for part in _parts(turns):
+        if _shows(part, kind) and part["type"] != kind:
+            raise LayoutError(
+                f'{where} has a part of type {part["type"]}, which no processor reads: write {{"type": "{kind}", '
+                f'"{kind}": ...}}, a path or a URL'
+            )
+
+
+def has_own_pictures(turns: Iterable[Mapping[str, Any]]) -> bool:
+    """Returns whether a part of messages holds or names an image itself."""
+    parts = [part for part in _parts(turns) if _shows(part, "image")]
     return any(part.get(name) is not None for part in parts for name in (part["type"], *_SOURCES))
 
 

@@ -25,7 +25,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError, first_line
 from packing_core.storage.arrays import as_int64
 from torch_backend.collate.image_tensors import Images, join_images, sizes_of
-from torch_backend.collate.pictures import LEAVE_OUT, has_media, pictures_of
+from torch_backend.collate.pictures import CHATS, LEAVE_OUT, has_media, pictures_of, turns_of
 from torch_backend.collate.sounds import clips_of
 from torch_backend.hf.anatomy.audio import FEATURES
 
@@ -39,7 +39,6 @@ _SECONDS = ("second_per_grid_ts", "video_second_per_grid")  # of videos, by whic
 # Columns with the three axes of a document's positions, less those of text: 0 at text and in padding.
 AXES = ("_axis_0", "_axis_1", "_axis_2")
 MARKED = "_both_ways"  # a column: 1 at tokens that see each other in both directions, 0 at others and in padding
-CHATS = ("messages", "prompt", "completion")
 RAW = (
     *(*CHATS, "text", "sampling_rate"),
     *("images", "image", "videos", "video", "audios", "audio"),
@@ -395,12 +394,6 @@ def rows_of(batch: PackedBatch, document: Callable[[int], VisionDocument]) -> Vi
 def place_of(example: Any, number: int) -> str:
     """Names an example for errors: by its attribute ``where``, such as a file and a line, or by its number."""
     return str(getattr(example, "where", f"example {number}"))
-
-
-def turns_of(example: Mapping[str, Any]) -> list[Any]:
-    """Returns the messages of an example; a prompt or completion may be a string."""
-    chats = [example.get(name) for name in CHATS]
-    return [turn for chat in chats if chat is not None and not isinstance(chat, str) for turn in chat]
 
 
 def _with_media(messages: Any, media: Media, where: str) -> Any:

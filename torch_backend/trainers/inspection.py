@@ -25,8 +25,8 @@ from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import LABELS, NAMES
 from torch_backend.collate.packed_dataset import is_packed_dataset, refuse_lost_lengths
-from torch_backend.collate.pictures import has_media
-from torch_backend.collate.vision import CHATS, VisionReader, VisionRows, turns_of
+from torch_backend.collate.pictures import CHATS, has_media, turns_of
+from torch_backend.collate.vision import VisionReader, VisionRows
 from torch_backend.hf.anatomy.heads import head_of, predicts_masked
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.trainers.dataloader import is_stream, made_on_access, pack_training_data

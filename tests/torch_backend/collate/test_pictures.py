@@ -93,6 +93,13 @@ def test_images_stand_in_turns_or_beside_them_for_the_places_in_turns(turns: str
         pictures_of({turns: [place]}, "example 3")
 
 
+@pytest.mark.parametrize("turns", ["messages", "prompt", "completion"])
+def test_parts_that_no_processor_reads_are_refused_in_all_turns(turns: str) -> None:
+    said = {"role": "assistant", "content": [{"type": "image_url"}, {"type": "text", "text": "?"}]}
+    with pytest.raises(LayoutError, match="example 3 has a part of type image_url, which no processor reads"):
+        pictures_of({"prompt": "w5", turns: [said], "images": [RGB]}, "example 3")
+
+
 def images(*values: int, width: int = 2) -> dict[str, Tensor]:
     """One row of images of 2 x width pixels, all of one value each, and their masks."""
     pixels = torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1, 1).repeat(1, 1, 3, 2, width)
