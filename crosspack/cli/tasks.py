@@ -80,24 +80,30 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
     """Reads all records, or as many as ``limit``, each with the columns that the task reads.
 
     Raises:
-        PackingError: a record has not the columns, or under ``--on-error skip`` none has them.
-        UnsupportedError: one has images, and the task does not read them.
+        PackingError: a record has not the columns, or under ``--on-error skip`` none can be used.
+        UnsupportedError: one has media that the task does not read; under ``--on-error skip`` it is left out.
     """
     task, named = TASKS[options.task], read_columns(options.column)
     found, skipped = list[Row](), list[str]()
-    usable = checked(
-        counted(OUT, "records read", records.items()),
-        lambda item: task.columns_of(_renamed(item, named), item.where),
-        refusing(skipped if options.on_error == "skip" else None),
-    )
-    for item in islice(usable, limit):
-        media = media_in(item := _renamed(item, named))
+
+    def check(item: Row) -> None:
+        record = _renamed(item, named)
+        task.columns_of(record, item.where)
+        media = media_in(record)
         for name in (media[kind] for kind in media if kind not in task.media):
             raise UnsupportedError(
                 f"{item.where} has {name}, which --task {options.task} does not read: leave it out, or build the "
                 "trainer yourself and pass it to crosspack.enable_packing"
             )
-        found.append(with_whole_paths(item) if task.media else item)
+
+    usable = checked(
+        counted(OUT, "records read", records.items()),
+        check,
+        refusing(skipped if options.on_error == "skip" else None),
+    )
+    for item in islice(usable, limit):
+        record = _renamed(item, named)
+        found.append(with_whole_paths(record) if task.media else record)
     if not found:
         raise PackingError(f"none of the records of {records.name} can be used, the first because {skipped[0]}")
     warn_of_skipped(skipped)

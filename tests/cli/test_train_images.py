@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,9 @@ def test_media_that_a_task_does_not_read_are_refused_by_the_record(task: str, be
         UnsupportedError, match=rf"data\.jsonl:2 has {name}, which --task {task} does not read: leave it"
     ):
         tasks.read_examples(options, tasks.open_examples(options, options.data, None, "--data"))
+    options = replace(options, on_error="skip")
+    kept = tasks.read_examples(options, tasks.open_examples(options, options.data, None, "--data"))
+    assert [record.number for record in kept] == [0]
 
 
 @pytest.mark.parametrize(
