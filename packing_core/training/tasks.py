@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, plural
 from packing_core.training.job import Audit, ModelJob
 
 GROUP = "crosspack.tasks"
@@ -53,13 +53,14 @@ class Task:
         for columns in self.columns:
             if all(record.get(name) is not None for name in columns):
                 for name in columns:
-                    reads = _VALUES.get(f"{self.name} {name}", _VALUES.get(name, "a text"))
+                    reads = _VALUES.get((self.name, name), _VALUES.get(name, "a text"))
                     if not _FITS[reads](record[name]):
                         value = reprlib.repr(record[name])
                         raise PackingError(f"{where}: {name} is {value}: --task {self.name} reads {reads}")
                 labels, documents = (len(record[name]) if name in columns else 0 for name in ("labels", "documents"))
                 if labels != documents:
-                    raise PackingError(f"{where} has {labels} labels and {documents} documents: give each one")
+                    counts = f"{plural(labels, 'label')} and {plural(documents, 'document')}"
+                    raise PackingError(f"{where} has {counts}: give each document a label")
                 return columns
         wanted = ", or ".join(" and ".join(columns) for columns in self.columns)
         raise PackingError(
@@ -70,6 +71,10 @@ class Task:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int or isinstance(value, np.integer)
 
 
 def _are(fits: Callable[[Any], bool], values: object) -> bool:
@@ -83,24 +88,26 @@ def _is_prompt(value: object) -> bool:
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     "a text": lambda value: isinstance(value, str),
     "a number": _is_number,
-    "true or false": lambda value: isinstance(value, int),
+    "true or false": lambda value: isinstance(value, int) and value in (0, 1),
     "a text or a whole number": lambda value: isinstance(value, str | int),
-    "a list, each a text": lambda value: _are(lambda text: isinstance(text, str), value),
-    "a list, each a number": lambda value: _are(_is_number, value),
+    "a list of texts": lambda value: _are(lambda text: isinstance(text, str), value),
+    "a list of numbers": lambda value: _are(_is_number, value),
+    "a list of whole numbers": lambda value: _are(_is_whole, value),
     "a list of messages": lambda value: isinstance(value, list | tuple | np.ndarray),
     "a text or messages": lambda value: isinstance(value, str) or _is_prompt(value),
     "a text that is not empty, or messages": _is_prompt,
 }
-# what a column holds, of some tasks another thing than of others; a text if it is not named
-_VALUES = {
+# what a column holds, of some tasks, before its name, another thing than of others; a text if it is not named
+_VALUES: Mapping[str | tuple[str, str], str] = {
     "messages": "a list of messages",
     **dict.fromkeys(("prompt", "completion", "chosen", "rejected"), "a text or messages"),
-    **dict.fromkeys(("labels", "input_ids"), "a list, each a number"),
+    "labels": "a list of numbers",
+    "input_ids": "a list of whole numbers",
     **dict.fromkeys(("label", "score"), "a number"),
-    "documents": "a list, each a text",
-    "grpo prompt": "a text that is not empty, or messages",
-    "kto label": "true or false",
-    "classify label": "a text or a whole number",
+    "documents": "a list of texts",
+    ("grpo", "prompt"): "a text that is not empty, or messages",
+    ("kto", "label"): "true or false",
+    ("classify", "label"): "a text or a whole number",
 }
 _IMAGES = ("image",)
 _MEDIA = (*_IMAGES, "audio", "video")  # of which a video is refused by its place, where it is to be processed

@@ -224,10 +224,10 @@ WRONG = {
     "rerank": [
         ({**SCORE, "label": None}, ":25 has query, document, label: --task rerank reads query and document and label"),
         ({**SCORE, "label": float("nan")}, ":25: label is nan: --task rerank reads a number"),
-        ({**LIST, "documents": "fox"}, ":25: documents is 'fox': --task rerank reads a list, each a text"),
-        ({**LIST, "documents": []}, ":25: documents is []: --task rerank reads a list, each a text"),
-        ({**LIST, "labels": [1, "no"]}, ":25: labels is [1, 'no']: --task rerank reads a list, each a number"),
-        ({**LIST, "labels": [1]}, ":25 has 1 labels and 2 documents: give each one"),
+        ({**LIST, "documents": "fox"}, ":25: documents is 'fox': --task rerank reads a list of texts"),
+        ({**LIST, "documents": []}, ":25: documents is []: --task rerank reads a list of texts"),
+        ({**LIST, "labels": [1, "no"]}, ":25: labels is [1, 'no']: --task rerank reads a list of numbers"),
+        ({**LIST, "labels": [1]}, ":25 has 1 label and 2 documents: give each document a label"),
         (LIST, ":25 has query, documents, labels, and the first record of --data query, document, label: give all"),
     ],
 }

@@ -260,20 +260,23 @@ def test_preferences_have_a_prompt_in_all_records_or_in_none(weights, write):
     assert result.exit_code == 0, result.output
 
 
-WRONG: dict[str, tuple[str, Any, str]] = {
-    "dpo": ("chosen", ["a text"], "a text or messages"),
-    "reward": ("rejected", {"role": "user"}, "a text or messages"),
-    "kto": ("completion", 3, "a text or messages"),
-    "grpo": ("prompt", "", "a text that is not empty, or messages"),
-    "classify": ("label", ["fox"], "a text or a whole number"),
-    "mlm": ("text", [1], "a text"),
-}
+WRONG: tuple[tuple[str, str, Any, str], ...] = (
+    ("dpo", "chosen", ["a text"], "a text or messages"),
+    ("reward", "rejected", {"role": "user"}, "a text or messages"),
+    ("kto", "completion", 3, "a text or messages"),
+    ("kto", "label", 2, "true or false"),
+    ("grpo", "prompt", "", "a text that is not empty, or messages"),
+    ("classify", "label", ["fox"], "a text or a whole number"),
+    ("mlm", "text", [1], "a text"),
+    ("mlm", "input_ids", [5.5, 6], "a list of whole numbers"),
+)
 
 
-@pytest.mark.parametrize("task", WRONG)
-def test_a_value_of_another_kind_is_named_by_its_record_or_left_out(task, write):
-    column, value, reads = WRONG[task]
+@pytest.mark.parametrize(("task", "column", "value", "reads"), WRONG)
+def test_a_value_of_another_kind_is_named_by_its_record_or_left_out(task, column, value, reads, write):
     first = {**RECORDS[task][0], column: value}
+    if column == "input_ids":  # the texts of the task come first
+        del first["text"]
     for records, number in (([first, *RECORDS[task]], 1), ([*RECORDS[task], first], len(RECORDS[task]) + 1)):
         path = write("data.jsonl", records)
         options = tasks.TrainOptions(task=task, data=[str(path)])
