@@ -180,9 +180,11 @@ class MaskedTokens(TaskKind):
             if len((example := self.example(record))["input_ids"]):
                 examples.append(example)
             else:
-                empty.append(f"{place_of(record, number)} has no tokens: leave it out, or pass --on-error skip")
-        if empty and (self.job.on_error == "stop" or not examples):
-            raise PackingError(empty[0])
+                empty.append(f"{place_of(record, number)} has no tokens")
+        if empty and self.job.on_error == "stop":
+            raise PackingError(f"{empty[0]}: leave it out, or pass --on-error skip")
+        if not examples:
+            raise none_of(records, empty)
         self.skipped += empty
         return _dataset(examples)
 
@@ -246,8 +248,7 @@ class Answers(TaskKind):
                     raise
                 self.skipped.append(str(error))
         if not examples:
-            why = self.skipped[before]
-            raise PackingError(f"none of the {len(records):,} records can be used, the first because {why}")
+            raise none_of(records, self.skipped[before:])
         dataset = _dataset(examples)
         return dataset.cast_column("images", datasets.Sequence(datasets.Image())) if self.job.images else dataset
 
@@ -294,6 +295,12 @@ class RewardModel(Answers):
 
     def model_options(self) -> dict[str, Any]:
         return {"num_labels": 1}
+
+
+def none_of(records: Records, skipped: Sequence[str]) -> PackingError:
+    """The error of records that were all left out, with the first reason if ``skipped`` has any."""
+    why = f", the first because {skipped[0]}" if skipped else ""
+    return PackingError(f"none of the {len(records):,} records can be used{why}")
 
 
 def _dataset(examples: Sequence[Mapping[str, Any]]) -> Any:

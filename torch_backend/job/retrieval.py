@@ -17,7 +17,7 @@ from packing_core.errors import CapacityError, PackingError, UnsupportedError, n
 from packing_core.extras import require
 from torch_backend.auditing.model import AuditReport, verify
 from torch_backend.hf.anatomy.structure import with_values
-from torch_backend.job.kinds import Records, TaskKind, task_arguments
+from torch_backend.job.kinds import Records, TaskKind, none_of, task_arguments
 from torch_backend.job.models import with_adapters
 from torch_backend.trainers.enable_packing import disable_packing, enable_packing
 
@@ -161,9 +161,9 @@ class Retrieval(TaskKind):
         for (where, record), lengths in zip(named, self._lengths([x for _, x in named]), strict=True):
             too_long = [(count, longest) for count, longest in lengths if count > longest]
             if not all(count for count, _ in lengths):
-                self.skipped.append(f"{where} has a text without tokens: leave it out, or pass --on-error skip")
+                self.skipped.append(f"{where} has a text without tokens")
                 if job.on_error == "stop":
-                    raise PackingError(self.skipped[-1])
+                    raise PackingError(f"{self.skipped[-1]}: leave it out, or pass --on-error skip")
             elif not too_long or job.overflow == "truncate":
                 usable.append(record)
             elif job.overflow == "error":
@@ -173,8 +173,7 @@ class Retrieval(TaskKind):
                     "--overflow truncate or drop"
                 )
         if records and not usable:
-            why = f": {self.skipped[before]}" if len(self.skipped) > before else ""
-            raise PackingError(f"none of the {len(records):,} records can be used{why}")
+            raise none_of(records, self.skipped[before:])
         return usable
 
     def _lengths(self, records: Records) -> list[list[tuple[int, int]]]:
