@@ -19,10 +19,11 @@ from crosspack.cli.progress import counted
 from crosspack.cli.records import join, open_records, option_of_split, read_columns, weighted
 from crosspack.cli.trainoptions import TrainOptions
 from crosspack.encoding.kinds import checked, refusing
-from crosspack.encoding.layouts import CHATS, LOOKED_AT, MEDIA, media_in
+from crosspack.encoding.layouts import CHATS, LOOKED_AT, media_in
 from crosspack.reading import Records
 from crosspack.reading.files import is_url
 from crosspack.reading.places import Row
+from packing_core.batches.media import KINDS
 from packing_core.errors import PackingError, UnsupportedError, naming, plural
 from packing_core.training.tasks import TASKS
 
@@ -134,7 +135,7 @@ def with_whole_paths(record: Row) -> Row:
     if not file.is_file():
         return record
     values = dict(record)
-    for name in (name for kind in MEDIA for name in (f"{kind}s", kind)):
+    for name in (name for kind in KINDS for name in (f"{kind}s", kind)):
         if values.get(name) is not None:
             values[name] = _whole(values[name], file.parent)
     for name in CHATS:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosspack.encoding.tokens import COLUMNS as TOKEN_COLUMNS
+from packing_core.batches.media import KINDS, is_of
 from packing_core.errors import PackingError
 
 COLUMNS = ("conversations", "instruction", "input", "output", "system", "history", "chosen", "rejected", "label")
@@ -30,7 +31,6 @@ ROLES = {
 }
 SPOKEN = ("system", "developer", "user", "assistant", "tool", "function")  # roles that chat templates have
 CALLS = ("function_call", "tool_call")  # who speaks where the assistant calls a tool, by JSON
-MEDIA = ("image", "video", "audio")  # kinds; columns are named by one, or by several, as TRL names those of images
 CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # columns that may hold messages
 LOOKED_AT = 100  # first records that say what a data set has: the columns of --keep, images for a model of text
 _KNOWN = ("input_ids", "messages", "prompt", "text")  # a record with one of these is taken as it is
@@ -82,12 +82,18 @@ def media_in(record: Mapping[str, Any]) -> dict[str, str]:
     """
     if record.get("input_ids") is not None:
         return {}
-    names = [name for kind in MEDIA for name in (f"{kind}s", kind) if record.get(name) not in (None, [], "")]
     turns = [turn for name in CHATS if isinstance(chat := record.get(name), list) for turn in chat]
     contents = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    names += [str(part.get("type")) for part in parts]  # such as image_url
-    return {kind: name for kind in MEDIA for name in reversed(names) if kind in name}
+    types = [str(part.get("type")) for part in parts]
+    names = {
+        kind: [
+            *(name for name in (f"{kind}s", kind) if record.get(name) not in (None, [], "")),
+            *(name for name in types if is_of(name, kind)),
+        ]
+        for kind in KINDS
+    }
+    return {kind: own[0] for kind, own in names.items() if own}
 
 
 def _refuse_images(record: Mapping[str, Any], where: Any) -> None:

@@ -253,6 +253,8 @@ def test_records_with_images_are_refused_and_not_trained_without_them(record, co
     if column in record:
         canonical(without, "record 0", ())
     canonical({"input_ids": [1], "images": ["a.png"]}, "record 0", ())
+    named_alike = [{"type": "image_description", "text": "a fox"}, {"type": "text", "text": "b"}]
+    canonical({"messages": [{"role": "user", "content": named_alike}]}, "record 0", ())
     canonical(record | {"body": "a"}, "record 0", (("text", "body"),))
     if column not in record:  # but beside its columns, in its messages
         with pytest.raises(PackingError, match=re.escape(message)):

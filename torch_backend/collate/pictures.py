@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core.batches.media import is_of
 from packing_core.errors import LayoutError, naming
 from packing_core.extras import require
 
@@ -56,7 +57,7 @@ def media_of(example: Mapping[str, Any], kind: str, where: str) -> list[Any]:
     listed = listed if single is None else [single]
     refuse_unread(turns_of(example), kind, where)
     chat = "messages" if example.get("messages") is not None else "prompt"
-    parts = [part for part in _parts(turns_of(example, (chat,))) if _shows(part, kind)]
+    parts = [part for part in _parts(turns_of(example, (chat,))) if is_of(part.get("type"), kind)]
     sources = (kind, f"{kind}_url", *_SOURCES)
     own = [next((part[name] for name in sources if part.get(name) is not None), None) for part in parts]
     free = sum(one is None for one in own)
@@ -70,7 +71,7 @@ def has_media(example: Mapping[str, Any], turns: Iterable[Mapping[str, Any]], ki
     """Returns whether an example has images, clips or videos, by their ``kind``, in its columns or in its messages."""
     columns = (example.get(kind), example.get(f"{kind}s"))
     shown = any(x is not None and not (isinstance(x, Sized) and len(x) == 0) for x in columns)
-    return shown or any(_shows(part, kind) for part in _parts(turns))
+    return shown or any(is_of(part.get("type"), kind) for part in _parts(turns))
 
 
 def turns_of(example: Mapping[str, Any], names: Sequence[str] = CHATS) -> list[Any]:
@@ -82,7 +83,7 @@ def turns_of(example: Mapping[str, Any], names: Sequence[str] = CHATS) -> list[A
 def refuse_unread(turns: Iterable[Mapping[str, Any]], kind: str, where: str) -> None:
     """Raises LayoutError for a part of a kind of media whose type is another, such as ``image_url``."""
     for part in _parts(turns):
-        if _shows(part, kind) and part["type"] != kind:
+        if is_of(part.get("type"), kind) and part["type"] != kind:
             raise LayoutError(
                 f'{where} has a part of type {part["type"]}, which no processor reads: write {{"type": "{kind}", '
                 f'"{kind}": ...}}, a path or a URL'
@@ -91,18 +92,13 @@ def refuse_unread(turns: Iterable[Mapping[str, Any]], kind: str, where: str) -> 
 
 def has_own_pictures(turns: Iterable[Mapping[str, Any]]) -> bool:
     """Returns whether a part of messages holds or names an image itself."""
-    parts = [part for part in _parts(turns) if _shows(part, "image")]
+    parts = [part for part in _parts(turns) if is_of(part.get("type"), "image")]
     return any(part.get(name) is not None for part in parts for name in (part["type"], *_SOURCES))
 
 
 def _parts(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     contents = [turn.get("content") for turn in turns]
     return [part for content in contents if content and not isinstance(content, str) for part in content]
-
-
-def _shows(part: Mapping[str, Any], kind: str) -> bool:
-    """Returns whether a part of a message is of a kind of media, by its type: ``image``, or ``image_url``."""
-    return kind in str(part.get("type"))
 
 
 def _of_bytes(image: NDArray[Any]) -> NDArray[Any]:

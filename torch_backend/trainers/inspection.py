@@ -18,6 +18,7 @@ from packing_core import PackedBatch
 from packing_core.batches.columns import MEDIA, READ
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import MARKS, is_numbered
+from packing_core.batches.media import KINDS
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError, first_line
 from packing_core.planning.pieces import CUTS
@@ -204,7 +205,7 @@ def _with_media(data: Any) -> Iterator[Any]:
         if not isinstance(example, Mapping):
             return
         tensors = any(example[name] is not None for name in example if name.startswith(MEDIA))
-        if tensors or any(has_media(example, turns_of(example), kind) for kind in ("image", "audio", "video")):
+        if tensors or any(has_media(example, turns_of(example), kind) for kind in KINDS):
             yield example
 
 
