@@ -93,7 +93,7 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
         media = media_in(record)
         for name in (media[kind] for kind in media if kind not in task.media):
             raise UnsupportedError(
-                f"{item.where} has {name}, which --task {options.task} does not read: leave it out, or build the "
+                f"{item.where} has {name}, which --task {options.task} does not read: leave that out, or build the "
                 "trainer yourself and pass it to crosspack.enable_packing"
             )
 

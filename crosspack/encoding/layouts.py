@@ -101,7 +101,7 @@ def _refuse_images(record: Mapping[str, Any], where: Any) -> None:
     for name in media_in(record).values():
         raise PackingError(
             f"{where} has {name}, which this command does not read: use `crosspack train` with a --model that takes "
-            "it, or crosspack.PackedMediaDataset, or leave it out"
+            "that, or crosspack.PackedMediaDataset, or leave that out"
         )
 
 

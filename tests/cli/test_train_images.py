@@ -170,7 +170,7 @@ def test_a_model_and_data_that_do_not_go_together_are_refused(start: Path, data:
     assert workers in error_of(*options(start, path, "--workers", 2))
     pairs = data([{"chosen": "w5", "rejected": "w6", "images": ["a.png"]}])
     reward = error_of("train", "--task", "reward", "--model", start, "--data", pairs)
-    assert "records.jsonl:1 has images, which --task reward does not read: leave it out, or build the" in reward
+    assert "records.jsonl:1 has images, which --task reward does not read: leave that out, or build the" in reward
 
 
 def test_paths_are_those_from_the_file_and_all_else_stays(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_media_that_a_task_does_not_read_are_refused_by_the_record(task: str, be
     options = TrainOptions(task=task, data=[str(path)])
     name = [*beside][-1]
     with pytest.raises(
-        UnsupportedError, match=rf"data\.jsonl:2 has {name}, which --task {task} does not read: leave it"
+        UnsupportedError, match=rf"data\.jsonl:2 has {name}, which --task {task} does not read: leave that"
     ):
         tasks.read_examples(options, tasks.open_examples(options, options.data, None, "--data"))
     options = replace(options, on_error="skip")
