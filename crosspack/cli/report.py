@@ -163,15 +163,19 @@ def report(options: ReportOptions) -> None:
         OUT.print(composition_table(composition, random.composition()))
     taken = hours(packed, speed, BATCHES, seed)
     place = f"on one {card}" if gpu == card else f"at the speed of one {card}, as {gpu} GiB name no card"
-    of = f"estimated for {name} {place}" if options.measured is None else f"at the speed of {options.measured}"
+    of = f"estimated for {name} {place}"
+    if options.measured is not None:
+        of = f"at the speed of {options.measured} on {speed.about['device']}"
     padded_time, packed_time = (3600 * way["hours"] for way in (taken[0], taken[-1]))
     OUT.print(epoch_line(packed_time, padded_time, BATCHES[0], of))
-    warnings = concerns(seen, packed)
-    for concern in warnings:
-        warn(concern.text)
     timing: dict[str, Any] = {**speed.about, "hours": taken, "row_seconds": speed.of_row(packed)}
     if step_seconds := speed.of_step(packed):
         timing["step_seconds"] = step_seconds
+    if options.measured is not None:
+        OUT.print(said_of(timing))
+    warnings = concerns(seen, packed)
+    for concern in warnings:
+        warn(concern.text)
     findings: dict[str, Any] = {
         "data": records.name,
         "tokenizer": "none, the data holds token ids" if source is None else source.tokenizer,
@@ -195,8 +199,6 @@ def report(options: ReportOptions) -> None:
         "ranks": by_rank(packed, options.ranks, speed.cost, seed),
         "time": timing,
     }
-    if options.measured is not None:
-        OUT.print(said_of(timing))
     figures(findings | about_model)
     if options.output is None:
         return

@@ -29,6 +29,9 @@ def test_report_counts_by_the_tokenizer_of_the_model_as_train_does(data, model, 
         found = json.loads(run("report", *common, *named).stdout)
         assert found["tokenizer"] == model.parent.name
         assert f"{found['tokens']:,}" in trained.output and f"{found['trained_tokens']:,}" in trained.output
+    timed = words(run("report", *common[:-1], "--tokenizer", model.parent, "--run", tmp_path / "run"))
+    said = timed.index(f"(at the speed of {tmp_path / 'run'} on cpu, ")
+    assert said < timed.index("a row takes") < timed.index("warning:"), "before the warnings, beside the epoch"
     alone = run("report", *common[:-1])
     assert "pass the --model or --tokenizer to be trained" in words(alone)
     assert "pass the --model" not in words(run("report", *common[:-1], "--model", model))
