@@ -45,7 +45,8 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
 
     Raises:
         PackingError: it has not the columns of ``fields``, a conversation is not as ShareGPT writes it, it has a
-            ``system`` for which there is no place, or images; those beside named columns are left out.
+            ``system`` for which there is no place, or media. With ``fields`` these are looked for in the columns that
+            they name, and all other columns are left out.
     """
     if fields:
         missing = [column for _, column in fields if record.get(column) is None]
