@@ -144,7 +144,7 @@ def test_other_tasks_train_on_images_too(task: str, start: Path, data: Any, tmp_
                     {"role": "assistant", "content": "w5"},
                 ]
             },
-            r"records\.jsonl:2 has a part of type image_url, which no processor reads: write \{\"type\": \"image\"",
+            r"records\.jsonl:2 has a part of type image_url, which is not read: write \{\"type\": \"image\"",
         ),
         ({"messages": [], "videos": ["a.mp4"]}, r"records\.jsonl:2 has a video: run the processor on it first"),
         ({"images": ["a.png"]}, r"records\.jsonl:2 has images: --task sft reads messages, or prompt and completion"),
@@ -252,7 +252,7 @@ def test_media_that_a_task_does_not_read_are_refused_by_the_record(task: str, be
 @pytest.mark.parametrize(
     ("shown", "says"),
     [
-        ({"type": "image_url"}, "example 2 has a part of type image_url, which no processor reads"),
+        ({"type": "image_url"}, "example 2 has a part of type image_url, which is not read"),
         ({"type": "image_url", "image_url": {"url": "a.png"}}, "example 2 has images in its messages: put them into"),
         ({"type": "image", "image": "a.png"}, "example 2 has images in its messages: put them into"),
     ],

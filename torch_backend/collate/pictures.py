@@ -46,7 +46,7 @@ def media_of(example: Mapping[str, Any], kind: str, where: str) -> list[Any]:
 
     Raises:
         LayoutError: there are more or fewer than places without one, both columns, or parts of a type like
-            ``image_url``, which no processor reads.
+            ``image_url``, which is not read.
     """
     several, single = example.get(f"{kind}s"), example.get(kind)
     listed = [] if several is None else [several]
@@ -85,7 +85,7 @@ def refuse_unread(turns: Iterable[Mapping[str, Any]], kind: str, where: str) -> 
     for part in _parts(turns):
         if is_of(part.get("type"), kind) and part["type"] != kind:
             raise LayoutError(
-                f'{where} has a part of type {part["type"]}, which no processor reads: write {{"type": "{kind}", '
+                f'{where} has a part of type {part["type"]}, which is not read: write {{"type": "{kind}", '
                 f'"{kind}": ...}}, a path or a URL'
             )
 
@@ -97,8 +97,9 @@ def has_own_pictures(turns: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _parts(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    contents = [turn.get("content") for turn in turns]
-    return [part for content in contents if content and not isinstance(content, str) for part in content]
+    contents = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    return [part for part in parts if isinstance(part, Mapping)]
 
 
 def _of_bytes(image: NDArray[Any]) -> NDArray[Any]:

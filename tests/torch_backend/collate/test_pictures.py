@@ -14,7 +14,7 @@ from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError
 from torch_backend.collate.image_tensors import join_images
-from torch_backend.collate.pictures import pictures_of
+from torch_backend.collate.pictures import has_media, pictures_of, turns_of
 from torch_backend.hf.edits import grids
 from torch_backend.hf.edits.grids import of_grids
 
@@ -96,7 +96,7 @@ def test_images_stand_in_turns_or_beside_them_for_the_places_in_turns(turns: str
 @pytest.mark.parametrize("turns", ["messages", "prompt", "completion"])
 def test_parts_that_no_processor_reads_are_refused_in_all_turns(turns: str) -> None:
     said = {"role": "assistant", "content": [{"type": "image_url"}, {"type": "text", "text": "?"}]}
-    with pytest.raises(LayoutError, match="example 3 has a part of type image_url, which no processor reads"):
+    with pytest.raises(LayoutError, match="example 3 has a part of type image_url, which is not read"):
         pictures_of({"prompt": "w5", turns: [said], "images": [RGB]}, "example 3")
 
 
@@ -181,3 +181,9 @@ def test_a_default_device_moves_no_grid_from_the_host(name: str, monkeypatch: py
     with torch.device("meta"):
         found = of_grids(function, GRIDS, kwargs={})
     assert all(x.device.type == "cpu" for x in (found if isinstance(found, tuple) else (found,)))
+
+
+@pytest.mark.parametrize("column", [[5, 6], ["a", "b"], [{"role": "user", "content": ["a", "b"]}], 7])
+def test_columns_that_hold_no_messages_have_no_media(column: Any) -> None:
+    example = {"prompt": column} if isinstance(column, list) else {"messages": [{"role": "user", "content": column}]}
+    assert not has_media(example, turns_of(example), "image")
