@@ -17,23 +17,23 @@ def recipes(
     output: Annotated[Path | None, typer.Option(help="The file to write; without it, the recipe is printed.")] = None,
 ) -> None:
     """Write a file of options for `crosspack train --config`, or list them."""
-    found = texts()
+    recipe_texts = texts()
     if name is None:
         if output is not None:
-            raise PackingError(f"--output {output}: say which recipe: {', '.join(found)}")
-        width = max(map(len, found))
-        for each, text in found.items():
+            raise PackingError(f"--output {output}: say which recipe: {', '.join(recipe_texts)}")
+        width = max(map(len, recipe_texts))
+        for each, text in recipe_texts.items():
             OUT.print(f"{each:{width}}  {about(text)}", markup=False, soft_wrap=True)
-        figures({each: about(text) for each, text in found.items()})
+        figures({each: about(text) for each, text in recipe_texts.items()})
         return
-    if name not in found:
-        raise PackingError(f"no recipe {name}: there are {', '.join(found)}")
+    if name not in recipe_texts:
+        raise PackingError(f"no recipe {name}: there are {', '.join(recipe_texts)}")
     if output is None:
-        OUT.print(found[name], markup=False, soft_wrap=True, end="")
+        OUT.print(recipe_texts[name], markup=False, soft_wrap=True, end="")
         return
     if output.exists():
         raise PackingError(f"--output {output} exists: name another file")
-    output.write_text(found[name], encoding="utf-8")
+    output.write_text(recipe_texts[name], encoding="utf-8")
     OUT.print(f"crosspack train --config {output}", markup=False)
 
 

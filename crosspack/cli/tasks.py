@@ -85,15 +85,16 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
         UnsupportedError: one has media that the task does not read; under ``--on-error skip`` it is left out.
     """
     task, named = TASKS[options.task], read_columns(options.column)
-    found, skipped = list[Row](), list[str]()
+    examples, skipped = list[Row](), list[str]()
 
     def check(item: Row) -> None:
         record = _renamed(item, named)
         task.columns_of(record, item.where)
         media = media_in(record)
-        for name in (media[kind] for kind in media if kind not in task.media):
+        unread = next((column for kind, column in media.items() if kind not in task.media), None)
+        if unread is not None:
             raise UnsupportedError(
-                f"{item.where} has {name}, which --task {options.task} does not read: leave that out, or build the "
+                f"{item.where} has {unread}, which --task {options.task} does not read: leave that out, or build the "
                 "trainer yourself and pass it to crosspack.enable_packing"
             )
 
@@ -104,11 +105,11 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
     )
     for item in islice(usable, limit):
         record = _renamed(item, named)
-        found.append(with_whole_paths(record) if task.media else record)
-    if not found:
+        examples.append(with_whole_paths(record) if task.media else record)
+    if skipped and not examples:
         raise PackingError(f"none of the records of {records.name} can be used, the first because {skipped[0]}")
     warn_of_skipped(skipped)
-    return found
+    return examples
 
 
 def have_images(options: TrainOptions) -> bool:

@@ -92,7 +92,7 @@ def token_logprobs(
         log_p = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         if top_k is not None:
             ids = jnp.concatenate([ids, jax.lax.top_k(jax.lax.stop_gradient(logits), top_k)[1]], axis=-1)
-        spread_out = -jnp.sum(jnp.exp(log_p) * finite(log_p), axis=-1) if entropy else None  # 0 of what cannot be
+        spread_out = -jnp.sum(jnp.exp(log_p) * finite(log_p), axis=-1) if entropy else None  # a probability of 0 adds 0
         rows = jnp.where(ids < 0, log_p.shape[-1], ids)  # NaN, where a negative id would count from the end
         return jnp.take_along_axis(log_p, rows, axis=-1), spread_out, ids[..., 1:]
 

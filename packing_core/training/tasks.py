@@ -97,7 +97,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "a text or messages": lambda value: isinstance(value, str) or _is_prompt(value),
     "a text that is not empty, or messages": _is_prompt,
 }
-# what a column holds, of some tasks, before its name, another thing than of others; a text if it is not named
+# a column, or the column of one task -> what it holds; columns that are not named hold a text
 _VALUES: Mapping[str | tuple[str, str], str] = {
     "messages": "a list of messages",
     **dict.fromkeys(("prompt", "completion", "chosen", "rejected"), "a text or messages"),
@@ -110,7 +110,7 @@ _VALUES: Mapping[str | tuple[str, str], str] = {
     ("classify", "label"): "a text or a whole number",
 }
 _IMAGES = ("image",)
-_MEDIA = (*_IMAGES, "audio", "video")  # of which a video is refused by its place, where it is to be processed
+_MEDIA = (*_IMAGES, "audio", "video")  # videos are refused where the messages are processed
 _CUT = ("overflow",)
 _ROWS = ("capacity", *_CUT)
 _CHATS = (("messages",), ("prompt", "completion"), ("text",))

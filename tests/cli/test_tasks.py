@@ -283,8 +283,8 @@ def test_a_value_of_another_kind_is_named_by_its_record_or_left_out(task, column
         with pytest.raises(PackingError, match=rf"data\.jsonl:{number}: {column} is .*: --task {task} reads {reads}"):
             tasks.read_examples(options, tasks.open_examples(options, options.data, None, "--data"))
         options = replace(options, on_error="skip")
-        found = tasks.read_examples(options, tasks.open_examples(options, options.data, None, "--data"))
-        assert [dict(record) for record in found] == RECORDS[task]
+        examples = tasks.read_examples(options, tasks.open_examples(options, options.data, None, "--data"))
+        assert [dict(record) for record in examples] == RECORDS[task]
     options = replace(options, data=[str(write("data.jsonl", [first]))])
     with pytest.raises(
         PackingError, match=r"none of the records of .*data\.jsonl can be used, the first because .*:1: "

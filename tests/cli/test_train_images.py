@@ -210,7 +210,7 @@ def test_images_are_looked_for_in_all_records_for_a_model_that_may_take_them(
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", downloaded)
 
-    def found(*data: str, **options: Any) -> bool:
+    def shown_in(*data: str, **options: Any) -> bool:
         return tasks.have_images(TrainOptions(data=list(data), **options))
 
     plain = [{"text": "a"}] * 150
@@ -220,15 +220,15 @@ def test_images_are_looked_for_in_all_records_for_a_model_that_may_take_them(
     (tmp_path / "shown").mkdir()
     (tmp_path / "shown" / "config.json").write_bytes(b'{"thinker_config": {"vision_config": {}}, "\xe4": 0}')
     for model in (str(tmp_path / "shown"), "owner/shown"):
-        assert not found(str(first), model=model)
-        assert found(f"{first}:0.5", f"{second}:0.5", model=model)
-        assert found(str(second), model=model, limit=151) and not found(str(second), model=model, limit=150)
+        assert not shown_in(str(first), model=model)
+        assert shown_in(f"{first}:0.5", f"{second}:0.5", model=model)
+        assert shown_in(str(second), model=model, limit=151) and not shown_in(str(second), model=model, limit=150)
     for other in (None, str(tmp_path / "text"), str(tmp_path), "owner/text", "owner/absent"):
-        assert not found(str(second), model=other)
-        assert found(str(write("first.jsonl", [{"text": "a", "image": "a.png"}])), model=other)
-    assert not found("absent.jsonl") and not tasks.have_images(TrainOptions(data=None))
+        assert not shown_in(str(second), model=other)
+        assert shown_in(str(write("first.jsonl", [{"text": "a", "image": "a.png"}])), model=other)
+    assert not shown_in("absent.jsonl") and not tasks.have_images(TrainOptions(data=None))
     chats = [{"chat": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}]}]
-    assert found(str(write("chats.jsonl", [{"text": "a"}, *chats])), column=["messages=chat"])
+    assert shown_in(str(write("chats.jsonl", [{"text": "a"}, *chats])), column=["messages=chat"])
 
 
 BESIDE = ({"audio": "a.wav"}, {"videos": ["a.mp4"]}, {"images": ["a.png"], "audios": ["a.wav"]})

@@ -132,8 +132,8 @@ def test_what_is_not_finite_outside_of_trained_tokens_and_drawn_classes_reaches_
     batch = batch | {"loss_weights": jnp.where(batch["segment_ids"] == 1, 0, batch["loss_weights"])}
 
     def total(model):
-        found = token_logprobs(model, batch, entropy=True)
-        return found.logprobs.sum() + found.entropy.sum()
+        result = token_logprobs(model, batch, entropy=True)
+        return result.logprobs.sum() + result.entropy.sum()
 
     loss, gradients = nnx.value_and_grad(total)(Masked())
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((loss, gradients)))

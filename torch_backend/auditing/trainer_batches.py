@@ -62,7 +62,7 @@ class TrainerStep:
         count, best = next(steps)
         while best.shows < LEAK and (following := next(steps, None)) is not None:
             count, step = following
-            if best.shows == NOTHING or step.shows > best.shows:  # without the gradients of both where none is any use
+            if best.shows == NOTHING or step.shows > best.shows:  # no batch of no use keeps its gradients meanwhile
                 best = step
         if not best.trains:
             read = f"{count} batches" if count > 1 else "batch"
