@@ -62,7 +62,7 @@ class TrainerStep:
         count, best = next(steps)
         while best.shows < LEAK and (following := next(steps, None)) is not None:
             count, step = following
-            if best.shows == NOTHING or step.shows > best.shows:  # no batch of no use keeps its gradients meanwhile
+            if best.shows == NOTHING or step.shows > best.shows:  # a batch of no use does not keep its gradients
                 best = step
         if not best.trains:
             read = f"{count} batches" if count > 1 else "batch"

@@ -38,7 +38,7 @@ from torch_backend.trainers.port import PackingRequest
 from torch_backend.trainers.replaced import OwnCollator, Replaced, ReplacingCollator, name_of
 
 _MEDIA = {"vision_config", "audio_config", "encoder_config"}  # of models that take images or audio
-_COLUMNS = (*MEDIA, "image", "audio", "video")  # how columns of media begin
+_COLUMNS = (*MEDIA, *KINDS)  # how columns of media begin
 COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training
 # Families that DeepSpeed 0.19.8 splits over ranks and whose modeling files then raise, packed or not: they reshape by
 # the numbers of heads of the whole model.
