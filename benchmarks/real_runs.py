@@ -17,6 +17,9 @@ mean over its trained tokens in each of them.
     grouped     the same, the documents of a step sorted by length first
     packed      patch(model) and make_train_step
 
+``--precision float8`` is ``make_train_step(precision="float8")`` for packed rows, and torchao's conversion of the stock
+model otherwise, so that what float8 costs a loss can be told from what packing does.
+
 Seconds count from the first step, compiling included and evaluations left out, by CUDA events, so that reading them
 slows nothing. A run takes about a minute on an H200: 20 s of start, then about 35 s padded, or 8 s packed after 25 s of
 compiling, which later runs on the same machine find in a cache. With ``--epochs 3`` compiling weighs less.
@@ -30,7 +33,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -46,6 +49,7 @@ from packing_core import plan
 from packing_core.training.options import Options
 from packing_core.training.schedule import Corpus, Run, Schedule
 from torch_backend import PackedCollator, make_train_step, patch
+from torch_backend.hf.float8 import Precision, recipe_of
 
 VOCABULARY = 8_192
 HELD_OUT = 473
@@ -93,9 +97,20 @@ def autocast() -> Any:
 
 
 def padded(
-    model: Any, optimizer: Any, training: Schedule, held_out: Schedule, run: Run, clip: float
+    model: Any,
+    optimizer: Any,
+    training: Schedule,
+    held_out: Schedule,
+    run: Run,
+    clip: float,
+    precision: Precision | None,
 ) -> tuple[Losses, Callable[[], float]]:
     """As transformers' Trainer trains: the model's own loss, divided by the targets of the whole step."""
+    if precision is not None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        recipe = Float8LinearConfig.from_recipe_name(recipe_of(precision))
+        convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: name != "lm_head")
 
     def loss_of(batch: dict[str, Tensor], targets: int) -> Tensor:
         with autocast():
@@ -125,11 +140,18 @@ def padded(
 
 
 def packed(
-    model: Any, optimizer: Any, training: Schedule, held_out: Schedule, run: Run, clip: float
+    model: Any,
+    optimizer: Any,
+    training: Schedule,
+    held_out: Schedule,
+    run: Run,
+    clip: float,
+    precision: Precision | None,
 ) -> tuple[Losses, Callable[[], float]]:
     patch(model)
     collate = PackedCollator(model)
-    step_of = make_train_step(model, optimizer, max_grad_norm=clip, autocast=None if TOY else torch.bfloat16)
+    autocast_to = None if TOY else torch.bfloat16
+    step_of = make_train_step(model, optimizer, max_grad_norm=clip, autocast=autocast_to, precision=precision)
 
     def take(step: int) -> Tensor:
         return step_of([collate(row) for row in training.packed(step)])["loss"]
@@ -156,7 +178,7 @@ def train(chosen: argparse.Namespace) -> dict[str, Any]:
     model = random_model(shape, dtype=torch.float32, seed=chosen.seed).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0, fused=True)
     make = packed if run == "packed" else padded
-    take, evaluate = make(model, optimizer, training, held_out, run, options.clip)
+    take, evaluate = make(model, optimizer, training, held_out, run, options.clip, chosen.precision)
     losses, moments = list[Tensor](), list[tuple[Any, Any]]()
     evaluated = [{"step": 0, "loss": evaluate()}]
     reset_peak()
@@ -183,6 +205,7 @@ def train(chosen: argparse.Namespace) -> dict[str, Any]:
         "versions": versions("torch", "triton", "transformers", "crosspack"),
         "settings": {
             "model": "toy" if TOY else "Qwen2-0.5B shape, random weights, float32 under bfloat16 autocast",
+            "precision": chosen.precision or "bfloat16",
             "lr": options.lr,
             "capacity": chosen.capacity,
             "rows per step": chosen.rows_per_step,
@@ -221,12 +244,14 @@ def main() -> None:
     options.add_argument("--epochs", type=int, default=1)
     options.add_argument("--steps", type=int, help="stop after that many")
     options.add_argument("--lr", type=float, default=5e-4, help="peak learning rate")
+    options.add_argument("--precision", choices=get_args(Precision), help="of linear layers, in place of bfloat16")
     options.add_argument("--tiny", action="store_true", help="a tiny model and 120 documents, on the CPU")
     chosen = options.parse_args()
     record = train(chosen)
     write_json(chosen.output, record)
+    run = f"{record['contender']}, {record['settings']['precision']}, seed {record['seed']}"
     print(
-        f"{record['contender']}, seed {record['seed']}: {len(record['loss'])} steps in {record['wall_seconds']:.1f} s, "
+        f"{run}: {len(record['loss'])} steps in {record['wall_seconds']:.1f} s, "
         f"{record['tokens_per_second']:,.0f} real tokens/s ({record['tokens_per_second_second_half']:,.0f} in the "
         f"second half), {record['peak_bytes'] / 2**30:.1f} GiB, loss {record['loss'][0]:.4f} to "
         f"{record['loss'][-1]:.4f}, held out {record['held_out'][-1]['loss']:.4f}"
