@@ -59,8 +59,8 @@ from benchmarks.gpu_moe_step import (
 )
 from benchmarks.harness import NOTE, Figures, in_turn, measured, parsed, parser
 from benchmarks.report import Result, collected
-from torch_backend.hf.anatomy.experts import layout_of
-from torch_backend.hf.edits.experts import kernel_edits
+from torch_backend.hf.anatomy.expert_layouts import layout_of
+from torch_backend.hf.edits.packed_experts import kernel_edits
 from torch_backend.hf.entry import run_with
 from torch_backend.hf.experts import LAYOUT
 from torch_backend.hf.forward import PackedForward

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance import experts, oracle, scans
+from conformance import expert_cases, oracle, scan_cases
 from conformance.draws import LARGE, LossCase, OperationCase, generator, round_to, segment_ids
 from conformance.oracle import Expected, Result
 from packing_core import budget
@@ -22,8 +22,8 @@ ORACLES: dict[str, Callable[[Any, Any], Expected]] = {
     "attention": oracle.attention,
     "rope": oracle.rope,
     "scan": oracle.scan,
-    **dict.fromkeys(("delta_rule", "ssd", "convolution"), scans.expected),
-    "experts": experts.expected,
+    **dict.fromkeys(("delta_rule", "ssd", "convolution"), scan_cases.expected),
+    "experts": expert_cases.expected,
 }
 RERUNS = 4
 

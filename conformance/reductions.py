@@ -1,7 +1,7 @@
 """Numbers per document: cases, per-document truth beside the packed answer, for reductions, log-probabilities, pairs.
 
-Like :mod:`conformance.models`, this holds a backend of the suite's `Decoder` against the numpy decoder in float64, and
-one with a model of its own against that model in "float64", one document per row.
+Like :mod:`conformance.whole_models`, this holds a backend of the suite's `Decoder` against the numpy decoder in
+float64, and one with a model of its own against that model in "float64", one document per row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from conformance import decoder as numpy_decoder
-from conformance import models
+from conformance import whole_models
 from conformance.draws import (
     FOUR_ROWS,
     LARGE,
@@ -153,13 +153,13 @@ def check_logprobs(
     """Log-probabilities of a forward alone, or with ``weights`` the gradients, or with None both, are those of the
     documents run alone."""
     case, dtype = case or DecoderCase(), dtype or judge.dtype
-    batch = models.collated(judge, drawn, capacity)
-    where = models.places(batch, drawn)
+    batch = whole_models.collated(judge, drawn, capacity)
+    where = whole_models.places(batch, drawn)
     cotangents = [_cotangent(number, document) for number, document in enumerate(drawn)]
     dout = np.zeros(batch.labels.shape, np.float32)
     for (row, start, stop), cotangent in zip(where, cotangents, strict=True):
         dout[row, start:stop] = cotangent
-    options = models.options_of(case) | ({"temperature"} if temperature != 1 else set())
+    options = whole_models.options_of(case) | ({"temperature"} if temperature != 1 else set())
     keywords: dict[str, Any] = {"dtype": dtype, "temperature": temperature, "options": options}
     keywords["dout"] = None if weights is False else dout
     answer, found = as_result(judge.ask("logprobs", case.decoder(), batch, **keywords))
@@ -188,8 +188,8 @@ def check_logprobs(
 def check_logprobs_isolated(judge: Judge, drawn: Sequence[Document]) -> None:
     """Exchanging one document moves its own log-probabilities and no other document's."""
     decoder = DecoderCase().decoder()
-    call = models.packed_call(judge, drawn, 96, lambda b: judge.ask("logprobs", decoder, b, dtype=judge.dtype)[0])
-    models.check_moves_alone(judge, drawn, call, "log-probabilities")
+    call = whole_models.packed_call(judge, drawn, 96, lambda b: judge.ask("logprobs", decoder, b, dtype=judge.dtype)[0])
+    whole_models.check_moves_alone(judge, drawn, call, "log-probabilities")
 
 
 def check_embed(
@@ -206,7 +206,7 @@ def check_embed(
     case, dtype = case or DecoderCase(), dtype or judge.dtype
     width = case.config.hidden_size
     dout = round_to(dtype, generator("pooled", how, len(drawn)).standard_normal((len(drawn), width)))
-    keywords: dict[str, Any] = {"how": how, "dtype": dtype, "options": models.options_of(case)}
+    keywords: dict[str, Any] = {"how": how, "dtype": dtype, "options": whole_models.options_of(case)}
     keywords["dout"] = None if only == "out" else dout
     answer, weights = as_result(judge.ask("embed", case.decoder(), drawn, **keywords))
     truth = []
@@ -220,7 +220,7 @@ def check_embed(
 def check_embed_isolated(judge: Judge, drawn: Sequence[Document], how: str) -> None:
     """Exchanging one document moves its own vector and no other document's."""
     ask = partial(judge.ask, "embed", DecoderCase().decoder(), how=how, dtype=judge.dtype)
-    models.check_moves_alone(judge, drawn, lambda documents: ask(documents)[0], "vector")
+    whole_models.check_moves_alone(judge, drawn, lambda documents: ask(documents)[0], "vector")
 
 
 def _embedded_alone(
@@ -247,8 +247,8 @@ def _logprobs_alone(
 ) -> tuple[Array, Gradients]:
     """Log-probabilities ``[n]`` of one document alone, at the labels' own tokens, and the weights' gradients."""
     if judge.backend.capabilities.own_model:
-        batch = models.collated(judge, [document], len(document.input_ids))
-        ((row, start, stop),) = models.places(batch, [document])
+        batch = whole_models.collated(judge, [document], len(document.input_ids))
+        ((row, start, stop),) = whole_models.places(batch, [document])
         placed = np.zeros(batch.labels.shape, np.float32)
         placed[row, start:stop] = dout
         found = judge.backend.logprobs(case.decoder(), batch, dtype=dtype, temperature=temperature, dout=placed)
@@ -285,7 +285,7 @@ def check_preference(
     """Loss and gradients are those of every document run alone, as a mean over all pairs."""
     case, dtype = case or DecoderCase(), dtype or judge.dtype
     keywords: dict[str, Any] = {"capacity": capacity, "beta": beta, "dtype": dtype}
-    answer = judge.ask("preference", case.decoder(), drawn, **keywords, options=models.options_of(case))
+    answer = judge.ask("preference", case.decoder(), drawn, **keywords, options=whole_models.options_of(case))
     every = [document for microbatch in drawn for document in microbatch]
     truth = []
     for arithmetic in ("float64", dtype):
@@ -295,7 +295,7 @@ def check_preference(
         ]
         mean = {name: np.mean([gradients[name] for _, gradients in parts], axis=0) for name in parts[0][1]}
         truth.append((np.array([np.mean([one for one, _ in parts])]), mean))
-    models.check_mean(judge, answer, Expected(*truth), dtype)
+    whole_models.check_mean(judge, answer, Expected(*truth), dtype)
 
 
 def _pair_alone(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from conformance.draws import round_to
-from conformance.scans import normalised_vjp
+from conformance.scan_cases import normalised_vjp
 from packing_core.protocol import Array, Backend, Gradients, OperationCall, segments, takes_call
 
 Backward = Callable[[Array], tuple[Array, ...]]

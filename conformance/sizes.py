@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance import audio, checks, experts, models, reductions, scans
+from conformance import audio, checks, expert_cases, reductions, scan_cases, whole_models
 from conformance.audio import ClipsCase
 from conformance.draws import (
     FULL,
@@ -28,11 +28,11 @@ from conformance.draws import (
     grown,
     segment_ids,
 )
-from conformance.experts import ExpertsCase
+from conformance.expert_cases import ExpertsCase
 from conformance.judge import ORACLES, Judge
 from conformance.naive import best_fit_decreasing
 from conformance.reductions import HOW, ReduceCase
-from conformance.scans import ConvolutionCase, DeltaCase, SsdCase
+from conformance.scan_cases import ConvolutionCase, DeltaCase, SsdCase
 from packing_core.protocol import DecoderConfig, Document, segments
 
 # Segments that start at 64, 100, 128, 192, 200, 256, 512, 1,000 and 1,024 tokens of a row.
@@ -69,7 +69,7 @@ class ModelCase:
 
     def drawn(self, judge: Judge) -> list[list[Document]]:
         """The documents of each microbatch."""
-        each = [models.drawn(judge, *lengths, words=self.config.vocab_size) for lengths in self.microbatches]
+        each = [whole_models.drawn(judge, *lengths, words=self.config.vocab_size) for lengths in self.microbatches]
         if self.twins:
             each = [[drawn[0], drawn[0], *drawn[2:]] for drawn in each]
         return [drawn + drawn[: self.again] for drawn in each]
@@ -168,7 +168,7 @@ CASES: dict[str, dict[str, Any]] = {
         LENGTHS: DeltaCase(LONG, heads=1, key_heads=1),
         "42 rows": DeltaCase(MANY, heads=1, key_heads=1),
         "40 heads": DeltaCase(FULL, heads=40, key_heads=40),
-        "beta to 2": DeltaCase(scans.ON_EDGES, strongest=2.0),
+        "beta to 2": DeltaCase(scan_cases.ON_EDGES, strongest=2.0),
     },
     "SIZE-09": {
         "width 256": DeltaCase(FULL, heads=1, key_heads=1, width=256, value_width=256),
@@ -203,8 +203,8 @@ CASES: dict[str, dict[str, Any]] = {
         "widths 256 and 300": ExpertsCase(width=256, inner=300),
     },
     "SIZE-15": {
-        "40 biased experts": ExpertsCase(experts=40, biased=True, activation=experts.CLAMPED),
-        "40 experts without gates": ExpertsCase(experts=40, activation=experts.UNGATED),
+        "40 biased experts": ExpertsCase(experts=40, biased=True, activation=expert_cases.CLAMPED),
+        "40 experts without gates": ExpertsCase(experts=40, activation=expert_cases.UNGATED),
     },
     "SIZE-16": {
         LENGTHS: LossCase(LONG, words=12),
@@ -284,7 +284,7 @@ def check_collate(judge: Judge, case: ModelCase) -> None:
     rows = [row for row, _, _ in every]
     numbers = [batch.segment_ids[row, start] for row, start, _ in every]
     judge.equal("segment ids", numbers, [rows[: i + 1].count(row) for i, row in enumerate(rows)])
-    for document, (row, start, stop) in zip(drawn, models.places(batch, drawn), strict=True):
+    for document, (row, start, stop) in zip(drawn, whole_models.places(batch, drawn), strict=True):
         judge.equal("labels", batch.labels[row, start:stop], np.append(-100, document.labels[1:]))
         judge.equal("positions", batch.position_ids[row, start:stop], np.arange(stop - start))
 
@@ -298,13 +298,17 @@ def check_reduce(judge: Judge, cases: list[ReduceCase]) -> None:
 def check_forward(judge: Judge, case: ModelCase) -> None:
     """Logits of each document."""
     (drawn,) = case.drawn(judge)
-    models.check_logits(judge, DecoderCase(case.config), models.collated(judge, drawn, case.capacity), drawn)
+    whole_models.check_logits(
+        judge, DecoderCase(case.config), whole_models.collated(judge, drawn, case.capacity), drawn
+    )
 
 
 def check_gradients(judge: Judge, case: ModelCase) -> None:
     """Loss and gradients of the batch."""
     (drawn,) = case.drawn(judge)
-    models.check_gradients(judge, DecoderCase(case.config), models.collated(judge, drawn, case.capacity), drawn)
+    whole_models.check_gradients(
+        judge, DecoderCase(case.config), whole_models.collated(judge, drawn, case.capacity), drawn
+    )
 
 
 def check_logprobs(judge: Judge, case: ModelCase) -> None:
@@ -316,18 +320,20 @@ def check_logprobs(judge: Judge, case: ModelCase) -> None:
 def check_shared(judge: Judge, case: TreeCase) -> None:
     """Loss and gradients of each answer with its prompt; what is shared and not trained is computed once."""
     shared = 0 if case.trained else case.prompt
-    models.check_shared(judge, case.drawn(), shared, DecoderCase(_decoder(num_hidden_layers=2)))
+    whole_models.check_shared(judge, case.drawn(), shared, DecoderCase(_decoder(num_hidden_layers=2)))
 
 
 def check_cut(judge: Judge, case: ModelCase) -> None:
     """Loss and gradients of documents over ranks."""
     (drawn,) = case.drawn(judge)
-    models.check_cut(judge, drawn, case.ranks, config=case.config)
+    whole_models.check_cut(judge, drawn, case.ranks, config=case.config)
 
 
 def check_train(judge: Judge, case: ModelCase) -> None:
     """Losses and weights after all steps."""
-    models.check_train(judge, DecoderCase(case.config), [case.drawn(judge)], capacity=case.capacity, ranks=case.ranks)
+    whole_models.check_train(
+        judge, DecoderCase(case.config), [case.drawn(judge)], capacity=case.capacity, ranks=case.ranks
+    )
 
 
 def check_preference(judge: Judge, case: ModelCase) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance import models, reductions
+from conformance import reductions, whole_models
 from conformance.draws import FULL, ONE_LAYER, AttentionCase, DecoderCase, documents, grown
 from conformance.judge import Judge
 from conformance.oracle import Expected
@@ -35,8 +35,8 @@ def test_collate_twice(judge: Judge) -> None:
 @pytest.mark.heavy
 def test_gradients_twice(judge: Judge) -> None:
     case, drawn = DecoderCase(), documents(7, 16, 1, 33, 24, 15)
-    batch = models.collated(judge, drawn, 96)
-    (loss, gradients), (again_loss, again) = (models.gradients(judge, case, batch, judge.dtype) for _ in range(2))
+    batch = whole_models.collated(judge, drawn, 96)
+    (loss, gradients), (again_loss, again) = (whole_models.gradients(judge, case, batch, judge.dtype) for _ in range(2))
     judge.equal("the loss of the second run", again_loss, loss)
     if not judge.atomic:
         for name, gradient in gradients.items():
@@ -47,7 +47,7 @@ def test_gradients_twice(judge: Judge) -> None:
 def test_train_twice(judge: Judge) -> None:
     steps = [[documents(30, 12, seed=i), documents(21, seed=i + 9)] for i in range(3)]
     (losses, weights), (again_losses, again) = (
-        models.train(judge, DecoderCase(), steps, capacity=96) for _ in range(2)
+        whole_models.train(judge, DecoderCase(), steps, capacity=96) for _ in range(2)
     )
     if judge.atomic:
         judge.within((again_losses, again), Expected((losses, weights), (losses, weights)), None, "float32")
@@ -60,9 +60,9 @@ def test_train_twice(judge: Judge) -> None:
 @requirement("DET-05")
 def test_other_weights_after_the_first(judge: Judge) -> None:
     drawn = documents(7, 16, 1, 33, 24, 15)
-    batch = models.collated(judge, drawn, 96)
+    batch = whole_models.collated(judge, drawn, 96)
     for seed in (0, 1):
-        models.check_logits(judge, DecoderCase(seed=seed), batch, drawn)
+        whole_models.check_logits(judge, DecoderCase(seed=seed), batch, drawn)
 
 
 @requirement("DET-06")
@@ -86,10 +86,10 @@ def test_pairs_twice(judge: Judge) -> None:
 @requirement("DET-09")
 def test_shared_beginnings_twice(judge: Judge) -> None:
     for _ in range(2):
-        models.check_shared(judge, grown(documents(24), (9, 1, 14), seed=1), 24, DecoderCase(ONE_LAYER))
+        whole_models.check_shared(judge, grown(documents(24), (9, 1, 14), seed=1), 24, DecoderCase(ONE_LAYER))
 
 
 @requirement("DET-10")
 def test_cut_documents_twice(judge: Judge) -> None:
     for _ in range(2):
-        models.check_cut(judge, documents(9, 50, 1, 14, seed=3), 2, ONE_LAYER)
+        whole_models.check_cut(judge, documents(9, 50, 1, 14, seed=3), 2, ONE_LAYER)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from conformance import models
+from conformance import whole_models
 from conformance.checks import check_isolated, check_padding
 from conformance.draws import (
     FOUR_ROWS,
@@ -98,7 +98,7 @@ def test_loss(judge: Judge, dtype: str) -> None:
 @every_dtype
 def test_logits(judge: Judge, dtype: str) -> None:
     drawn = documents(7, 16, 1, 33, 24, 15)
-    models.check_logits(judge, DecoderCase(ONE_LAYER), models.collated(judge, drawn, 96), drawn, dtype)
+    whole_models.check_logits(judge, DecoderCase(ONE_LAYER), whole_models.collated(judge, drawn, 96), drawn, dtype)
 
 
 @requirement("DTYPE-09")
@@ -106,7 +106,7 @@ def test_logits(judge: Judge, dtype: str) -> None:
 @every_dtype
 def test_weight_gradients(judge: Judge, dtype: str) -> None:
     drawn = documents(7, 16, 1, 33, 24, 15)
-    models.check_gradients(judge, DecoderCase(ONE_LAYER), models.collated(judge, drawn, 96), drawn, dtype)
+    whole_models.check_gradients(judge, DecoderCase(ONE_LAYER), whole_models.collated(judge, drawn, 96), drawn, dtype)
 
 
 @requirement("DTYPE-10")
@@ -128,17 +128,17 @@ def test_isolation_and_padding_of_a_scan(judge: Judge, dtype: str) -> None:
 @every_dtype
 def test_isolation_of_logits(judge: Judge, dtype: str) -> None:
     drawn = documents(7, 16, 1, 33, 24, 15)
-    models.check_isolated(judge, DecoderCase(ONE_LAYER), drawn, 96, dtype=dtype, where=(0, 3))
+    whole_models.check_isolated(judge, DecoderCase(ONE_LAYER), drawn, 96, dtype=dtype, where=(0, 3))
 
 
 @requirement("DTYPE-13")
 @heavy
 @every_dtype
 def test_isolation_of_weight_gradients(judge: Judge, dtype: str) -> None:
-    models.check_untrained_isolated(judge, DecoderCase(ONE_LAYER), dtype)
+    whole_models.check_untrained_isolated(judge, DecoderCase(ONE_LAYER), dtype)
 
 
 @requirement("DTYPE-14")
 def test_mixed_precision(judge: Judge) -> None:
     steps = [[documents(40, 3, 17, seed=i), documents(25, 8, 30, turn=4, seed=i + 9)] for i in range(4)]
-    models.check_train(judge, DecoderCase(), steps, capacity=96, dtype=judge.narrow_dtype)
+    whole_models.check_train(judge, DecoderCase(), steps, capacity=96, dtype=judge.narrow_dtype)

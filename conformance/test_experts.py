@@ -6,7 +6,7 @@ import pytest
 
 from conformance.checks import at_padding, check_isolated, check_padding
 from conformance.draws import Rows, segment_ids
-from conformance.experts import CLAMPED, FULL, NEVER_CLAMPED, PADDED, UNGATED, ExpertsCase
+from conformance.expert_cases import CLAMPED, FULL, NEVER_CLAMPED, PADDED, UNGATED, ExpertsCase
 from conformance.judge import Judge
 from packing_core.protocol import DTYPES
 

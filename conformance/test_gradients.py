@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance import models
+from conformance import whole_models
 from conformance.draws import (
     FOUR_ROWS,
     FULL,
@@ -70,12 +70,14 @@ def test_gradient_of_the_logits(judge: Judge) -> None:
 @requirement("GRAD-09")
 def test_gradients_of_a_packed_batch(judge: Judge) -> None:
     drawn = documents(7, 16, 1, 33, 24, 15, 40, 2)
-    models.check_gradients(judge, DecoderCase(), models.collated(judge, drawn, 96), drawn)
+    whole_models.check_gradients(judge, DecoderCase(), whole_models.collated(judge, drawn, 96), drawn)
 
 
 @requirement("GRAD-10")
 @pytest.mark.heavy
 @pytest.mark.parametrize("lengths", [LONG_DOCUMENTS, MANY_DOCUMENTS], ids=["long", "many"])
 def test_gradients_of_long_rows(judge: Judge, lengths: tuple[int, ...]) -> None:
-    drawn = models.drawn(judge, *lengths)
-    models.check_gradients(judge, models.long_case(judge), models.collated(judge, drawn, LONG_ROW), drawn)
+    drawn = whole_models.drawn(judge, *lengths)
+    whole_models.check_gradients(
+        judge, whole_models.long_case(judge), whole_models.collated(judge, drawn, LONG_ROW), drawn
+    )

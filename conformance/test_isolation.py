@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from conformance import models, oracle
+from conformance import oracle, whole_models
 from conformance.checks import check_isolated
 from conformance.draws import (
     FOUR_ROWS,
@@ -105,18 +105,18 @@ def test_the_loss_of_a_segment_is_its_own(judge: Judge) -> None:
 
 @requirement("ISO-08")
 def test_a_document_moves_no_other_logits(judge: Judge) -> None:
-    models.check_isolated(judge, DecoderCase(), documents(7, 16, 1, 33, 24, 15), 96)
+    whole_models.check_isolated(judge, DecoderCase(), documents(7, 16, 1, 33, 24, 15), 96)
 
 
 def trained_by(judge: Judge, case: DecoderCase, drawn: list[Document]) -> dict[str, Array]:
     """The loss of one step on the documents, and the weights after it."""
-    losses, weights = models.train(judge, case, [[drawn]], capacity=96)
+    losses, weights = whole_models.train(judge, case, [[drawn]], capacity=96)
     return {"the loss": losses} | weights
 
 
 @requirement("ISO-09")
 def test_a_document_without_targets_moves_no_gradient(judge: Judge) -> None:
-    models.check_untrained_isolated(judge, DecoderCase(), judge.dtype)
+    whole_models.check_untrained_isolated(judge, DecoderCase(), judge.dtype)
 
 
 @requirement("ISO-10")
@@ -148,8 +148,8 @@ def test_segments_that_start_beside_tiles(judge: Judge, row: int, where: tuple[i
 @heavy
 @pytest.mark.parametrize("lengths", [LONG_DOCUMENTS, MANY_DOCUMENTS], ids=["long", "many"])
 def test_documents_of_long_rows_are_isolated(judge: Judge, lengths: tuple[int, ...]) -> None:
-    case, drawn = models.long_case(judge), models.drawn(judge, *lengths)
-    models.check_isolated(judge, case, drawn, LONG_ROW, where=(2, len(drawn) - 1))
+    case, drawn = whole_models.long_case(judge), whole_models.drawn(judge, *lengths)
+    whole_models.check_isolated(judge, case, drawn, LONG_ROW, where=(2, len(drawn) - 1))
 
 
 @requirement("ISO-13")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance import models
+from conformance import whole_models
 from conformance.draws import LONG_DOCUMENTS, LONG_ROW, MANY_DOCUMENTS, documents
 from conformance.golden import Case, golden
 from conformance.judge import Judge
@@ -51,7 +51,7 @@ def named(lengths: tuple[int, ...]) -> str:
 def test_every_document_stands_once(judge: Judge, lengths: tuple[int, ...]) -> None:
     drawn = documents(*lengths, words=WORDS)
     batch = judge.collate(drawn, row_of(lengths))
-    models.places(batch, drawn)
+    whole_models.places(batch, drawn)
     judge.equal("number of segments", len(segments(batch.segment_ids)), len(drawn))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from conformance import models
+from conformance import whole_models
 from conformance.draws import FOUR_ROWS, FULL, DecoderCase, LossCase, Rows, documents, untrained
 from conformance.golden import Case, golden
 from conformance.judge import Judge
@@ -38,7 +38,7 @@ def test_the_first_token_of_a_segment_is_no_target(judge: Judge) -> None:
 def test_labels_stand_beside_their_tokens(judge: Judge, prompt: float, turn: int | None) -> None:
     drawn = documents(5, 9, 3, 7, 12, prompt=prompt, turn=turn)
     batch = judge.collate(drawn, 16)
-    for document, (row, start, stop) in zip(drawn, models.places(batch, drawn), strict=True):
+    for document, (row, start, stop) in zip(drawn, whole_models.places(batch, drawn), strict=True):
         judge.equal("labels of a document", batch.labels[row, start + 1 : stop], document.labels[1:])
 
 
@@ -81,13 +81,13 @@ def test_weights_of_tokens(judge: Judge) -> None:
 def test_the_loss_is_a_mean_over_all_labels(judge: Judge, turn: int | None) -> None:
     # Rows and documents with very different numbers of targets: a mean of means comes out different.
     drawn = documents(60, 90, seed=1) + documents(50, 40, prompt=0.9 if turn is None else 0.0, turn=turn, seed=2)
-    models.check_gradients(judge, DecoderCase(), models.collated(judge, drawn, 96), drawn)
+    whole_models.check_gradients(judge, DecoderCase(), whole_models.collated(judge, drawn, 96), drawn)
 
 
 @requirement("LOSS-08")
 def test_accumulation_averages_per_token(judge: Judge) -> None:
     step = microbatches()
-    models.check_train(judge, DecoderCase(), [step, step[::-1]], capacity=96)
+    whole_models.check_train(judge, DecoderCase(), [step, step[::-1]], capacity=96)
 
 
 @requirement("LOSS-09")
@@ -95,7 +95,7 @@ def test_ranks_average_per_token(judge: Judge) -> None:
     # Three ranks: of unequal shares, one of them without a target, and one without a microbatch.
     step = microbatches()
     silent = [step[0], step[4], step[1]]
-    models.check_train(judge, DecoderCase(), [step, silent, step[:2]], capacity=96, ranks=3)
+    whole_models.check_train(judge, DecoderCase(), [step, silent, step[:2]], capacity=96, ranks=3)
 
 
 @requirement("LOSS-10")
@@ -113,7 +113,7 @@ def test_logits_of_hundreds(judge: Judge) -> None:
 def test_a_batch_without_targets(judge: Judge) -> None:
     judge.promised("gradients", "untrained_batches")
     drawn = [untrained(document) for document in documents(7, 16, 1, 33, 24, 15)]
-    mean, found = models.gradients(judge, DecoderCase(), models.collated(judge, drawn, 96), judge.dtype)
+    mean, found = whole_models.gradients(judge, DecoderCase(), whole_models.collated(judge, drawn, 96), judge.dtype)
     judge.equal("the loss of a batch without targets", mean, 0.0)
     for name, gradient in found.items():
         judge.holds(not np.any(gradient), f"the gradient of {name} of a batch without targets is not 0")
@@ -126,9 +126,9 @@ def test_a_step_without_targets(judge: Judge) -> None:
     silent = [[untrained(document) for document in microbatch] for microbatch in step]
 
     def trained() -> Mapping[str, Array]:
-        return models.train(judge, DecoderCase(), [step], capacity=96)[1]
+        return whole_models.train(judge, DecoderCase(), [step], capacity=96)[1]
 
-    losses, weights = models.train(judge, DecoderCase(), [step, silent], capacity=96)
+    losses, weights = whole_models.train(judge, DecoderCase(), [step, silent], capacity=96)
     before = trained()
     noise = judge.noise(trained, before)
     judge.equal("the loss of a step without targets", losses[1], 0.0)

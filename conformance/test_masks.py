@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from conformance import models, reductions
+from conformance import reductions, whole_models
 from conformance.checks import compare_mask, visible_keys
 from conformance.draws import FOUR_ROWS, FULL, ONE_LAYER, AttentionCase, DecoderCase, Rows, documents
 from conformance.golden import Case, golden
@@ -123,7 +123,7 @@ def _named(case: AttentionCase) -> str:
 @requirement("MASK-13")
 def test_a_models_sliding_window(judge: Judge) -> None:
     case, drawn = DecoderCase(DecoderConfig(sliding_window=4)), documents(3, 4, 5, 16, 17, 40)
-    models.check_logits(judge, case, models.collated(judge, drawn, 96), drawn)
+    whole_models.check_logits(judge, case, whole_models.collated(judge, drawn, 96), drawn)
 
 
 WINDOWED = DecoderCase(replace(ONE_LAYER, sliding_window=4))
@@ -133,7 +133,7 @@ WINDOWED = DecoderCase(replace(ONE_LAYER, sliding_window=4))
 @pytest.mark.heavy
 def test_a_sliding_window_in_gradients(judge: Judge) -> None:
     drawn = documents(3, 4, 5, 16, 17, 40)
-    models.check_gradients(judge, WINDOWED, models.collated(judge, drawn, 96), drawn)
+    whole_models.check_gradients(judge, WINDOWED, whole_models.collated(judge, drawn, 96), drawn)
 
 
 @requirement("MASK-17")
@@ -148,7 +148,7 @@ def test_a_sliding_window_in_pooled_states(judge: Judge) -> None:
 
 @requirement("MASK-19")
 def test_a_sliding_window_in_training(judge: Judge) -> None:
-    models.check_train(judge, WINDOWED, [[documents(3, 4, 5, 16), documents(17, 40)]] * 2, capacity=96)
+    whole_models.check_train(judge, WINDOWED, [[documents(3, 4, 5, 16), documents(17, 40)]] * 2, capacity=96)
 
 
 @requirement("MASK-20")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance import models
+from conformance import whole_models
 from conformance.checks import check_padding
 from conformance.draws import (
     EMPTY_ROW,
@@ -74,7 +74,7 @@ def test_nothing_at_padding_is_a_target(judge: Judge) -> None:
 def test_the_padding_token_moves_no_logits(judge: Judge) -> None:
     case, drawn = DecoderCase(), documents(*(n for n in PADDED[0] if n > 0))
     before, after = (
-        models.forward(judge, case, lay_out(PADDED, drawn, pad_token=token), judge.dtype) for token in (0, 9)
+        whole_models.forward(judge, case, lay_out(PADDED, drawn, pad_token=token), judge.dtype) for token in (0, 9)
     )
     judge.unmoved("a document's logits", before[~PADDING], after[~PADDING], because="the padding token changed")
 
@@ -84,7 +84,7 @@ def test_the_padding_token_moves_no_gradient(judge: Judge) -> None:
     case, drawn = DecoderCase(), documents(*(n for n in PADDED[0] if n > 0))
 
     def ask(token: int) -> Gradients:
-        mean, gradients = models.gradients(judge, case, lay_out(PADDED, drawn, pad_token=token), judge.dtype)
+        mean, gradients = whole_models.gradients(judge, case, lay_out(PADDED, drawn, pad_token=token), judge.dtype)
         return {"loss": np.array([mean]), **gradients}
 
     before, after = ask(0), ask(9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance import models
+from conformance import whole_models
 from conformance.draws import FOUR_ROWS, FULL, LONG_DOCUMENTS, LONG_ROW, DecoderCase, RopeCase, documents
 from conformance.judge import Judge
 from packing_core.protocol import DecoderConfig, segments
@@ -64,11 +64,11 @@ def test_frequencies_follow_the_length_of_the_document(judge: Judge) -> None:
     # One document beyond the model's original context of 16 tokens, others within it.
     case = DecoderCase(DecoderConfig(max_position_embeddings=16, dynamic_rope_factor=4.0))
     drawn = documents(7, 48, 15, 1, 16, 9)
-    models.check_logits(judge, case, models.collated(judge, drawn, 96), drawn)
+    whole_models.check_logits(judge, case, whole_models.collated(judge, drawn, 96), drawn)
 
 
 @requirement("POS-08")
 def test_gradients_at_the_frequencies_of_the_document(judge: Judge) -> None:
     case = DecoderCase(DecoderConfig(num_hidden_layers=1, max_position_embeddings=16, dynamic_rope_factor=4.0))
     drawn = documents(7, 48, 15, 1, 16, 9)
-    models.check_gradients(judge, case, models.collated(judge, drawn, 96), drawn)
+    whole_models.check_gradients(judge, case, whole_models.collated(judge, drawn, 96), drawn)

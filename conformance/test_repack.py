@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from conformance import models, oracle
+from conformance import oracle, whole_models
 from conformance.draws import (
     FOUR_ROWS,
     FULL,
@@ -79,30 +79,32 @@ def test_scan_of_repacked_documents(judge: Judge) -> None:
 @pytest.mark.parametrize(("capacity", "order"), [(48, (3, 5, 1, 0, 4, 2)), (96, (0, 1, 2, 3, 4, 5))], ids=["48", "96"])
 def test_logits_in_the_collators_rows(judge: Judge, capacity: int, order: tuple[int, ...]) -> None:
     drawn = documents(*LENGTHS)
-    batch = models.collated(judge, [drawn[i] for i in order], capacity)
-    models.check_logits(judge, DecoderCase(), batch, drawn)
+    batch = whole_models.collated(judge, [drawn[i] for i in order], capacity)
+    whole_models.check_logits(judge, DecoderCase(), batch, drawn)
 
 
 @requirement("REP-04")
 @pytest.mark.parametrize("rows", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_logits_in_any_layout(judge: Judge, rows: list[list[int]]) -> None:
-    layout, order = models.layout(documents(*LENGTHS), rows)
-    models.check_logits(judge, DecoderCase(ONE_LAYER), lay_out(layout, order), order)
+    layout, order = whole_models.layout(documents(*LENGTHS), rows)
+    whole_models.check_logits(judge, DecoderCase(ONE_LAYER), lay_out(layout, order), order)
 
 
 @requirement("REP-05")
 @pytest.mark.parametrize("rows", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_gradients_in_any_layout(judge: Judge, rows: list[list[int]]) -> None:
-    layout, order = models.layout(documents(*LENGTHS, prompt=0.3), rows)
-    models.check_gradients(judge, DecoderCase(ONE_LAYER), lay_out(layout, order), order)
+    layout, order = whole_models.layout(documents(*LENGTHS, prompt=0.3), rows)
+    whole_models.check_gradients(judge, DecoderCase(ONE_LAYER), lay_out(layout, order), order)
 
 
 @requirement("REP-08")
 @pytest.mark.heavy
 @pytest.mark.parametrize("lengths", [LONG_DOCUMENTS, MANY_DOCUMENTS], ids=["long", "many"])
 def test_logits_in_long_rows(judge: Judge, lengths: tuple[int, ...]) -> None:
-    drawn = models.drawn(judge, *lengths)
-    models.check_logits(judge, models.long_case(judge), models.collated(judge, drawn, LONG_ROW), drawn)
+    drawn = whole_models.drawn(judge, *lengths)
+    whole_models.check_logits(
+        judge, whole_models.long_case(judge), whole_models.collated(judge, drawn, LONG_ROW), drawn
+    )
 
 
 @requirement("REP-09")
@@ -116,7 +118,7 @@ def test_the_order_of_documents_changes_none_of_them(judge: Judge) -> None:
     seen = []
     for order in (drawn, drawn[::-1], drawn[3:] + drawn[:3]):
         batch = judge.collate(order, 16)
-        where = models.places(batch, drawn)
+        where = whole_models.places(batch, drawn)
         judge.equal("number of segments", len(segments(batch.segment_ids)), len(drawn))
         seen.append([(batch.labels[r, a:b].tolist(), batch.position_ids[r, a:b].tolist()) for r, a, b in where])
     judge.holds(seen[0] == seen[1] == seen[2], "labels or positions of a document depend on the order of documents")
@@ -126,4 +128,4 @@ def test_the_order_of_documents_changes_none_of_them(judge: Judge) -> None:
 def test_the_same_documents_in_other_microbatches(judge: Judge) -> None:
     drawn = documents(60, 20, 9, 3, 30, 44, prompt=0.2)
     for microbatches in ([drawn], [drawn[3:], drawn[:3]], [[document] for document in drawn[::-1]]):
-        models.check_train(judge, DecoderCase(), [microbatches], capacity=96)
+        whole_models.check_train(judge, DecoderCase(), [microbatches], capacity=96)

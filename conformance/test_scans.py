@@ -9,7 +9,7 @@ import pytest
 from conformance.checks import check_isolated, check_padding
 from conformance.draws import Rows
 from conformance.judge import Judge
-from conformance.scans import (
+from conformance.scan_cases import (
     EDGES,
     FOREST,
     FULL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance import models
+from conformance import whole_models
 from conformance.draws import (
     EMPTY_ROW,
     LONG_DOCUMENTS,
@@ -110,16 +110,16 @@ def test_scans(judge: Judge, rows: Rows) -> None:
 @requirement("SHAPE-10")
 def test_logits_of_one_token_documents(judge: Judge) -> None:
     drawn = documents(1, 57, 1, 1, 33, 2, 1)
-    models.check_logits(judge, DecoderCase(), models.collated(judge, drawn, 96), drawn)
+    whole_models.check_logits(judge, DecoderCase(), whole_models.collated(judge, drawn, 96), drawn)
     if not judge.backend.provides("collate"):
-        layout, order = models.layout(drawn, [[0, 1, -38], [2, 3, 5, 6, -91], [-63, 4]])
-        models.check_logits(judge, DecoderCase(), lay_out(layout, order), order)
+        layout, order = whole_models.layout(drawn, [[0, 1, -38], [2, 3, 5, 6, -91], [-63, 4]])
+        whole_models.check_logits(judge, DecoderCase(), lay_out(layout, order), order)
 
 
 @requirement("SHAPE-11")
 def test_packing_the_shortest_and_the_longest(judge: Judge) -> None:
     drawn = documents(1, 16, 1, 1, 16, 15, 1)
     batch = judge.collate(drawn, 16)
-    models.places(batch, drawn)
+    whole_models.places(batch, drawn)
     real = (np.asarray(batch.segment_ids) > 0).sum()
     judge.equal("real tokens in the batch", int(real), sum(len(document.input_ids) for document in drawn))

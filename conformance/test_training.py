@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from conformance import models
+from conformance import whole_models
 from conformance.draws import LONG_DOCUMENTS, LONG_ROW, MANY_DOCUMENTS, DecoderCase, documents
 from conformance.judge import Judge
 
 requirement = pytest.mark.requirement
 
 
-def steps(prompt: float = 0.0, turn: int | None = None) -> models.Steps:
+def steps(prompt: float = 0.0, turn: int | None = None) -> whole_models.Steps:
     """Ten steps of two microbatches of documents of mixed lengths."""
     return [
         [
@@ -24,34 +24,34 @@ def steps(prompt: float = 0.0, turn: int | None = None) -> models.Steps:
 
 @requirement("TRAIN-01")
 def test_ten_sgd_steps(judge: Judge) -> None:
-    models.check_train(judge, DecoderCase(), steps(), capacity=96)
+    whole_models.check_train(judge, DecoderCase(), steps(), capacity=96)
 
 
 @requirement("TRAIN-02")
 def test_ten_adamw_steps(judge: Judge) -> None:
-    models.check_train(judge, DecoderCase(), steps(), capacity=96, optimizer="adamw")
+    whole_models.check_train(judge, DecoderCase(), steps(), capacity=96, optimizer="adamw")
 
 
 @requirement("TRAIN-03")
 def test_prompts_are_not_trained_on(judge: Judge) -> None:
-    models.check_train(judge, DecoderCase(), steps(prompt=0.5, turn=6)[:5], capacity=96)
+    whole_models.check_train(judge, DecoderCase(), steps(prompt=0.5, turn=6)[:5], capacity=96)
 
 
 @requirement("TRAIN-04")
 def test_long_documents_and_many(judge: Judge) -> None:
-    step = [models.drawn(judge, *LONG_DOCUMENTS), models.drawn(judge, *MANY_DOCUMENTS)]
-    models.check_train(judge, models.long_case(judge), [step], capacity=LONG_ROW)
+    step = [whole_models.drawn(judge, *LONG_DOCUMENTS), whole_models.drawn(judge, *MANY_DOCUMENTS)]
+    whole_models.check_train(judge, whole_models.long_case(judge), [step], capacity=LONG_ROW)
 
 
 @requirement("TRAIN-05")
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", id="adamw")])
 def test_one_step_moves_every_weight(judge: Judge, optimizer: str) -> None:
-    models.check_one_step(judge, optimizer)
+    whole_models.check_one_step(judge, optimizer)
 
 
 @requirement("TRAIN-06")
 def test_adamw_in_mixed_precision_over_ranks(judge: Judge) -> None:
     judge.promised("train", "mixed_precision")
-    models.check_train(
+    whole_models.check_train(
         judge, DecoderCase(), steps()[:3], capacity=96, optimizer="adamw", ranks=2, dtype=judge.narrow_dtype
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance import models, scans
+from conformance import scan_cases, whole_models
 from conformance.draws import ONE_LAYER, DecoderCase, documents, grown
 from conformance.judge import Judge
 from packing_core.protocol import DTYPES
@@ -15,32 +15,32 @@ requirement = pytest.mark.requirement
 @requirement("TREE-01")
 @pytest.mark.parametrize("lengths", [(9, 1, 14), (5, 12, 3, 7, 1)], ids=["three answers", "five answers"])
 def test_answers_to_one_prompt(judge: Judge, lengths: tuple[int, ...]) -> None:
-    models.check_shared(judge, grown(documents(24), lengths, seed=1), 24)
+    whole_models.check_shared(judge, grown(documents(24), lengths, seed=1), 24)
 
 
 @requirement("TREE-02")
 def test_prompts_of_one_system_prompt(judge: Judge) -> None:
     prompts = grown(documents(20), (17, 22), seed=1)
     several = grown(prompts, (6, 1, 11), seed=5)
-    models.check_shared(judge, [*several, *documents(13, seed=9)], 20)
+    whole_models.check_shared(judge, [*several, *documents(13, seed=9)], 20)
 
 
 @requirement("TREE-03")
 def test_delta_rules_go_on_from_the_state_of_their_parent(judge: Judge) -> None:
-    judge.check(scans.DeltaCase(scans.FOREST, parents=scans.PARENTS))
+    judge.check(scan_cases.DeltaCase(scan_cases.FOREST, parents=scan_cases.PARENTS))
 
 
 @requirement("TREE-04")
 def test_scans_of_mamba_2_go_on_from_the_state_of_their_parent(judge: Judge) -> None:
-    judge.check(scans.SsdCase(scans.FOREST, parents=scans.PARENTS))
+    judge.check(scan_cases.SsdCase(scan_cases.FOREST, parents=scan_cases.PARENTS))
 
 
 @requirement("TREE-05")
 def test_convolutions_see_the_last_tokens_of_their_parent(judge: Judge) -> None:
-    judge.check(scans.ConvolutionCase(scans.FOREST, parents=scans.PARENTS))
+    judge.check(scan_cases.ConvolutionCase(scan_cases.FOREST, parents=scan_cases.PARENTS))
 
 
 @requirement("TREE-06")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_answers_in_every_dtype(judge: Judge, dtype: str) -> None:
-    models.check_shared(judge, grown(documents(24), (9, 1, 14), seed=1), 24, DecoderCase(ONE_LAYER), dtype=dtype)
+    whole_models.check_shared(judge, grown(documents(24), (9, 1, 14), seed=1), 24, DecoderCase(ONE_LAYER), dtype=dtype)

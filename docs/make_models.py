@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from tools.tables.experts import ExpertsReport, audit_family_experts
+from tools.tables.expert_families import ExpertsReport, audit_family_experts
 from tools.tables.families import ENCODER_HEADS, FamilyReport, audit_encoder, audit_family
 from torch_backend.auditing.tiny import all_families
 from torch_backend.hf.anatomy.families import REFUSED

@@ -5,15 +5,16 @@ import pytest
 import torch
 from torch.nn.functional import conv1d, cross_entropy, silu
 
-from conformance import experts, oracle, reductions, scans, sizes
+from conformance import expert_cases, oracle, reductions, scan_cases, sizes
 from conformance.draws import DecoderCase, LossCase, documents, segment_ids
 from packing_core.protocol import DecoderConfig, segments
 
 LARGE = ("1,100", "3,250", "levels", "ranks", "over two")  # as slow as whole models, and of no other arithmetic
 ORACLES = {
     "SIZE-03": oracle.attention, "SIZE-04": oracle.attention, "SIZE-05": oracle.rope, "SIZE-06": oracle.rope,
-    "SIZE-07": oracle.scan, "SIZE-08": scans.expected, "SIZE-09": scans.expected, "SIZE-10": scans.expected,
-    "SIZE-12": scans.expected, "SIZE-14": experts.expected, "SIZE-15": experts.expected,
+    "SIZE-07": oracle.scan,
+    **dict.fromkeys(("SIZE-08", "SIZE-09", "SIZE-10", "SIZE-12"), scan_cases.expected),
+    **dict.fromkeys(("SIZE-14", "SIZE-15"), expert_cases.expected),
 }  # fmt: skip
 CASES = [
     pytest.param(name, case, id=f"{name} {label}")

@@ -1,13 +1,15 @@
 """A public name and a sub-package never share a name: ``import package.name as x`` would bind the one or the other.
 
 And messages say the names that users import, those of ``crosspack``, docstrings begin with the action,
-and a class name stands for one concept.
+a class name stands for one concept, and a file name is not reused at will.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -161,3 +163,21 @@ def test_a_class_name_stands_for_one_concept() -> None:
                 places.setdefault(name, []).append(package)
     assert {name: found for name, found in places.items() if len(found) > 1} == ONE_CONCEPT
     assert classes("class A:\n    class B: ...\n\ndef C(): ...") == ["A"]
+
+
+USED_OFTEN = 4  # files that one name may stand for
+BY_CONVENTION = {"__init__.py", "conftest.py"}  # names that Python and pytest look for
+
+
+def used_too_often(files: Iterable[Path]) -> list[str]:
+    counts = Counter(file.name for file in files)
+    return sorted(name for name, count in counts.items() if count > USED_OFTEN and name not in BY_CONVENTION)
+
+
+def test_a_file_name_stands_for_few_files() -> None:
+    assert used_too_often(path for folder in CODE for path in (ROOT / folder).rglob("*.py")) == []
+
+
+def test_a_file_name_that_stands_for_many_files_is_found() -> None:
+    names = {"kernels.py": 5, "model.py": 4, "__init__.py": 9}
+    assert used_too_often(Path(str(i), name) for name, n in names.items() for i in range(n)) == ["kernels.py"]

@@ -39,4 +39,4 @@ def test_a_patch_enters_the_edits_of_layers_only_where_there_are_such_layers() -
     edits = {file for file in files if file.startswith("hf/edits/")}
     assert edits == {"hf/edits/head_rows.py", "hf/edits/rotary.py"}
     more = entered(lambda: patch(hybrid, verify=False), "torch_backend") - files
-    assert {"hf/edits/mixers.py", "hf/edits/experts.py"} <= more
+    assert {"hf/edits/mixers.py", "hf/edits/packed_experts.py"} <= more

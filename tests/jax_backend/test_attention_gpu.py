@@ -13,7 +13,7 @@ import pytest
 from conformance.draws import segment_ids
 from jax_backend import gated_delta_rule, segment_attention
 from tests.jax_backend.oracle import Case
-from tests.jax_backend.scans import delta_rule_alone, out_and_gradients
+from tests.jax_backend.scan_operands import delta_rule_alone, out_and_gradients
 
 pytestmark = [
     pytest.mark.gpu,

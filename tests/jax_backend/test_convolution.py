@@ -14,7 +14,7 @@ from jax_backend import causal_conv
 from packing_core import reference
 from packing_core.errors import LayoutError, PackingError
 from packing_core.protocol import segments
-from tests.jax_backend.scans import Arrays, budgets, out_and_gradients
+from tests.jax_backend.scan_operands import Arrays, budgets, out_and_gradients
 
 ROWS = ((-2, 7, 1, 2, -3, 9), (24,))
 IDS = segment_ids(ROWS)

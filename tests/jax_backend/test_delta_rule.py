@@ -17,7 +17,7 @@ from jax_backend import gated_delta_rule, ssd
 from jax_backend.placement import auto_axes
 from jax_backend.scan import chunked_scan
 from packing_core.errors import LayoutError, UnsupportedError
-from tests.jax_backend.scans import (
+from tests.jax_backend.scan_operands import (
     EDGES,
     budgets,
     delta_operands,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from packing_core.protocol import Array, Gradients, OperationCall, takes_call
 from torch_backend.conformance.tensors import TensorMethods
-from torch_backend.ops.conv.clips import ClipRows, convolve_clips
+from torch_backend.ops.conv.clip_rows import ClipRows, convolve_clips
 
 
 class ClipMethods(TensorMethods):

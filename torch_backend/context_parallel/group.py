@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from packing_core.planning.context import context_plan
 from packing_core.planning.cost import Cost, cost_of
-from torch_backend.context_parallel.attention import METHODS
+from torch_backend.context_parallel.rank_attention import METHODS
 from torch_backend.context_parallel.share import RankShare
 
 AUTO = "auto"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
-from torch_backend.context_parallel.attention import NOT_CROSSED, MethodChoice, choose_method, context_attention
+from torch_backend.context_parallel.rank_attention import NOT_CROSSED, MethodChoice, choose_method, context_attention
 from torch_backend.hf.anatomy.families import WITHOUT_EFFECT
 from torch_backend.hf.forward import AttentionChoice, PackedForward, forward_among
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier

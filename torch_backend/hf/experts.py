@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf.anatomy.experts import (
+from torch_backend.hf.anatomy.expert_layouts import (
     ExpertsLayout,
     is_spread,
     layout_of,

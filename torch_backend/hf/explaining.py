@@ -16,8 +16,8 @@ from torch_backend.hf.anatomy.audio import FEATURES, audio_of
 from torch_backend.hf.anatomy.families import EXACT_KEYS
 from torch_backend.hf.anatomy.layers import find_experts
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.edits.experts import reasons_against
 from torch_backend.hf.edits.mixers import why_not_on_the_row
+from torch_backend.hf.edits.packed_experts import reasons_against
 from torch_backend.hf.float8 import describe_float8
 from torch_backend.hf.forward import AttentionChoice, Choice, DocumentsChoice, RowChoice
 from torch_backend.hf.patch import state_of

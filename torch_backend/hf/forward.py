@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
-from torch_backend.context_parallel.attention import MethodChoice
+from torch_backend.context_parallel.rank_attention import MethodChoice
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.document_rows import DocumentRows
 from torch_backend.hf.shared_rows import SharedRow

@@ -24,9 +24,9 @@ from torch_backend.hf.anatomy.layers import block_of
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.structure import STATE, execution_device, has_compiled_layers, why_not_adapters
 from torch_backend.hf.attention import AttentionName, register, softcap_of
-from torch_backend.hf.edits.experts import experts_edits
 from torch_backend.hf.edits.head_rows import HeadRows
 from torch_backend.hf.edits.mixers import why_not_on_the_row
+from torch_backend.hf.edits.packed_experts import experts_edits
 from torch_backend.hf.entry import refuse_transforms
 from torch_backend.hf.experts import ExpertsChoice
 from torch_backend.hf.forward import AttentionChoice, Choice, PackedForward

@@ -14,12 +14,12 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf.anatomy.experts import makes_weights
+from torch_backend.hf.anatomy.expert_layouts import makes_weights
 from torch_backend.hf.anatomy.layers import find_experts
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.blank_images import blank_media
-from torch_backend.hf.edits.experts import why_experts_read
+from torch_backend.hf.edits.packed_experts import why_experts_read
 from torch_backend.hf.foreign_kernels import has_ligers_forward, library_in, replaced_modules, unknown_part
 from torch_backend.hf.forward import RowChoice
 from torch_backend.hf.patch import state_of

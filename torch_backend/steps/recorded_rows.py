@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from packing_core.storage.forest import depth_of
-from torch_backend.hf.edits.experts import why_experts_read
+from torch_backend.hf.edits.packed_experts import why_experts_read
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.patched import Patched
 from torch_backend.segments import PackedMetadata

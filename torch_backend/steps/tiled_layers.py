@@ -32,7 +32,7 @@ from packing_core.training.decoder_sizes import Part
 from packing_core.training.memory_model import TILE, TILED_FROM
 from torch_backend.hf.anatomy.additions import why_changed, why_other_code
 from torch_backend.hf.anatomy.data_flow import last_part, only_readers, reads_by
-from torch_backend.hf.anatomy.experts import is_spread
+from torch_backend.hf.anatomy.expert_layouts import is_spread
 from torch_backend.hf.anatomy.layers import uses_interface
 from torch_backend.hf.anatomy.structure import causal_lm, decoder_of, with_values
 from torch_backend.hf.attention import DecoderLayer

@@ -20,7 +20,7 @@ from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.ranks import everyones, on_ranks
 from tests.torch_backend.wrappers import assert_same_loss
 from torch_backend import PackedCollator, audit, explain, patch
-from torch_backend.context_parallel import attention, exchange
+from torch_backend.context_parallel import exchange, rank_attention
 from torch_backend.context_parallel.share import KeyLayout, RankShare
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits import stand_ins
@@ -109,7 +109,7 @@ def run(case: Case, mesh: Any = None) -> dict[str, Any]:
     model = patch(tiny(case.family, **case.changes), verify=False, **options)
     if case.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    at_once = mocked.object(attention, "runs_at_once", lambda layout: layout.continuing is not None)
+    at_once = mocked.object(rank_attention, "runs_at_once", lambda layout: layout.continuing is not None)
     batch = batch_of(model, documents(case.lengths))
     with at_once if case.at_once else nullcontext():
         output = model(**{**batch, "position_ids": batch["position_ids"] + case.first})

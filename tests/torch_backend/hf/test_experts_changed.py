@@ -15,7 +15,7 @@ import torch_backend
 from tests.torch_backend.hf.test_packed_experts import LENGTHS, adapted
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny, with_mask
 from torch_backend.hf.anatomy.layers import find_experts
-from torch_backend.hf.edits.experts import reasons_against
+from torch_backend.hf.edits.packed_experts import reasons_against
 
 
 def set_on(name: str, value: Any) -> Callable[[nn.Module], None]:

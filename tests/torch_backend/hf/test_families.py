@@ -13,7 +13,7 @@ import torch_backend
 from packing_core.errors import UnsupportedModelError
 from packing_core.planning.cost import Cost
 from tests.torch_backend.models import collate, documents, tiny
-from tools.tables.experts import audit_family_experts
+from tools.tables.expert_families import audit_family_experts
 from tools.tables.families import audit_family
 from torch_backend.auditing import model as audits
 from torch_backend.auditing.probe import SHORT

@@ -29,7 +29,7 @@ from tests.torch_backend.models import alone, assert_same, collate, documents, p
 from tests.torch_backend.trainers.test_trainer import peft
 from tests.training_jobs import losses, small_job, with_options
 from torch_backend import audit, patch
-from torch_backend.hf.anatomy.experts import layout_of
+from torch_backend.hf.anatomy.expert_layouts import layout_of
 from torch_backend.hf.anatomy.layers import find_experts
 from torch_backend.hf.mxfp4 import load_mxfp4
 from torch_backend.job.models import build_model

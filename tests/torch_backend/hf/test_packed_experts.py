@@ -14,9 +14,9 @@ from torch.nn.utils import parametrize
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny, with_mask
-from torch_backend.hf.anatomy.experts import ExpertsLayout, layout_of, weights_of
+from torch_backend.hf.anatomy.expert_layouts import ExpertsLayout, layout_of, weights_of
 from torch_backend.hf.anatomy.layers import find_experts
-from torch_backend.hf.edits.experts import reasons_against
+from torch_backend.hf.edits.packed_experts import reasons_against
 from torch_backend.hf.entry import run_with
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.patched import Patched

@@ -14,7 +14,7 @@ from tests.torch_backend.steps import test_packed_step, test_sft_step
 from tests.torch_backend.steps.test_packed_step import FAST, trained
 from tests.torch_backend.trainers.test_trainer import llama, peft
 from torch_backend import patch
-from torch_backend.hf.anatomy.experts import layout_of
+from torch_backend.hf.anatomy.expert_layouts import layout_of
 from torch_backend.hf.anatomy.layers import find_experts
 
 WHY = "unsupported here: bitsandbytes is no dependency of any extra"

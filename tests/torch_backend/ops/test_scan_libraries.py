@@ -21,7 +21,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from conformance.checks import check_isolated
 from conformance.judge import Judge, NotDeclared, Rejected
 from conformance.registry import PEERS, LoadError, load
-from conformance.scans import FULL, ON_EDGES, DeltaCase, SsdCase
+from conformance.scan_cases import FULL, ON_EDGES, DeltaCase, SsdCase
 from torch_backend.conformance import libraries
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ import transformers
 from tests.torch_backend.models import alone, collate, documents, error, tiny
 from tests.torch_backend.ranks import on_ranks
 from torch_backend import explain, patch
-from torch_backend.hf.edits.experts import why_experts_read
+from torch_backend.hf.edits.packed_experts import why_experts_read
 
 distributed = pytest.importorskip("transformers.distributed", reason="unsupported here: an older transformers")
 pytestmark = [

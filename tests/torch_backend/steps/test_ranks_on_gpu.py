@@ -28,7 +28,7 @@ from tests.torch_backend.models import CAPACITY, documents, tiny
 from tests.torch_backend.ranks import on_ranks
 from tests.torch_backend.wrappers import Model, weights_of
 from torch_backend import PackedCollator, make_train_step, patch
-from torch_backend.context_parallel import attention
+from torch_backend.context_parallel import rank_attention
 from torch_backend.job.ranks import Process, Ranks, shard
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
@@ -88,7 +88,7 @@ def on_rank(family: str, case: str) -> dict[str, Any]:
         model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     every = [[held(step, rank) for rank in range(world)] for step in range(len(STEPS))]
     mine = [[list(chain(*shares))] if cut else [shares[ranks.rank]] for shares in every]
-    at_once = mocked.object(attention, "runs_at_once", lambda layout: layout.continuing is not None)
+    at_once = mocked.object(rank_attention, "runs_at_once", lambda layout: layout.continuing is not None)
     with at_once if memory else nullcontext():
         return train(model, mine, fast, memory)
 

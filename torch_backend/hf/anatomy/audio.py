@@ -20,7 +20,7 @@ from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.families import EXACT_KEYS
-from torch_backend.ops.conv.clips import BEYOND
+from torch_backend.ops.conv.clip_rows import BEYOND
 
 FEATURES = "input_features"
 # What a batch carries of its clips on the host: the frames of each, and those of the longest clip of its record.

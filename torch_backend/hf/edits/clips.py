@@ -41,7 +41,7 @@ from torch_backend.hf.edits.towers import (
 from torch_backend.hf.entry import Hook
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.override import Edit, LayerOverride
-from torch_backend.ops.conv.clips import ClipRows, convolve_clips
+from torch_backend.ops.conv.clip_rows import ClipRows, convolve_clips
 from torch_backend.segments import PackedMetadata, to_device
 
 

@@ -65,7 +65,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, 
 
 
 def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
-    from torch_backend.ops.conv import triton as kernels
+    from torch_backend.ops.conv import conv_kernels as kernels
 
     tokens, channels = x.shape
     y = x.new_empty(x.shape)
@@ -79,7 +79,7 @@ def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, positions: T
 def _launch_backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, dy: Tensor, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from torch_backend.ops.conv import triton as kernels
+    from torch_backend.ops.conv import conv_kernels as kernels
 
     (tokens, channels), width = x.shape, weight.shape[1]
     programs = -(-tokens // (_TOKENS * _TILES))

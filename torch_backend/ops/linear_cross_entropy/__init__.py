@@ -148,7 +148,7 @@ def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> None:
-    from torch_backend.ops.linear_cross_entropy import triton as kernels
+    from torch_backend.ops.linear_cross_entropy import loss_kernels as kernels
 
     rows, width = x.shape
     block = min(4096, 1 << (width - 1).bit_length())
@@ -218,7 +218,7 @@ def _takes_powers(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _target_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, scale: float, softcap: float
 ) -> Tensor:
-    from torch_backend.ops.linear_cross_entropy import triton as kernels
+    from torch_backend.ops.linear_cross_entropy import loss_kernels as kernels
 
     bases = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
     kernels.target_logits[hidden.shape[0],](
@@ -249,7 +249,7 @@ def _powers(
     """Each row's weighted loss, its gradient of the logits but for a factor per row, and ``hidden`` times that."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from torch_backend.ops.linear_cross_entropy import triton as kernels
+    from torch_backend.ops.linear_cross_entropy import loss_kernels as kernels
 
     (rows, width), columns = hidden.shape, weight.shape[0]
     (targets, weights, losses), (ignore_index, scale, softcap, gradient) = per_row, options
@@ -282,7 +282,7 @@ def _softmax_loss(logits: Tensor, per_row: _TargetRows, options: _SoftmaxOptions
     """Write each row's weighted loss, and with ``gradient`` turn the logits into its gradient."""
     (targets, weights, losses), (ignore_index, scale, softcap, gradient) = per_row, options
     if runs_triton(logits):
-        from torch_backend.ops.linear_cross_entropy import triton as kernels
+        from torch_backend.ops.linear_cross_entropy import loss_kernels as kernels
 
         block = min(_BLOCK, 1 << (logits.shape[1] - 1).bit_length())
         kernels.softmax_loss[min(_programs(logits), logits.shape[0]),](

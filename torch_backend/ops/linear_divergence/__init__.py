@@ -210,7 +210,7 @@ def _tail(side: LinearLogits) -> tuple[float, float]:
 def _launch(
     name: str, x: Tensor, y: Tensor, others: list[Tensor], student: LinearLogits, teacher: LinearLogits, beta: float
 ) -> None:
-    from torch_backend.ops.linear_divergence import triton as kernels
+    from torch_backend.ops.linear_divergence import divergence_kernels as kernels
 
     rows, columns = x.shape
     (scale, softcap), (of_teacher, cap_of_teacher) = _tail(student), _tail(teacher)

@@ -189,7 +189,7 @@ def transformed(logits: Tensor, scale: float, softcap: float) -> tuple[Tensor, T
 def _statistics(logits: Tensor, lse: Tensor, entropies: Tensor, scale: float, softcap: float, entropy: bool) -> None:
     """Write each row's log of the sum of exponentials and, if it is wanted, its entropy."""
     if runs_triton(logits):
-        from torch_backend.ops.linear_logprobs import triton as kernels
+        from torch_backend.ops.linear_logprobs import logprob_kernels as kernels
 
         rows, columns = logits.shape
         block = min(_BLOCK, 1 << (columns - 1).bit_length())
@@ -226,7 +226,7 @@ def _gradient(
     # ids of other columns are written behind those of this chunk, in rows that begin at multiples of eight
     out = logits.new_empty(rows, (columns // 8 + 1) * 8, dtype=dtype)
     if runs_triton(logits):
-        from torch_backend.ops.linear_logprobs import triton as kernels
+        from torch_backend.ops.linear_logprobs import logprob_kernels as kernels
 
         block = min(_BLOCK, 1 << (columns - 1).bit_length())
         kernels.gradient[rows,](

@@ -84,7 +84,7 @@ def _sizes(x: Tensor, weight: Tensor | None, gate: Tensor | None, count: int, si
 def _launch_forward(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, count: int, silu: bool
 ) -> Tensor:
-    from torch_backend.ops.norm import triton as kernels
+    from torch_backend.ops.norm import norm_kernels as kernels
 
     y = x.new_empty(x.shape)
     (laid, *x_strides), (gates, *z_strides) = _rows(x, gate)
@@ -98,7 +98,7 @@ def _launch_forward(
 def _launch_backward(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, dy: Tensor, eps: float, count: int, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from torch_backend.ops.norm import triton as kernels
+    from torch_backend.ops.norm import norm_kernels as kernels
 
     (laid, *x_strides), (gates, *z_strides), (dys, *dy_strides) = _rows(x, gate, dy)
     assert laid is not None

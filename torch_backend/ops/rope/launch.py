@@ -65,7 +65,7 @@ def _rotation(
     eps: float,
 ) -> tuple[Launch, bool]:
     """Plans the launch of ``rotate`` on q, k, their outputs, cos and sin, and whether it goes row by row."""
-    from torch_backend.ops.rope import triton as kernels
+    from torch_backend.ops.rope import rope_kernels as kernels
 
     layouts = _tokens_first(layouts, 4, heads_first)
     tokens, split = _tokens(layouts)
@@ -92,7 +92,7 @@ def _norm_backward(
     eps: float,
 ) -> tuple[Launch, bool, int]:
     """Plans the launch of ``normalize_backward`` on x, dout, dx, cos, sin: row by row or not, and programs per row."""
-    from torch_backend.ops.rope import triton as kernels
+    from torch_backend.ops.rope import rope_kernels as kernels
 
     layouts = _tokens_first(layouts, 3, heads_first)
     tokens, split = _tokens(layouts)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from torch_backend.ops.attention.triton_tiles import LOG2E
-from torch_backend.ops.linear_cross_entropy.triton import LN2, add_exponentials, scaled
+from torch_backend.ops.linear_cross_entropy.loss_kernels import LN2, add_exponentials, scaled
 
 FORWARD: tl.constexpr = tl.constexpr(0)
 REVERSE: tl.constexpr = tl.constexpr(1)  # any other kind is the divergence from the mixture

@@ -21,7 +21,7 @@ from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.families import REFUSED
 from torch_backend.hf.anatomy.layers import find_experts
 from torch_backend.hf.anatomy.model import anatomy_of
-from torch_backend.hf.edits.experts import reasons_against
+from torch_backend.hf.edits.packed_experts import reasons_against
 from torch_backend.hf.patch import install
 from torch_backend.hf.routing.contexts import record_routing, replay_routing
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from torch_backend.ops.attention.triton_tiles import LOG2E
-from torch_backend.ops.linear_cross_entropy.triton import LN2, scaled
+from torch_backend.ops.linear_cross_entropy.loss_kernels import LN2, scaled
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torch_backend.hf.anatomy.additions import has_foreign_hooks
-from torch_backend.hf.anatomy.experts import ExpertsLayout, holds_4_bits, is_spread, layout_of, makes_weights
+from torch_backend.hf.anatomy.expert_layouts import ExpertsLayout, holds_4_bits, is_spread, layout_of, makes_weights
 from torch_backend.hf.anatomy.layers import find_experts, passes_on
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.mixers import segments_passed_on
