@@ -92,11 +92,15 @@ class CompiledLayers(NamedTuple):
         calls: each module with its compiled call.
         recomputed: those that do not keep all that their backward reads.
         requests: of attention, that they know how to run.
+        foreign: modules in them that run a library's kernels otherwise.
+        quantised: linear layers in them that run as operators.
     """
 
     calls: dict[nn.Module, Any]
     recomputed: list[Any]
     requests: Any
+    foreign: dict[nn.Module, Any]
+    quantised: list[nn.Module]
 
 
 class Gradients:
@@ -148,22 +152,18 @@ class Gradients:
         self.no_layers, self.no_graph = no_layers, no_graph
         self.shapes = fixed or FixedShapes()
         self.parts = dict.fromkeys((LOSS, LAYERS, GRAPH), "decided at the first step")
-        self.fixed: FixedShapes | None = None
-        self.pieces = False  # whether compiled layers run the pieces of documents that are cut over ranks
-        self.of_whole: Any = None  # the requests of attention where documents lie on one rank each; empty for a refusal
-        self.forests = False  # whether layers are compiled for batches whose forests differ in shape
         self.prepared = False
         self.why_logits: str | None = None
+        # how batches run, which the first one decides; unbound, so that graphs are freed with the last reference
+        self.mode: Callable[[Gradients, StepInputs], Tensor] = Gradients._as_usual
+        self.of_whole: Any = None  # the requests of attention where documents lie on one rank each; empty for a refusal
         self.images = False  # whether a batch with images has run, so that attention was asked about its spans
         # by the level at which they recompute, and whether each is several graphs between exchanges
         self.layers: dict[tuple[Level, bool], CompiledLayers] = {}
-        self.foreign: dict[nn.Module, Any] = {}  # modules in them that run a library's kernels otherwise
-        self.quantised: list[nn.Module] = []  # and linear layers that compiled layers run as operators
         self.fits_whole = cache(fits_whole)  # asked once for all batches of a size
         self.tiles: tuple[int, Parts] = 0, {}  # parts of layers that the last batch, of so many tokens, ran by tiles
         self.groups: dict[int, int] = {}  # layers that share an input on the host, for batches of so many tokens
         self.host = Host()
-        self.announced = False  # that layers are being compiled
         self.form: Any = None  # of the batches that graphs serve
         self.last: Any = None
         self.graphs: CapturedBackward | None = None
@@ -179,13 +179,7 @@ class Gradients:
                     self._prepare(inputs.batch)
             self.host.group = self._group(inputs.batch)
             with self.exchange.around(last=last), tiled(parts):
-                if self.pieces:
-                    return self._of_pieces(inputs)
-                if self.forests and self.compile and self.fixed is None:
-                    return self._through_layers(inputs, self.backward)
-                if self.fixed is None or (has_parents(inputs.batch) and not self.forests):
-                    return self.backward(inputs)
-                return self._by_form(replace(inputs, batch=self.fixed(inputs.batch)))
+                return self.mode(self, inputs)
         except torch.OutOfMemoryError:
             # whoever catches it goes on with smaller batches
             self.graphs = self.form = self.last = None
@@ -218,13 +212,16 @@ class Gradients:
             self.groups[tokens] = group_on_host(self.model, tokens, self.host.held)
         return self.groups[tokens]
 
+    def _as_usual(self, inputs: StepInputs) -> Tensor:
+        return self.backward(inputs)
+
     def _of_pieces(self, inputs: StepInputs) -> Tensor:
         """Through compiled layers. What fails on one rank is raised there: trying again, it would exchange alone."""
         share = inputs.batch.get(BatchKey.SHARE)  # straddles on all ranks alike
         whole = share is not None and not share.straddles and self._run_whole(inputs.batch)
         if not whole and level_of(self.model) == "selective":
             return self.backward(inputs)
-        with self._compiled(whole=whole):
+        with self._compiled(crosses=not whole, requests=self.of_whole if whole else None):
             return self.backward(inputs)
 
     def _run_whole(self, batch: Batch) -> bool:
@@ -240,7 +237,10 @@ class Gradients:
         return bool(self.of_whole)
 
     def _by_form(self, inputs: StepInputs) -> Tensor:
-        state = self._patched
+        """In fixed shapes: as a graph, through compiled layers or as usual."""
+        if has_parents(inputs.batch) and not self.shapes.forests:
+            return self.backward(inputs)
+        inputs, state = replace(inputs, batch=self.shapes(inputs.batch)), self._patched
         selects = state.selects(inputs.batch)
         if (budget := state.anatomy.budget) is not None and not selects:  # a graph is not told the lengths
             inputs = replace(inputs, batch={**inputs.batch, BatchKey.WITHIN: budget})
@@ -253,14 +253,17 @@ class Gradients:
         if selects or self.form is None or form["input_ids"] != self.form["input_ids"] or not asked:
             return self.backward(inputs)
         graph = together and self.capture and form == self.form and not images
-        return self._through_layers(inputs, self._captured if graph else self.backward)
+        return self._through_layers(inputs, self._captured if graph else None)
 
-    def _through_layers(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
-        """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
+    def _through_layers(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor] | None = None) -> Tensor:
+        """``run``, or ``backward``, with compiled layers, or with plain ones if these turn out not to compile."""
+        run = run or self.backward
+        if not self.compile:
+            return run(inputs)
         started = any(parameter.grad is not None for parameter in self.model.parameters())
-        first, self.announced = bool(self.compile) and not self.announced, True
+        first = nullcontext() if self.layers else announced("first batch through compiled layers")
         try:
-            with announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
+            with first, self._compiled():
                 return run(inputs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             if self.compile != "auto" or started:
@@ -276,13 +279,14 @@ class Gradients:
             return self.backward(inputs)
 
     @contextmanager
-    def _compiled(self, *, whole: bool = False) -> Iterator[None]:
-        """Inside, the layers are compiled, if they shall be; for pieces that are whole documents if ``whole``."""
-        if not self.compile:
-            yield
-            return
+    def _compiled(self, *, crosses: bool = False, requests: Any = None) -> Iterator[None]:
+        """Inside, the layers are compiled.
+
+        Args:
+            crosses: whether they exchange with other ranks, between their graphs.
+            requests: of attention, in place of those that came before the layers were compiled.
+        """
         state = self._patched
-        crosses = self.pieces and not whole
         # torch's checkpoint around a layer in parts draws random numbers again, as its backward graph would not
         level = level_of(self.model) if crosses else level_inside(self.model)
         in_parts = crosses and level != "none"
@@ -290,7 +294,7 @@ class Gradients:
         for module, call in compiled.calls.items():
             module._compiled_call_impl = call
         # between the graphs of pieces attention runs as usual
-        state.compiled = set() if crosses else self.of_whole if whole else compiled.requests
+        state.compiled = set() if crosses else requests or compiled.requests
         state.crosses = crosses
         self.host.begin()
         try:
@@ -298,8 +302,8 @@ class Gradients:
                 whole_layers(),
                 enough_graphs(),
                 recomputing_inside(compiled.recomputed),
-                without_kernels(self.foreign),
-                traceable_weights(self.quantised),
+                without_kernels(compiled.foreign),
+                traceable_weights(compiled.quantised),
             ):
                 yield
         finally:
@@ -313,16 +317,15 @@ class Gradients:
         state = self._patched
         # blocks of a vision tower stay under torch's checkpoint, inside or outside of their graphs
         recomputed: list[Any] = [] if level == "none" else level_layers(state.decoder)
-        self.foreign = replaced_modules(layers_of(state.decoder))
-        self.quantised = quantised_layers([state.root])
-        any_length = self.pieces or (self.forests and self.fixed is None)
-        compile_layers(self.model, memory="none" if in_parts else level, dynamic=None if any_length else False)
+        foreign, quantised = replaced_modules(layers_of(state.decoder)), quantised_layers([state.root])
+        dynamic = False if self.mode is Gradients._by_form else None
+        compile_layers(self.model, memory="none" if in_parts else level, dynamic=dynamic)
         calls = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
         if in_parts:
             calls |= {m: recomputed_as_whole(calls[m], level) for m in recomputed if m in calls}
         elif level == "offload":
             calls |= {m: self.host.around(calls[m]) for m in recomputed if m in calls}
-        found = self.layers[level, in_parts] = CompiledLayers(calls, recomputed, state.compiled)
+        found = self.layers[level, in_parts] = CompiledLayers(calls, recomputed, state.compiled, foreign, quantised)
         return found
 
     def _captured(self, inputs: StepInputs) -> Tensor:
@@ -357,36 +360,38 @@ class Gradients:
         return loss
 
     def _compiled_how(self) -> str:
-        any_length = self.forests and self.fixed is None
-        return compiled_layers(self.model, any_length=any_length, pieces=self.pieces, whole=bool(self.of_whole))
+        any_length, pieces = self.mode is Gradients._through_layers, self.mode is Gradients._of_pieces
+        return compiled_layers(self.model, any_length=any_length, pieces=pieces, whole=bool(self.of_whole))
 
     def _prepare(self, batch: Batch) -> None:
         """Choose what is fast, and try the loss on the first batch."""
         layers = _refused("compile", self.compile, self.no_layers or why_not_compiled(self.model, batch))
         graph = self.no_graph or why_not_captured(self.model, batch, insists=self.capture is True)
         graph = _refused("capture", self.capture, graph or why_not_recomputed(self.model, compiled=layers is None))
-        self.pieces = layers is None and context_of(self.model) is not None
-        self.forests, self.images = has_parents(batch), holds_images(batch)
-        if not self.pieces and (graph is None or (layers is None and not self.forests)):
-            self.fixed = self.shapes
-            self.fixed.forests = self.forests
+        forests, pieces = has_parents(batch), layers is None and context_of(self.model) is not None
+        fixed = not pieces and (graph is None or (layers is None and not forests))
+        self.shapes.forests, self.images = fixed and forests, holds_images(batch)
         if layers is None:
             start_compilers()
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
-            self.why_logits = self.choose(batch if self.fixed is None else self.fixed(batch), layers is None)
-        reason, state = None if self.fixed is None else why_mixers_wait(self.model), state_of(causal_lm(self.model))
-        if reason is None and self.forests and state is not None:
+            self.why_logits = self.choose(self.shapes(batch) if fixed else batch, layers is None)
+        reason, state = why_mixers_wait(self.model) if fixed else None, state_of(causal_lm(self.model))
+        if reason is None and forests and state is not None:
             reason = state.why_no_compiled_forest(state.requests)
         if reason is not None:
             layers = layers or _refused("compile", self.compile, reason)
             graph = graph or _refused("capture", self.capture, reason)
-            self.fixed = None
+            fixed = False
         if context_of(self.model) is not None:
             average_at_the_end(self.model)
         if self.capture:
             self.exchange, graph = exchange_of(self.model, graph)
             graph = _refused("capture", self.capture, graph)
             self.shapes.largest = self.exchange.largest
+        if fixed:
+            self.mode = Gradients._by_form
+        elif layers is None:
+            self.mode = Gradients._of_pieces if pieces else Gradients._through_layers
         self.parts |= {
             LOSS: loss_without_logits(self.model) if self.why_logits is None else f"with logits: {self.why_logits}",
             LAYERS: self._compiled_how() if layers is None else plain_layers(self.model, layers),
