@@ -53,7 +53,7 @@ class CompiledCalls:
         run_plain_layers(model)
         reason = refused or why_not_compiled(model) or _why_not_any_length(model)
         self.layers = "decided at the first packed call" if reason is None else f"not compiled: {reason}"
-        self.failed = self.was_called = False
+        self.was_called = False
         self.level: Level = "none"  # of the packed call that runs
         self.calls: dict[Level, dict[nn.Module, Callable[..., Any]]] = {}
         self.recorded: RecordedRows | None = None
@@ -67,7 +67,7 @@ class CompiledCalls:
     @property
     def graph(self) -> str:
         if self.recorded is None:
-            return self.layers if self.layers != COMPILED else "decided at the second packed call"
+            return self.layers
         if self.recorded.refused is not None:
             return f"no CUDA graph: {self.recorded.refused}"
         return UNNEEDED if self.recorded.is_unneeded else RECORDED
@@ -76,14 +76,14 @@ class CompiledCalls:
         """The output of ``run(forward, kwargs)``, the layers of a packed call."""
         if not self.calls:
             asks_only, self.was_called = torch.is_grad_enabled() and not self.was_called, True
-            if not self.failed and why_not_compiled(self.model) is None:
+            if why_not_compiled(self.model) is None:
                 start_compilers()
             with torch.no_grad() if asks_only else nullcontext():  # plain layers keep more than compiled ones
                 output = run(forward, dict(kwargs))
             self._compile("none")
             if not asks_only:
                 return output
-        if self.failed or not self.calls or forward.long is not None:
+        if not self.calls or forward.long is not None:
             return run(forward, kwargs)
         level = level_inside(self.model) if torch.is_grad_enabled() else "none"
         if level not in self.calls:
@@ -94,13 +94,14 @@ class CompiledCalls:
             with recomputing_inside([] if level == "none" else level_layers(self.root)):
                 return self.recorded(run, forward, kwargs)
         except TorchDynamoException as error:
-            self._fail(error)
+            self._run_plain(f"it failed, {error}".splitlines()[0])
+            log.warning("packed calls run with layers that are not compiled: %s", error)
             return run(forward, kwargs)
         finally:
             self.level = "none"
 
     def _compile(self, level: Level) -> None:
-        if self.state is None or not self.state.requests or self.failed:
+        if self.state is None or not self.state.requests:
             return
         if not self.calls and (reason := why_not_compiled(self.model)) is not None:  # what it tells may be set since
             self._run_plain(reason)
@@ -115,15 +116,10 @@ class CompiledCalls:
         self.layers = COMPILED
         self.recorded = self.recorded or RecordedRows(self.model, self.state)
 
-    def _fail(self, error: TorchDynamoException) -> None:
-        """Falls back to layers that are not compiled."""
-        self._run_plain(f"it failed, {error}".splitlines()[0])
-        if self.state is not None:
-            self.state.compiled = set()
-        log.warning("packed calls run with layers that are not compiled: %s", error)
-
     def _run_plain(self, reason: str) -> None:
-        self.failed, self.layers, self.recorded = True, f"not compiled: {reason}", None
+        """Falls back to layers that are not compiled."""
+        run_plain_layers(self.model)
+        self.layers, self.recorded = f"not compiled: {reason}", None
 
 
 class _Call:
@@ -136,7 +132,7 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Checkpointing recomputes a layer outside of the model's call, so its own arguments decide first.
         forward = forward_among((*args, *kwargs.values())) or current_forward()
-        if self.owner.failed or forward is None or not forward.prepared or forward.long is not None:
+        if forward is None or not forward.prepared or forward.long is not None:
             return self.module._call_impl(*args, **kwargs)
         limit = torch._dynamo.config.patch(recompile_limit=GRAPHS)
         with limit, whole_layers(), without_kernels(self.foreign), traceable_weights(self.quantised):
