@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.stored import IGNORE_INDEX
@@ -86,7 +85,7 @@ class ScoredStep(TrainerStep):
         def rows(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             self.rows = self.rows or (len(args[0]) if args[0].ndim > 1 else 1)
 
-        with hooked(
+        with (
             self.trainer.model.register_forward_pre_hook(call, with_kwargs=True, prepend=True),
             self.root.get_input_embeddings().register_forward_pre_hook(rows),
         ):
@@ -115,7 +114,7 @@ class ScoredStep(TrainerStep):
                     weights = torch.linspace(0.5, 1.5, len(x), device=x.device)
                     x.register_hook(lambda g, w=weights: g * w.view(-1, *[1] * (g.ndim - 1)).to(g.dtype))
 
-        with hooked(self.trainer.model.register_forward_hook(weigh)):
+        with self.trainer.model.register_forward_hook(weigh):
             _, terms = self.alone()
         *largest, of_terms = (max(float(g.abs().max()) for g in each.values()) for each in (*gradients, terms))
         return max(largest) <= self.tolerance * of_terms
@@ -155,15 +154,6 @@ class ScoredStep(TrainerStep):
             output = self.trainer.model(**call)
         scored: Tensor | None = getattr(output, "log_probs", None)
         return (output.logits if scored is None else scored).detach().float()
-
-
-@contextmanager
-def hooked(*handles: RemovableHandle) -> Iterator[None]:
-    """Inside, hooks are there that were just registered."""
-    with ExitStack() as stack:
-        for handle in handles:
-            stack.enter_context(handle)
-        yield
 
 
 @contextmanager
@@ -313,15 +303,10 @@ class EmbeddedStep(TrainerStep):
         def row(embedding: Any, args: tuple[Tensor, ...]) -> None:
             rows.append(len(args[0]))
 
-        handles = [
-            handle
-            for encoder in self.encoders
-            for handle in (
-                encoder.register_forward_pre_hook(before),
-                encoder.register_forward_hook(after),
-                encoder.model.get_input_embeddings().register_forward_pre_hook(row),
-            )
-        ]
-        with hooked(*handles):
+        with ExitStack() as hooks:
+            for encoder in self.encoders:
+                hooks.enter_context(encoder.register_forward_pre_hook(before))
+                hooks.enter_context(encoder.register_forward_hook(after))
+                hooks.enter_context(encoder.model.get_input_embeddings().register_forward_pre_hook(row))
             self._loss()
         return texts, sum(rows)
