@@ -266,14 +266,11 @@ class CapturedBackward:
     Args:
         backward: takes a mapping of CUDA tensors and plain values, calls backward, returns the loss without a graph.
         parameters: all whose gradients it changes. Set them to None between the steps (``optimizer.zero_grad()``).
-        warm_up: calls that run as usual before the recording.
     """
 
-    def __init__(
-        self, backward: Callable[[Mapping[str, Any]], Tensor], parameters: Iterable[nn.Parameter], *, warm_up: int = 2
-    ) -> None:
+    def __init__(self, backward: Callable[[Mapping[str, Any]], Tensor], parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        self.write = CapturedStep(backward, warm_up=warm_up)
+        self.write = CapturedStep(backward, warm_up=2)
         self.add = CapturedStep(backward, warm_up=0)
         self.gradients: list[Tensor | None] = []
 

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.structure import causal_lm, sharding_inside
 from torch_backend.hf.entry import current_forward
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import PackedForward, forward_among
@@ -157,6 +156,6 @@ def _why_not_any_length(model: nn.Module) -> str | None:
     state = state_of(causal_lm(model))
     if state is not None and state.anatomy.mixers:
         return "its recurrent layers are compiled for rows of one length alone"
-    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+    if sharding_inside(model) == "FSDP":
         return "FSDP gathers parameters in the calls of layers"
     return None

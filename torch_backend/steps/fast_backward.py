@@ -17,11 +17,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.batches.keys import BatchKey
 from packing_core.errors import UnsupportedError
-from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.anatomy.structure import causal_lm, sharding_inside
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import DocumentsChoice
 from torch_backend.hf.patch import context_of, state_of
@@ -407,8 +406,8 @@ def run_layers(model: nn.Module, batch: Batch) -> None:
     They cannot be asked inside a compiled layer.
     """
     names = ("labels", "shift_labels", LOSS_WEIGHTS)
-    sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
-    state = None if sharded or holds_images(batch) else state_of(causal_lm(model))
+    whole = sharding_inside(model) == "FSDP" or holds_images(batch)
+    state = None if whole else state_of(causal_lm(model))
     run = model if state is None else state.decoder  # which makes no logits
     run(**{name: x for name, x in batch.items() if name not in names})
 

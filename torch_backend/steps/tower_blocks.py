@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from torch_backend.hf.anatomy.structure import sharding_inside
 from torch_backend.hf.attention import PACKED, TOWER_SEGMENTS, DecoderLayer
 from torch_backend.hf.edits.clips import encoder_blocks
 from torch_backend.hf.edits.towers import BOUNDARIES, CALL, TowerCall, compiles, tower_layers, tower_of
@@ -72,11 +72,6 @@ class CompiledTower:
             segments.mark_any_length()
         return segments
 
-    def fail(self, error: TorchDynamoException) -> None:
-        """Go on with the blocks as they are."""
-        self.failed = True
-        log.warning("the tower runs with blocks that are not compiled: %s", error)
-
 
 class TowerBlock:
     """Call of one block of a tower, in place of ``_compiled_call_impl``."""
@@ -102,7 +97,8 @@ class TowerBlock:
             with torch._dynamo.config.patch(recompile_limit=GRAPHS), whole_layers():
                 return self.compiled(hidden, **given)
         except TorchDynamoException as error:
-            self.tower.fail(error)
+            self.tower.failed = True
+            log.warning("the tower runs with blocks that are not compiled: %s", error)
             return self.plain(hidden, *args, **kwargs)
 
 
@@ -124,7 +120,7 @@ def compile_towers(
 
 def tower_blocks(root: Any) -> dict[str, list[nn.Module]]:
     """Returns the blocks of a model's towers that can be compiled; none under FSDP, which gathers weights in them."""
-    if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in root.modules()):
+    if sharding_inside(root) == "FSDP":
         return {}
     vision: list[nn.Module] = []
     if (tower := tower_of(root)) is not None:
