@@ -100,8 +100,9 @@ def operations(config: Any) -> tuple[int, int, Mapping[int, int], int]:
             "pass Cost(tokens=..., squares=...)"
         )
     token, full, windows = 2 * hidden * read("vocab_size", default=0), 0, Counter[int]()
-    for number, (layer, heads, window) in enumerate(zip(layers, by_layer, _windows(read, count), strict=True)):
+    for number, (layer, heads) in enumerate(zip(layers, by_layer, strict=True)):
         own = ConfigReader(layer, number)
+        window = _window(own, number)
         attention, squares = _attention(own, hidden, heads)
         token += _recurrent(read, hidden, attention) if window == 0 else attention
         token += _feed_forward(read, own, hidden, number)
@@ -143,24 +144,23 @@ def _attention(read: ConfigReader, hidden: int, heads: int) -> tuple[int, int]:
     return 2 * hidden * width * (2 * heads + 2 * kv_heads), 2 * heads * width
 
 
-def _windows(read: ConfigReader, layers: int) -> list[int | None]:
-    """The tokens that each layer's attention sees: None for all, 0 in layers without attention.
+def _window(read: ConfigReader, layer: int) -> int | None:
+    """The tokens that the attention of a layer sees, of its own config: None for all, 0 in a layer without attention.
 
     A chunk of attention counts as a window of half of it, which has about as many pairs.
     """
-    sliding = (
-        read("sliding_window", "attention_window_size") if read.find("use_sliding_window") in (None, True) else None
-    )
+    sliding: int | None = None
+    if read.find("use_sliding_window") in (None, True):
+        sliding = read("sliding_window", "attention_window_size")
     kinds = read.find("layer_types") or read.find("layers_block_type") or read.find("block_types")
     if isinstance(kinds, list | tuple) and kinds:
-        return [_window_of(str(kinds[layer % len(kinds)]), sliding, read) for layer in range(layers)]
+        return _window_of(str(kinds[layer % len(kinds)]), sliding, read)
     indices = read.find("attn_layer_indices")
-    if indices is None and (period := read("attn_layer_period")):  # jamba
-        offset = read.find("attn_layer_offset") or 0
-        indices = range(offset, layers, period)
     if indices is not None:
-        return [sliding if layer in indices else 0 for layer in range(layers)]
-    return [sliding] * layers
+        return sliding if layer in indices else 0
+    if period := read("attn_layer_period"):  # jamba
+        return sliding if layer % period == (read.find("attn_layer_offset") or 0) else 0
+    return sliding
 
 
 def _window_of(kind: str, sliding: int | None, read: ConfigReader) -> int | None:

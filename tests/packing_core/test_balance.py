@@ -152,6 +152,27 @@ def test_layers_of_sizes_of_their_own_cost_what_they_are() -> None:
     assert Cost.operations(fields | {"per_layer_config": {"1": {"head_dim": 16}}}) == Cost.operations(Whole())
 
 
+def test_layers_of_windows_of_their_own_cost_what_they_see() -> None:
+    """As in NeoMME, whose config object raises where ``sliding_window`` is read from the whole."""
+
+    class Whole:
+        is_heterogeneous = True
+        hidden_size, num_hidden_layers, num_attention_heads = 8, 2, 2
+        per_layer_config = (
+            SimpleNamespace(num_attention_heads=2, sliding_window=None),
+            SimpleNamespace(num_attention_heads=2, sliding_window=5),
+        )
+
+        @property
+        def sliding_window(self) -> int:
+            raise RuntimeError("'sliding_window' is a per-layer attribute")
+
+    cost = Cost.operations(Whole())
+    assert (cost.squares, cost.windows) == (2 * 2 * 4, ((5, 2 * 2 * 4),))
+    fields = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    assert Cost.operations(fields | {"per_layer_config": {"1": {"sliding_window": 5}}}) == cost
+
+
 def test_a_model_of_recurrent_layers_alone_costs_tokens_alone() -> None:
     """As Mamba, whose config names no heads; each layer has projections of 3 h e h and 3 products with the state."""
     mamba = {"hidden_size": 8, "num_hidden_layers": 5, "state_size": 4, "expand": 2, "vocab_size": 10}
