@@ -23,7 +23,7 @@ from crosspack.encoding.layouts import CHATS, LOOKED_AT, media_in
 from crosspack.reading import Records
 from crosspack.reading.files import is_url
 from crosspack.reading.places import Row
-from packing_core.batches.media import KINDS
+from packing_core.batches.media import KINDS, as_turn
 from packing_core.errors import PackingError, UnsupportedError, naming, plural
 from packing_core.training.tasks import TASKS
 
@@ -159,7 +159,7 @@ def _whole(image: Any, folder: Path) -> Any:
     if isinstance(image, Mapping) and image.get("bytes") is None:
         paths = ("image", "audio", "path")
         return {name: _whole(value, folder) if name in paths else value for name, value in image.items()}
-    if isinstance(image, str) and not is_url(image) and not image.startswith("data:"):
+    if isinstance(image, str) and not is_url(image) and not image.startswith(("data:", "file:")):
         return str(folder / image)
     return image
 
@@ -171,11 +171,13 @@ def warn_of_skipped(skipped: Sequence[str]) -> None:
 
 
 def _renamed(record: Row, named: Sequence[tuple[str, str]]) -> Row:
-    """A record with the columns of ``--column`` under the names that the task reads."""
+    """A record with the columns of ``--column`` under the names that the task reads, its messages by ``as_turn``."""
     for _, column in named:
         if column not in record:
             raise PackingError(f"{record.where} has no {column}, only {', '.join(record)}: check --column")
-    return Row({**record, **{name: record[column] for name, column in named}}, record.place, record.number)
+    values = {**record, **{name: record[column] for name, column in named}}
+    chats = {name: [as_turn(turn) for turn in values[name]] for name in CHATS if isinstance(values.get(name), list)}
+    return Row({**values, **chats}, record.place, record.number)
 
 
 def reward_function(text: str) -> Callable[..., Any]:

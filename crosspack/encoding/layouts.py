@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosspack.encoding.tokens import COLUMNS as TOKEN_COLUMNS
-from packing_core.batches.media import KINDS, is_of
+from packing_core.batches.media import KINDS, kind_of
 from packing_core.errors import PackingError
 
 COLUMNS = ("conversations", "instruction", "input", "output", "system", "history", "chosen", "rejected", "label")
@@ -90,7 +90,7 @@ def media_in(record: Mapping[str, Any]) -> dict[str, str]:
     names = {
         kind: [
             *(name for name in (f"{kind}s", kind) if record.get(name) not in (None, [], "")),
-            *(name for name in types if is_of(name, kind)),
+            *(name for name in types if kind_of(name) == kind),
         ]
         for kind in KINDS
     }

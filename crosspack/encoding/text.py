@@ -38,6 +38,7 @@ from crosspack.encoding.tokenizer import entries, panics_as_errors, rust_tokeniz
 from crosspack.encoding.tokens import COLUMNS as TOKEN_COLUMNS
 from crosspack.encoding.tokens import check_entries, token_documents
 from crosspack.reading.records import Record
+from packing_core.batches.media import as_turn
 from packing_core.errors import MissingExtraError, PackingError, first_line, naming
 from packing_core.training.schedule import Document
 
@@ -385,4 +386,4 @@ def _chat(record: Record, where: Where) -> tuple[list[Any], int]:
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise PackingError(f"{where}: messages is a list of objects with role and content")
     check_roles(messages, where)
-    return messages, len(prompt)
+    return [as_turn(message) for message in messages], len(prompt)

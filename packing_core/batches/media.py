@@ -1,14 +1,53 @@
-"""The kinds of media that raw records have, and the types by which parts of messages name them."""
+"""The media of raw records: their kinds, and the parts of messages that hold them, which APIs write in other ways."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 KINDS = ("image", "video", "audio")  # columns are named by one, or by several, as TRL names those of images
+# the types of parts in OpenAI's and others' APIs -> those of chat templates
+_TYPES = {name: kind for kind in KINDS for name in (f"{kind}_url", f"input_{kind}")}
+_TYPES |= {"input_text": "text", "output_text": "text"}
+_SOURCES = ("path", "url", "base64")  # where a part may have its image, beside its own type
 
 
-def is_of(type_of_part: object, kind: str) -> bool:
-    """Returns whether a part of a message is of a kind of media, by its type: that of templates, or of an API.
+def kind_of(type_of_part: object) -> str:
+    """Returns the type by which chat templates know a part of a message.
 
-    >>> [is_of(name, "image") for name in ("image", "image_url", "input_image", "image_description", None)]
-    [True, True, True, False, False]
+    >>> [kind_of(name) for name in ("image_url", "input_audio", "output_text", "image", "image_description")]
+    ['image', 'audio', 'text', 'image', 'image_description']
     """
-    return type_of_part in (kind, f"{kind}_url", f"input_{kind}")
+    return _TYPES.get(str(type_of_part), str(type_of_part))
+
+
+def as_turn(turn: Any) -> Any:
+    """Returns a message with its parts as chat templates know them, and each image or clip under its kind.
+
+    >>> as_turn({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]})
+    {'role': 'user', 'content': [{'type': 'image', 'image': 'a.png'}]}
+    >>> as_turn({"content": [{"type": "input_audio", "input_audio": {"data": "UklG", "format": "wav"}}]})
+    {'content': [{'type': 'audio', 'audio': 'data:audio/wav;base64,UklG'}]}
+    """
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("content"), list | tuple):
+        return turn
+    parts = [_as_part(part) if isinstance(part, Mapping) else part for part in turn["content"]]
+    return {**turn, "content": parts}
+
+
+def _as_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    kind = kind_of(part.get("type"))
+    if kind not in KINDS:
+        return {**part, "type": kind} if kind == "text" else part
+    names = (kind, str(part["type"]), f"{kind}_url", *_SOURCES)
+    name = next((name for name in names if part.get(name) is not None), None)
+    if name is None:
+        return {"type": kind}
+    value, suffix = part[name], "*"
+    if isinstance(value, Mapping) and value.get("url") is not None:
+        value = value["url"]
+    elif isinstance(value, Mapping) and value.get("data") is not None:
+        name, value, suffix = "base64", value["data"], value.get("format", suffix)
+    if name == "base64" and not str(value).startswith("data:"):
+        value = f"data:{kind}/{suffix};base64,{value}"
+    return {"type": kind, kind: value}

@@ -200,6 +200,21 @@ def test_reasoning_and_calls_are_trained_by_the_template_of_trained_tokenizers(t
     )
 
 
+def test_texts_of_an_api_are_written_as_the_texts_of_templates(tokenizer):
+    """Templates that know parts by their type leave those of other types out, without a word."""
+    parts = "message['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join"
+    chat = with_template(tokenizer, PLAIN_TEMPLATE.replace("message['content']", f"({parts})"))
+
+    def turns(asked, answered):
+        types = {"user": asked, "assistant": answered}
+        return [{**turn, "content": [{"type": types[turn["role"]], "text": turn["content"]}]} for turn in CHAT]
+
+    kinds = (("input_text", "output_text"), ("text", "text"))
+    api, template = (encode(chat, [{"messages": turns(*types)}])[0] for types in kinds)
+    assert api.ids.tolist() == template.ids.tolist() and trained_text(chat, api) == trained_text(chat, template)
+    assert "The quick fox?" in chat.decode(api.ids)
+
+
 def test_a_tokenizer_that_does_not_say_where_its_tokens_stand_is_refused(tokenizer, monkeypatch):
     chat = with_template(tokenizer, tokenizer.chat_template)
     monkeypatch.setattr(type(chat), "is_fast", False)

@@ -137,15 +137,6 @@ def test_other_tasks_train_on_images_too(task: str, start: Path, data: Any, tmp_
             chat("a.png", "b.png", "a.png", "b.png"),
             r"records\.jsonl:2 has \d+ tokens, 64 of them of images, and --capacity is 64: raise --capacity",
         ),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]},
-                    {"role": "assistant", "content": "w5"},
-                ]
-            },
-            r"records\.jsonl:2 has a part of type image_url, which is not read: write \{\"type\": \"image\"",
-        ),
         ({"messages": [], "videos": ["a.mp4"]}, r"records\.jsonl:2 has a video: run the processor on it first"),
         ({"images": ["a.png"]}, r"records\.jsonl:2 has images: --task sft reads messages, or prompt and completion"),
     ],
@@ -196,6 +187,21 @@ def test_paths_are_those_from_the_file_and_all_else_stays(tmp_path: Path) -> Non
     ]
     elsewhere = Row(record, Place("owner/name", "row"), 0)
     assert tasks.with_whole_paths(elsewhere) is elsewhere
+
+
+def test_chats_in_the_format_of_openai_train_as_those_with_a_column_of_images(start: Path, data: Any) -> None:
+    def written(asked: str, *shown: str) -> dict[str, Any]:
+        parts = [{"type": "image_url", "image_url": {"url": name}} for name in shown]
+        turns = [{"role": "user", "content": [*parts, {"type": "input_text", "text": asked}]}]
+        return {"messages": [*turns, {"role": "assistant", "content": [{"type": "output_text", "text": ASSISTANT}]}]}
+
+    shown = (("a.png",), ("b.png", "a.png"), ())
+    columns = [chat(*names) for names in shown]
+    parts = [written(USER, *names) for names in shown]
+    results = [" ".join(done(*options(start, data(records))).output.split()) for records in (columns, parts)]
+    assert all("audit: exact" in result for result in results)
+    losses = [re.findall(r"loss [\d.]+ to [\d.]+", result) for result in results]
+    assert losses[0] and losses[0] == losses[1]
 
 
 def test_images_are_looked_for_in_all_records_for_a_model_that_may_take_them(
@@ -250,19 +256,14 @@ def test_media_that_a_task_does_not_read_are_refused_by_the_record(task: str, be
 
 
 @pytest.mark.parametrize(
-    ("shown", "says"),
-    [
-        ({"type": "image_url"}, "example 2 has a part of type image_url, which is not read"),
-        ({"type": "image_url", "image_url": {"url": "a.png"}}, "example 2 has images in its messages: put them into"),
-        ({"type": "image", "image": "a.png"}, "example 2 has images in its messages: put them into"),
-    ],
+    "shown", [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image", "image": "a.png"}]
 )
 @pytest.mark.parametrize("turns", ["prompt", "completion", "rejected"])
-def test_images_of_preferences_stand_in_their_column_alone(shown: Any, says: str, turns: str) -> None:
+def test_images_of_preferences_stand_in_their_column_alone(shown: Any, turns: str) -> None:
     from torch_backend.job.kinds import _with_images
 
     record = {"prompt": "w5", turns: [{"role": "user", "content": [shown]}], "images": []}
-    with pytest.raises(LayoutError, match=says):
+    with pytest.raises(LayoutError, match="example 2 has images in its messages: put them into"):
         _with_images(record, "example 2")
 
 

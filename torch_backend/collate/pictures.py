@@ -5,17 +5,17 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.batches.media import is_of
+from packing_core.batches.media import as_turn
 from packing_core.errors import LayoutError, naming
 from packing_core.extras import require
 
 CHATS = ("messages", "prompt", "completion")  # columns that may hold messages
 LEAVE_OUT = "repair it or leave out the example"  # the way out of what cannot be decoded
-_SOURCES = ("path", "url", "base64")  # where a part of a message may have its image, beside its own type
 _MORE_BITS = ("I", "F")  # how modes of 16 and 32 bits begin, whose numbers mean what their maker says
 
 
@@ -24,8 +24,9 @@ def pictures_of(example: Mapping[str, Any], where: str) -> list[Any]:
 
     Args:
         example: ``images``, a list, or ``image``; and ``messages`` or a ``prompt`` whose parts may have images of their
-            own (``{"type": "image", "image": ...}``, ``path`` or ``url``). Each is a PIL image, a path, a URL, an array
-            [H, W, 3] or [H, W] of bytes, or ``{"bytes": ..., "path": ...}`` as ``datasets`` stores them.
+            own (``{"type": "image", "image": ...}``, ``path``, ``url`` or ``base64``, or ``image_url`` as OpenAI's API
+            has them). Each is a PIL image, a path, a URL, an array [H, W, 3] or [H, W] of bytes, or
+            ``{"bytes": ..., "path": ...}`` as ``datasets`` stores them.
         where: what messages call the example.
 
     Raises:
@@ -45,8 +46,7 @@ def media_of(example: Mapping[str, Any], kind: str, where: str) -> list[Any]:
             type may have one of their own.
 
     Raises:
-        LayoutError: there are more or fewer than places without one, both columns, or parts of a type like
-            ``image_url``, which is not read.
+        LayoutError: there are more or fewer than places without one, or both columns.
     """
     several, single = example.get(f"{kind}s"), example.get(kind)
     listed = [] if several is None else [several]
@@ -55,11 +55,9 @@ def media_of(example: Mapping[str, Any], kind: str, where: str) -> list[Any]:
     if listed and single is not None:
         raise LayoutError(f"{where} has {kind} and {kind}s: pass all of them as {kind}s")
     listed = listed if single is None else [single]
-    refuse_unread(turns_of(example), kind, where)
     chat = "messages" if example.get("messages") is not None else "prompt"
-    parts = [part for part in _parts(turns_of(example, (chat,))) if is_of(part.get("type"), kind)]
-    sources = (kind, f"{kind}_url", *_SOURCES)
-    own = [next((part[name] for name in sources if part.get(name) is not None), None) for part in parts]
+    parts = [part for part in _parts(turns_of(example, (chat,))) if part.get("type") == kind]
+    own = [part.get(kind) for part in parts]
     free = sum(one is None for one in own)
     if parts and free != len(listed):
         raise LayoutError(f"{where} has {free} places for {kind}s and {len(listed)} {kind}s: they must agree")
@@ -71,29 +69,26 @@ def has_media(example: Mapping[str, Any], turns: Iterable[Mapping[str, Any]], ki
     """Returns whether an example has images, clips or videos, by their ``kind``, in its columns or in its messages."""
     columns = (example.get(kind), example.get(f"{kind}s"))
     shown = any(x is not None and not (isinstance(x, Sized) and len(x) == 0) for x in columns)
-    return shown or any(is_of(part.get("type"), kind) for part in _parts(turns))
+    return shown or any(part.get("type") == kind for part in _parts(turns))
 
 
 def turns_of(example: Mapping[str, Any], names: Sequence[str] = CHATS) -> list[Any]:
-    """Returns the messages of an example in the columns ``names``, of which each may be a string."""
+    """Returns the messages of an example in the columns ``names``, of which each may be a string, by ``as_turn``."""
     chats = [example.get(name) for name in names]
-    return [turn for chat in chats if chat is not None and not isinstance(chat, str) for turn in chat]
-
-
-def refuse_unread(turns: Iterable[Mapping[str, Any]], kind: str, where: str) -> None:
-    """Raises LayoutError for a part of a kind of media whose type is another, such as ``image_url``."""
-    for part in _parts(turns):
-        if is_of(part.get("type"), kind) and part["type"] != kind:
-            raise LayoutError(
-                f'{where} has a part of type {part["type"]}, which is not read: write {{"type": "{kind}", '
-                f'"{kind}": ...}}, a path or a URL'
-            )
+    return [as_turn(turn) for chat in chats if chat is not None and not isinstance(chat, str) for turn in chat]
 
 
 def has_own_pictures(turns: Iterable[Mapping[str, Any]]) -> bool:
     """Returns whether a part of messages holds or names an image itself."""
-    parts = [part for part in _parts(turns) if is_of(part.get("type"), "image")]
-    return any(part.get(name) is not None for part in parts for name in (part["type"], *_SOURCES))
+    return any(part.get("type") == "image" and part.get("image") is not None for part in _parts(turns))
+
+
+def of_uri(source: Any) -> Any:
+    """Returns the bytes of a ``data:`` or ``file:`` URI; all else as it is."""
+    if not isinstance(source, str) or not source.startswith(("data:", "file:")):
+        return source
+    with urlopen(source) as opened:
+        return opened.read()
 
 
 def _parts(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -113,9 +108,10 @@ def _decode(image: Any, what: str) -> Any:
     with naming(f"{what} cannot be decoded", way_out=LEAVE_OUT, with_kind=True):
         if isinstance(image, Mapping):
             image = image["bytes"] if image.get("bytes") is not None else image["path"]
+        image = of_uri(image)
         if isinstance(image, bytes):
             image = pil.open(io.BytesIO(image))
-        elif isinstance(image, str) and image.startswith(("http://", "https://", "data:")):
+        elif isinstance(image, str) and image.startswith(("http://", "https://")):
             image = require("transformers.image_utils", extra="hf").load_image(image)
         elif hasattr(image, "__array__") and not isinstance(image, pil.Image):
             image = pil.fromarray(_of_bytes(np.asarray(image)))

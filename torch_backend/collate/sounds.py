@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from packing_core.errors import LayoutError, naming
 from packing_core.extras import require
-from torch_backend.collate.pictures import LEAVE_OUT, media_of
+from torch_backend.collate.pictures import LEAVE_OUT, media_of, of_uri
 
 Clip = NDArray[np.float32]
 
@@ -25,9 +25,9 @@ def clips_of(example: Mapping[str, Any], where: str, rate: int, longest: int | N
 
     Args:
         example: ``audios``, a list, or ``audio``; and ``messages`` or a ``prompt`` whose parts may have clips of their
-            own (``{"type": "audio", "audio": ...}``, ``path`` or ``url``). Each is a path, a URL, ``{"array": ...,
-            "sampling_rate": ...}``, ``{"bytes": ..., "path": ...}`` or a decoder, as ``datasets`` gives them, or an
-            array beside a column ``sampling_rate``.
+            own (``{"type": "audio", "audio": ...}``, ``path``, ``url`` or ``base64``, or ``input_audio`` as in OpenAI's
+            API). Each is a path, a URL, ``{"array": ..., "sampling_rate": ...}``, ``{"bytes": ..., "path": ...}``
+            or a decoder, as ``datasets`` gives them, or an array beside a column ``sampling_rate``.
         where: what messages call the example.
         rate: samples per second that the feature extractor takes.
         longest: samples beyond which the model would hear the beginning of a clip alone.
@@ -74,9 +74,10 @@ def _samples(item: Any, rate: int, beside: Any) -> tuple[Any, float]:
         if item.get("array") is not None:
             return _at_rate(item["array"], item.get("sampling_rate"))
         item = item["bytes"] if item.get("bytes") is not None else item["path"]
+    item = of_uri(item)
     if isinstance(item, bytes):
         return _of_file(item)
-    if isinstance(item, str) and item.startswith(("http://", "https://", "data:")):
+    if isinstance(item, str) and item.startswith(("http://", "https://")):
         return require("transformers.audio_utils", extra="hf").load_audio(item, sampling_rate=rate), rate
     if isinstance(item, str | Path):
         return _of_file(Path(item).read_bytes())

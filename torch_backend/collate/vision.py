@@ -21,6 +21,7 @@ from packing_core.batches.columns import TRAINED, trained_tokens
 from packing_core.batches.joining import concatenate
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import refuse_trained_padding
+from packing_core.batches.media import as_turn
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError, first_line
 from packing_core.storage.arrays import as_int64
@@ -424,7 +425,7 @@ def _with_pictures(messages: Any, pictures: Sequence[Any], where: str, kind: str
 
 
 def _parts(turn: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    content = turn.get("content")
+    content = as_turn(turn).get("content")
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [{name: value for name, value in part.items() if value is not None} for part in content or ()]

@@ -24,7 +24,7 @@ from packing_core.training.tasks import TASKS, TaskJob
 from torch_backend.auditing.model import AuditReport, verify
 from torch_backend.auditing.trainer import TrainerReport, audit_trainer
 from torch_backend.collate import PackedCollator
-from torch_backend.collate.pictures import has_own_pictures, pictures_of, refuse_unread, turns_of
+from torch_backend.collate.pictures import has_own_pictures, pictures_of, turns_of
 from torch_backend.collate.vision import place_of
 from torch_backend.collate.vision_dataset import PackedMediaDataset
 from torch_backend.job.models import load_model, shared_arguments, with_adapters, write_model
@@ -425,7 +425,6 @@ def _with_images(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     turns = turns_of(record, _CHATS)
     if has_own_pictures(turns):
         raise LayoutError(f"{where} has images in its messages: put them into the column images, where TRL reads them")
-    refuse_unread(turns, "image", where)
     images = record.get("images")
     if images is None:
         images = [] if record.get("image") is None else [record["image"]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,11 +95,33 @@ def test_images_stand_in_turns_or_beside_them_for_the_places_in_turns(turns: str
         pictures_of({turns: [place]}, "example 3")
 
 
-@pytest.mark.parametrize("turns", ["messages", "prompt", "completion"])
-def test_parts_that_no_processor_reads_are_refused_in_all_turns(turns: str) -> None:
-    said = {"role": "assistant", "content": [{"type": "image_url"}, {"type": "text", "text": "?"}]}
-    with pytest.raises(LayoutError, match="example 3 has a part of type image_url, which is not read"):
-        pictures_of({"prompt": "w5", turns: [said], "images": [RGB]}, "example 3")
+@pytest.mark.parametrize("write", [lambda x: x, lambda x: {"url": x, "detail": "auto"}], ids=["text", "object"])
+@pytest.mark.parametrize(
+    ("type_of_part", "key"),
+    [("image", "image"), ("image", "url"), ("image_url", "image_url"), ("input_image", "image_url")],
+)
+def test_parts_of_apis_hold_paths_and_uris(type_of_part: str, key: str, write: Any, tmp_path: Path) -> None:
+    data = encoded(pil.fromarray(RGB), "PNG")
+    (tmp_path / "an image.png").write_bytes(data)
+    inline = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    for source in (str(tmp_path / "an image.png"), (tmp_path / "an image.png").as_uri(), inline):
+        part = {"type": type_of_part, "text": None, key: write(source)}
+        (found,) = pictures_of({"messages": [{"role": "user", "content": [part]}]}, "example 3")
+        assert np.array_equal(np.asarray(found), RGB)
+
+
+def test_a_part_may_hold_its_image_in_base64() -> None:
+    text = base64.b64encode(encoded(pil.fromarray(RGB), "PNG")).decode()
+    for source in (text, f"data:image/png;base64,{text}"):
+        part = {"type": "image", "base64": source}
+        (found,) = pictures_of({"messages": [{"role": "user", "content": [part]}]}, "example 3")
+        assert np.array_equal(np.asarray(found), RGB)
+
+
+def test_a_part_of_an_api_without_an_image_is_a_place_for_one() -> None:
+    example = {"messages": [{"role": "user", "content": [{"type": "input_image", "file_id": "file-7"}]}]}
+    with pytest.raises(LayoutError, match="example 3 has 1 places for images and 0 images"):
+        pictures_of(example, "example 3")
 
 
 def images(*values: int, width: int = 2) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,20 @@ def test_a_prompt_with_a_place_and_a_completion() -> None:
         collate([{"messages": places, "audios": [at_rate(sound(0.2))] * 2}])
 
 
+def test_parts_of_apis_hold_clips(tmp_path: Path) -> None:
+    content, clip = wav(sound(0.1)), clips_of({"audio": {"bytes": wav(sound(0.1))}}, "example 3", RATE)[0]
+    (tmp_path / "a.wav").write_bytes(content)
+    text = base64.b64encode(content).decode()
+    for part in (
+        {"type": "input_audio", "input_audio": {"data": text, "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": (tmp_path / "a.wav").as_uri()}},
+        {"type": "audio_url", "audio_url": f"data:audio/wav;base64,{text}"},
+        {"type": "audio", "base64": text},
+    ):
+        (found,) = clips_of({"messages": [{"role": "user", "content": [part]}]}, "example 3", RATE)
+        assert np.array_equal(found, clip)
+
+
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_files_of_every_width_and_of_two_channels_are_read(width: int, tmp_path: Path) -> None:
     clip = sound(0.1)
@@ -161,6 +176,10 @@ def test_clips_that_cannot_be_used_are_named_by_their_record(clip: Any, words: s
     [
         ({**CHATS[1], "image": picture(0)}, "has image, which Qwen2AudioForCond.* does not take packed"),
         ({**CHATS[1], "video": Path("a.mp4")}, "has a video: run the processor on it first"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "a.mp4"}}]}]},
+            "has a video: run the processor on it first",
+        ),
         (
             {"messages": "w4 w5"},
             r"cannot be read \(AttributeError: .*leave out the example \(messages are turns",
