@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packing_core.errors import UnsupportedError, plural
+from packing_core.errors import PackingError, UnsupportedError, plural
 from packing_core.extras import require
 from torch_backend.hf.anatomy.random_draws import NEFTUNE
 from torch_backend.hf.anatomy.structure import causal_lm
@@ -122,6 +122,33 @@ class LossFilter(TrainerCallback):
             args.logging_nan_inf_filter, self.set_aside = True, False
 
     on_substep_end = on_pre_optimizer_step
+
+
+class SameLoss(TrainerCallback):
+    """Refuses to train or evaluate by another loss than the one for which packing was planned and its batches made."""
+
+    def __init__(self, changes: Changes) -> None:
+        self.trainer = changes.trainer
+        changes.wrap("evaluation_loop", self.evaluation_loop)
+        changes.add_callback(self)
+        self.before = self._loss()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """
+        Raises:
+            PackingError: the loss was exchanged since.
+        """
+        for name, value in self._loss().items():
+            if value is not self.before[name]:
+                raise PackingError(f"{name} was exchanged after enable_packing(trainer): call it again")
+
+    def evaluation_loop(self, loop: Any, *args: Any, **options: Any) -> Any:
+        """As ``Trainer.evaluation_loop``."""
+        self.on_step_begin()
+        return loop(*args, **options)
+
+    def _loss(self) -> dict[str, Any]:
+        return {name: vars(self.trainer).get(name) for name in ("compute_loss", "compute_loss_func", "label_smoother")}
 
 
 class SameRows(TrainerCallback):

@@ -27,7 +27,7 @@ from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trai
 from torch_backend.hf.anatomy.structure import causal_lm, with_values
 from torch_backend.hf.inputs.trl_trainers import why_per_example
 from torch_backend.steps.memory import AUTO_OVER_RANKS
-from torch_backend.trainers.callbacks import add_noise_by_document
+from torch_backend.trainers.callbacks import SameLoss, add_noise_by_document
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.dataloader import use_rows
 from torch_backend.trainers.evaluation import TokenMean, why_per_batch
@@ -88,6 +88,7 @@ class RowsPort(TrainerPort):
         if generates_in_evaluation(trainer) and isinstance(plan.collator, ReplacingCollator):
             for name in ("get_eval_dataloader", "get_test_dataloader"):
                 changes.wrap(name, _dataloader_by, trainer, plan.collator.replaced.padded)
+        SameLoss(changes)
 
 
 def _count_targets(count: Callable[..., Any], trainer: Any, batches: list[Any], device: Any) -> Any:

@@ -119,7 +119,7 @@ def test_a_batch_without_targets_does_not_count(tmp_path: Path) -> None:
 def test_nothing_is_read_back_for_a_batch(tmp_path: Path) -> None:
     """A tensor on the meta device has no values to read."""
     trainer = trainer_of(llama(), tmp_path, documents(2))
-    mean = trainer.evaluation_loop.func.__self__
+    mean = trainer.evaluation_loop.args[0].func.__self__
     mean.sums, loss, labels = [], torch.ones((), device="meta"), torch.ones(1, 4, dtype=torch.int64, device="meta")
     for batch in ({"labels": labels}, {"shift_labels": labels, "num_items_in_batch": loss}):
         mean.waits = True

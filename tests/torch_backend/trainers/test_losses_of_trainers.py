@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.trainer_pt_utils import LabelSmoother
 
 import torch_backend
+from packing_core.errors import PackingError
 from tests.torch_backend.models import PLAIN_SGD
 from tests.torch_backend.trainers.test_replaced_collator import IDS, pads
 from tests.torch_backend.trainers.test_trainer import CAPACITY, datasets, documents, llama, sft
@@ -280,3 +283,28 @@ def test_a_batch_of_padding_alone_trains_nothing_by_a_loss_that_divides_by_its_t
     torch.testing.assert_close(gradients[0], gradients[1])
     loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
     assert loss == 0 and outputs.logits.isfinite().all()
+
+
+def doubled(compute_loss: Any, *args: Any, **options: Any) -> Any:
+    result = compute_loss(*args, **options)
+    return (2 * result[0], *result[1:]) if isinstance(result, tuple) else 2 * result
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "compute_loss_func", "label_smoother"])
+def test_a_loss_that_is_set_later_is_refused_until_packing_is_enabled_again(tmp_path: Path, name: str) -> None:
+    def with_loss(trainer: Any) -> Any:
+        losses = {"compute_loss_func": of_labels, "label_smoother": LabelSmoother(epsilon=0.5)}
+        setattr(trainer, name, losses.get(name) or partial(doubled, trainer.compute_loss))
+        return trainer
+
+    data = {"eval_dataset": documents(4)}
+    want = trained(with_loss(trainer_of(tmp_path, **data)))
+    trainer = with_loss(enable_packing(trainer_of(tmp_path, **data), capacity=CAPACITY))
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(PackingError, match=rf"^{name} was exchanged after enable_packing.trainer.: call it again$"):
+            run()
+    got = trained(trainer)
+    for a, b in zip(got.model.parameters(), want.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+    got, want = got.evaluate(), want.evaluate()
+    assert got.keys() == want.keys() and got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-5)
