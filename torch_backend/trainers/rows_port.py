@@ -6,7 +6,7 @@ arguments stay as they are. What is different for an ``SFTTrainer`` is its loss 
 
 Figures are as without packing. What the model makes of rows [B, S, ...] -> the values of each document -> [documents,
 longest, ...], padded with -100 as transformers pads, in the order of the data. ``compute_metrics``, ``predict`` and
-``preprocess_logits_for_metrics`` receive these, and so they do of inputs (``include_for_metrics``).
+``preprocess_logits_for_metrics`` receive these, and so they do of inputs (``include_for_metrics``), with their mask.
 """
 
 from __future__ import annotations
@@ -122,8 +122,13 @@ def _predict(
     loss, logits, labels = prediction_step(model, inputs, prediction_loss_only, ignore_keys, **options)
     if not labels_documents(trainer.model):
         logits, labels = by_document(logits, inputs), by_document(labels, inputs)
-    if "inputs" in trainer.args.include_for_metrics:  # the loop reads them from the batch after this call
-        inputs.update({name: by_document(value, inputs) for name, value in inputs.items()})
+    # the loop reads inputs from the batch after this call
+    if "inputs" in trainer.args.include_for_metrics and inputs.get(BatchKey.DOCUMENTS):
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"].as_subclass(Tensor)))
+        values = {name: by_document(value, inputs) for name, value in {**inputs, "attention_mask": mask}.items()}
+        values["attention_mask"] = values["attention_mask"].clamp(min=0)
+        inputs.clear()
+        inputs.update({name: value for name, value in values.items() if name not in BatchKey.ALL})
     return loss, logits, labels
 
 

@@ -108,7 +108,7 @@ def test_predictions_have_a_row_for_each_document(tmp_path: Any, what: str) -> N
         assert error(torch.from_numpy(unlabelled.predictions), torch.from_numpy(found.predictions)) <= 1e-6
 
 
-@pytest.mark.parametrize(("what", "by_batch"), [("next token", False), ("class", True)])
+@pytest.mark.parametrize(("what", "by_batch"), [("next token", False), ("next token", True), ("class", True)])
 def test_inputs_for_metrics_have_a_row_for_each_document(tmp_path: Any, what: str, by_batch: bool) -> None:
     model = llama() if what == "next token" else classifier("qwen3")
     labels = IDS[:20] if what == "next token" else [len(ids) % 3 for ids in IDS[:20]]
@@ -121,6 +121,9 @@ def test_inputs_for_metrics_have_a_row_for_each_document(tmp_path: Any, what: st
         rows = prediction.inputs["input_ids"] if by_batch else prediction.inputs
         found.extend([token for token in row if token != -100] for row in np.asarray(rows).tolist())
         assert len(rows) == len(prediction.predictions)
+        if by_batch:
+            assert torch.equal(prediction.inputs["attention_mask"].bool(), rows.as_subclass(torch.Tensor) != -100)
+            assert prediction.inputs.keys() == {"input_ids", "labels", "position_ids", "attention_mask"}
         return {}
 
     built.compute_metrics = metrics
