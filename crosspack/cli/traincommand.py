@@ -94,6 +94,12 @@ class TrainCommand:
         tokenizer = tokenizer_source(options.model, options.tokenizer)
         arguments = read_settings(options.set)
         check_service(options.report_to)
+        check_kept(options)
+        pretrained = isinstance(model, str)
+        if options.lora and not pretrained:
+            raise PackingError(
+                "--lora adapts the weights of a --model, and random weights are not kept: leave --lora out"
+            )
         on_examples = options.task != "sft" or have_images(options)
         task = tasks.TASKS[options.task] if on_examples else None
         entry = registered(GROUP if task is None else tasks.GROUP, options.backend)
@@ -104,12 +110,6 @@ class TrainCommand:
             check_rows(options)
         else:
             check_examples(options)
-        check_kept(options)
-        pretrained = isinstance(model, str)
-        if options.lora and not pretrained:
-            raise PackingError(
-                "--lora adapts the weights of a --model, and random weights are not kept: leave --lora out"
-            )
         settings = of_sft(arguments, options) if task is None else {}
         losses = options.losses(options.seed, pretrained=pretrained, settings=settings)
         if task is None:

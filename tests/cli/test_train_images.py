@@ -275,6 +275,8 @@ def test_what_is_wrong_with_the_options_is_said_before_all_records_are_read(
     assert "no such folder or file" in error_of(*command, "./nope")
     assert "--tokenizer ./nope: no such" in error_of(*command, start, "--tokenizer", "./nope")
     assert "--set" in error_of(*command, start, "--set", "learning_rate")
+    assert "--merge-lora adds adapters" in error_of(*command, start, "--merge-lora")
+    assert "--keep-best goes by evaluations" in error_of(*command, start, "--keep-best")
 
 
 def test_an_image_behind_many_texts_is_trained(start: Path, data: Any) -> None:
