@@ -171,12 +171,24 @@ def packed_attention(
 def causal_mask(module: Any, rows: Tensor) -> Tensor | None:
     """The mask that an attention layer takes for a batch [n, L, ...] without padding before its end.
 
-    Only the eager functions need one: [1, 1, L, L], 0 where a key is visible and the least finite number elsewhere.
+    The eager functions need one, and layers that see their own chunk of a document alone: [1, 1, L, L], 0 where a key
+    is visible and the least finite number elsewhere.
+
+    Raises:
+        UnsupportedModelError: a document is longer than a chunk, and the layer's attention takes no such mask.
     """
-    if unregistered(module.config._attn_implementation) != "eager":
+    name, length, chunk = unregistered(module.config._attn_implementation), rows.shape[1], _chunk(module)
+    if (chunk is None or length <= chunk) and name != "eager":
         return None
-    mask = rows.new_full((1, 1, rows.shape[1], rows.shape[1]), torch.finfo(rows.dtype).min)
-    return mask.triu(1)
+    if name not in ("eager", "sdpa"):
+        raise UnsupportedModelError(
+            f"{_where(module)} sees chunks of {chunk:,} tokens and counts those of a document of {length:,}, which "
+            f'{name} cannot: load the model with attn_implementation="sdpa"'
+        )
+    places = torch.arange(length, device=rows.device)
+    chunks = places // (chunk or length)
+    hidden = (places[:, None] < places) | (chunks[:, None] != chunks)
+    return rows.new_zeros(1, 1, length, length).masked_fill(hidden, torch.finfo(rows.dtype).min)
 
 
 def _function_before(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -18,6 +18,7 @@ from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.kernels import interpret
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
 from torch_backend.hf.anatomy.families import CONVOLUTION, SCANS
+from torch_backend.hf.attention import KIND, causal_mask
 from torch_backend.hf.edits import mixers, row_layers, stand_ins
 from torch_backend.hf.edits.stand_ins import LayerSegments
 from torch_backend.hf.override import as_function, original_class
@@ -302,3 +303,24 @@ def test_a_gated_norm_with_hooks_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
         assert not row_layers._is_fast(found)
         handle.remove()
     assert row_layers._is_fast(found)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_layer_that_counts_tokens_may_see_chunks_too(attention: str) -> None:
+    """Llama 4's layers without positions count the tokens of a document, by which their attention grows sharper."""
+    options: dict[str, Any] = {"no_rope_layers": [0, 1], "layer_types": ["chunked_attention"] * 2, "floor_scale": 2}
+    options |= {"num_hidden_layers": 2}
+    model = tiny("llama4_text", attention_chunk_size=4, attn_scale=1.0, **options)
+    model.set_attn_implementation(attention)
+    docs = documents(SHORT)
+    want = alone(model, docs)
+    assert_same(packed(torch_backend.patch(model), docs), want)
+
+
+def test_chunks_that_an_attention_cannot_see_are_refused() -> None:
+    layer = tiny("llama4_text", attention_chunk_size=4).model.layers[0].self_attn
+    setattr(layer, KIND, "chunked_attention")
+    layer.config._attn_implementation = "flash_attention_2"
+    assert causal_mask(layer, torch.zeros(2, 4, 8)) is None
+    with pytest.raises(UnsupportedModelError, match="sees chunks of 4 tokens and counts those of a document of 5"):
+        causal_mask(layer, torch.zeros(2, 5, 8))
