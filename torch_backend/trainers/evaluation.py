@@ -65,11 +65,14 @@ class TokenMean:
             return step(model, inputs, *args, **options)
         if self.hook is None:
             self.hook = model.register_forward_hook(self._add, with_kwargs=True)
-        self.waits = True
+        self.waits, before = True, len(self.sums)
         try:
-            return step(model, self._without_repeated(inputs), *args, **options)
+            loss, *outputs = step(model, self._without_repeated(inputs), *args, **options)
         finally:
             self.waits = False
+        if loss is not None and len(self.sums) > before:  # transformers leaves batches without a target out of its mean
+            loss = torch.where(self.sums[-1][1].to(loss.device) > 0, loss, torch.nan)
+        return loss, *outputs
 
     def evaluation_loop(
         self, loop: Any, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **options: Any
