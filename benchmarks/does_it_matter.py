@@ -46,7 +46,7 @@ from benchmarks.workload import GSM8K
 from crosspack.encoding.tokenizer import train_tokenizer
 from packing_core import PackedBatch, plan
 from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.training.schedule import Corpus, Document, Schedule
+from packing_core.training.schedule import Corpus, EncodedDocument, Schedule
 
 PEAK, PEAK_TRAINED = 3e-3, 2e-5  # learning rates, of random weights and of trained ones
 WARMUP = 0.1  # the part of the steps in which the rate rises
@@ -141,7 +141,7 @@ class Task:
     vocabulary: int
     capacity: int
     held_out: Corpus
-    draw: Callable[[np.random.Generator, int], Iterator[Document]]
+    draw: Callable[[np.random.Generator, int], Iterator[EncodedDocument]]
 
 
 def retrieval(held_out: int, capacity: int) -> Task:
@@ -151,7 +151,7 @@ def retrieval(held_out: int, capacity: int) -> Task:
     sees them may take a wrong one.
     """
 
-    def draw(random: np.random.Generator, count: int) -> Iterator[Document]:
+    def draw(random: np.random.Generator, count: int) -> Iterator[EncodedDocument]:
         for _ in range(count):
             size = int(random.integers(PAIRS[0], PAIRS[1] + 1))
             keys = random.permutation(KEYS)[:size]
@@ -159,7 +159,7 @@ def retrieval(held_out: int, capacity: int) -> Task:
             again = random.permutation(size)
             asked = np.stack([keys[again], pairs[again]], axis=1).reshape(-1)
             answers = np.append(np.zeros(size, np.bool_), np.arange(2 * size) % 2 == 1)
-            yield Document(np.append(pairs, asked).astype(np.int32), answers)
+            yield EncodedDocument(np.append(pairs, asked).astype(np.int32), answers)
 
     return Task(KEYS + KEYS * VALUES, capacity, Corpus.collect(draw(np.random.default_rng(10**6), held_out)), draw)
 
@@ -179,13 +179,13 @@ def text(data: Path, held_out: int, capacity: int, tokenizer: Any = None) -> Tas
         tokenizer = train_tokenizer(some, VOCABULARY)
 
     @cache
-    def document(number: int) -> Document:
+    def document(number: int) -> EncodedDocument:
         prompt = tokenizer(records[number]["prompt"] + "\n", add_special_tokens=False)["input_ids"]
         answer = tokenizer(records[number]["completion"], add_special_tokens=False)["input_ids"]
         ids = np.array([*prompt, *answer, tokenizer.eos_token_id], np.int32)[:capacity]
-        return Document(ids, np.arange(len(ids)) >= len(prompt))
+        return EncodedDocument(ids, np.arange(len(ids)) >= len(prompt))
 
-    def draw(random: np.random.Generator, count: int) -> Iterator[Document]:
+    def draw(random: np.random.Generator, count: int) -> Iterator[EncodedDocument]:
         for number in islice(_endless(random, trained), count):
             if document(number).has_target:
                 yield document(number)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crosspack.encoding.text import Document
+from crosspack.encoding.text import EncodedDocument
 from packing_core.planning.plan import plan
 from packing_core.training.job import TrainJob
 from packing_core.training.options import Options
@@ -34,7 +34,7 @@ def small_job(model: Any, **options: Any) -> TrainJob:
     documents = []
     for length in rng.integers(2, 30, 40):
         trained = np.arange(length) >= length // 3  # a prompt, as far as there is one
-        documents.append(Document(rng.integers(0, 64, length).astype(np.int32), trained))
+        documents.append(EncodedDocument(rng.integers(0, 64, length).astype(np.int32), trained))
     corpus = Corpus.collect(iter(documents))
     plans = tuple(plan(corpus.documents.lengths, 32, seed=epoch) for epoch in range(2))
     schedule = Schedule(corpus, plans, rows_per_step=4, padded_batch=4, limit=6)

@@ -20,7 +20,7 @@ from packing_core.errors import PackingError, plural
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.plan import plan
 from packing_core.storage.arrays import Int64
-from packing_core.training.schedule import Document
+from packing_core.training.schedule import EncodedDocument
 
 ROWS_PER_STEP = 8
 KEPT = 20_000  # documents of which it is remembered which tokens carry loss, for the rows that the page shows
@@ -57,7 +57,7 @@ class DocumentFigures:
         self.one_token = self.unanswered = self.left_out = 0
         self.masks: list[NDArray[np.uint8]] = []
 
-    def add(self, document: Document) -> None:
+    def add(self, document: EncodedDocument) -> None:
         """Keep the figures of a document that is packed."""
         self._lengths.append(len(document.ids))
         self._trained.append(int(np.count_nonzero(document.trained[1:])))
@@ -120,7 +120,7 @@ def read_figures(
     return Outcome(*key, piece.size, documents=len(seen), left_tokens=int(seen.lengths.sum())), seen
 
 
-def _held(records: Iterator[Row], seen: DocumentFigures) -> Iterator[tuple[Where, Document]]:
+def _held(records: Iterator[Row], seen: DocumentFigures) -> Iterator[tuple[Where, EncodedDocument]]:
     """Yields the documents of records of token ids; packed rows are cut into theirs."""
     for record in records:
         if record.get("input_ids") is None:

@@ -23,7 +23,7 @@ from crosspack.reading import Records
 from crosspack.reading.files import Unchanged
 from crosspack.reading.places import Item, Piece
 from packing_core.planning.rule import RowRule
-from packing_core.training.schedule import Document
+from packing_core.training.schedule import EncodedDocument
 
 
 def in_pieces(
@@ -57,14 +57,14 @@ def in_pieces(
 class _Read:
     """Holds what was read: documents, how many have nothing to train on, and why records were skipped."""
 
-    documents: list[Document] = field(default_factory=list)
+    documents: list[EncodedDocument] = field(default_factory=list)
     left_out: int = 0
     skipped: list[str] = field(default_factory=list)
 
 
 def _documents_of(
     encoder: Encoder, rule: RowRule, skipped: list[str] | None, items: Iterable[Item]
-) -> Iterator[Document]:
+) -> Iterator[EncodedDocument]:
     """Yields the documents of some records; of those that cannot be used, ``skipped`` is given the reason, or raises.
 
     Raises:
@@ -94,7 +94,7 @@ def documents_together(
     limit: int | None = None,
     skipped: list[str] | None = None,
     workers: int | None = None,
-) -> Iterator[Document]:
+) -> Iterator[EncodedDocument]:
     """Yields the documents of a source in their order, tokenised by several processes.
 
     Args:

@@ -19,7 +19,7 @@ from crosspack.encoding.kinds import kind_of_row
 from crosspack.encoding.tokenizer import load_tokenizer
 from crosspack.encoding.tokens import token_documents
 from packing_core.errors import PackingError, plural
-from packing_core.training.schedule import Document
+from packing_core.training.schedule import EncodedDocument
 
 WIDTH = 80
 LABELS = {True: "loss", False: "no loss"}
@@ -55,7 +55,7 @@ def inspect(
         OUT.print(line, markup=False, soft_wrap=True)
 
 
-def _described(documents: Iterator[Document], tokenizer: Any) -> Iterator[dict[str, Any]]:
+def _described(documents: Iterator[EncodedDocument], tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Each document with its place in the row and the runs of tokens that carry loss and that do not."""
     begin = 0
     for number, document in enumerate(document for document in documents if len(document.ids)):

@@ -40,7 +40,7 @@ from crosspack.encoding.tokens import check_entries, token_documents
 from crosspack.reading.records import Record
 from packing_core.batches.media import as_turn
 from packing_core.errors import MissingExtraError, PackingError, first_line, naming
-from packing_core.training.schedule import Document
+from packing_core.training.schedule import EncodedDocument
 
 Loss = Literal["completion", "all"]
 
@@ -50,7 +50,7 @@ class Encoded(NamedTuple):
 
     where: Where
     record: Record
-    document: Document
+    document: EncodedDocument
     columns: dict[str, NDArray[Any]]
 
 
@@ -157,7 +157,7 @@ class Encoder:
             f"loss on: {trained}"
         )
 
-    def __call__(self, records: Iterable[Record]) -> Iterator[Document]:
+    def __call__(self, records: Iterable[Record]) -> Iterator[EncodedDocument]:
         """Yield the documents of ``records`` in order; those without a trained token are left out and counted.
 
         Raises:
@@ -229,7 +229,7 @@ class Encoder:
             trained = np.ones(len(whole), np.bool_)
             if self.policy.loss != "all" and len(parts) > 1:
                 trained[: len(self._bos) + len(parts[0])] = False
-            yield Encoded(where, as_read(record), Document(whole, trained), {})
+            yield Encoded(where, as_read(record), EncodedDocument(whole, trained), {})
 
     def _chats(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
         for where, record in chunk:
@@ -242,7 +242,7 @@ class Encoder:
             else:
                 yield Encoded(where, as_read(record), document, {})
 
-    def _chat(self, where: Where, record: Record) -> Document:
+    def _chat(self, where: Where, record: Record) -> EncodedDocument:
         messages, first_trained = _chat(record, where)
         if not messages:
             return _document([], np.zeros(0, np.bool_))
@@ -256,7 +256,7 @@ class Encoder:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise PackingError(f"{where}: the chat template refused it: {first_line(error)}") from error
 
-    def _chat_document(self, messages: list[Any], first_trained: int, tools: Any) -> Document:
+    def _chat_document(self, messages: list[Any], first_trained: int, tools: Any) -> EncodedDocument:
         if self.tokenizer.chat_template is None:
             raise PackingError("the tokenizer has no chat template: pass --tokenizer of a chat model")
         everything = self.policy.loss == "all"
@@ -363,8 +363,8 @@ class Encoder:
     }
 
 
-def _document(ids: Any, trained: NDArray[np.bool_]) -> Document:
-    return Document(np.asarray(ids, np.int32), trained)
+def _document(ids: Any, trained: NDArray[np.bool_]) -> EncodedDocument:
+    return EncodedDocument(np.asarray(ids, np.int32), trained)
 
 
 def _trains(message: Any, number: int) -> bool:

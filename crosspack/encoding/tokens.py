@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from packing_core.batches.columns import PROMPT, READ, TRAINED, read_examples
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import CapacityError, PackingError
-from packing_core.training.schedule import Document
+from packing_core.training.schedule import EncodedDocument
 
 COLUMNS = ("input_ids", "labels", *READ)
 _LARGEST = np.iinfo(np.int32).max
@@ -24,7 +24,7 @@ _LARGEST = np.iinfo(np.int32).max
 
 def token_documents(
     record: Mapping[str, Any], where: str, carried: Mapping[str, Any]
-) -> Iterator[tuple[Document, dict[str, NDArray[Any]]]]:
+) -> Iterator[tuple[EncodedDocument, dict[str, NDArray[Any]]]]:
     """The documents of a record; a column that is null counts as absent.
 
     Args:
@@ -36,7 +36,7 @@ def token_documents(
     columns = {name: _numbers(record[name], name, where) for name in COLUMNS if record.get(name) is not None}
     ids = columns["input_ids"]
     if not len(ids):
-        yield Document(ids.astype(np.int32), np.zeros(0, np.bool_)), {}
+        yield EncodedDocument(ids.astype(np.int32), np.zeros(0, np.bool_)), {}
         return
     if (outside := (ids < 0) | (ids > _LARGEST)).any():
         raise PackingError(f"{where}: input_ids has {ids[outside][0]}: a token id is 0 to {_LARGEST:,}")
@@ -62,7 +62,7 @@ def token_documents(
             if not 0 <= prompt <= len(document):
                 raise PackingError(f"{where}: {PROMPT} is {prompt} and the document has {len(document):,} tokens")
             trained = trained & (np.arange(len(document)) >= prompt)
-        yield Document(document.astype(np.int32), trained), {name: read.columns[name][number] for name in extra}
+        yield EncodedDocument(document.astype(np.int32), trained), {name: read.columns[name][number] for name in extra}
 
 
 def _per_token(value: Any, tokens: int) -> NDArray[Any] | None:
@@ -87,7 +87,7 @@ def _numbers(value: Any, name: str, where: str) -> NDArray[Any]:
     return array.astype(np.int64)
 
 
-def check_entries(where: str, documents: Iterable[Document], entries: int) -> None:
+def check_entries(where: str, documents: Iterable[EncodedDocument], entries: int) -> None:
     """Raise PackingError if a token id is none of a tokenizer's."""
     largest = max((int(document.ids.max()) for document in documents if len(document.ids)), default=0)
     if largest >= entries:
@@ -97,7 +97,7 @@ def check_entries(where: str, documents: Iterable[Document], entries: int) -> No
         )
 
 
-def check_length(where: str, document: Document, capacity: int) -> None:
+def check_length(where: str, document: EncodedDocument, capacity: int) -> None:
     """Raise CapacityError if a document is longer than a row."""
     if len(document.ids) > capacity:
         raise CapacityError(

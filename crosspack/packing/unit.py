@@ -28,7 +28,7 @@ from packing_core.planning.plan import plan
 from packing_core.planning.rule import RowRule
 from packing_core.streaming.rounds import full_rows
 from packing_core.training.files import written_beside
-from packing_core.training.schedule import Document
+from packing_core.training.schedule import EncodedDocument
 
 OnError = Literal["stop", "skip", "quarantine"]
 
@@ -85,7 +85,7 @@ class Fit:
             elif overflow not in CUTS:
                 self.note("dropped" if overflow == "drop" else "truncated", encoded.where, length)
             for span in self.rule.parts_of(length):
-                piece = Document(document.ids[span.places], document.trained[span.places].copy())
+                piece = EncodedDocument(document.ids[span.places], document.trained[span.places].copy())
                 piece.trained[: span.untrained] = False
                 if piece.has_target:
                     self.documents = whole + 1

@@ -29,7 +29,7 @@ from packing_core.storage.segment_indexing import offsets_of
 Run = Literal["packed", "padded", "grouped"]
 
 
-class Document(NamedTuple):
+class EncodedDocument(NamedTuple):
     """One document: int32 token ids [n] and bool [n], False at tokens that are never targets (prompts).
 
     ``key`` is what an order of training reads of its record: a number or a text.
@@ -61,7 +61,7 @@ class Corpus:
         )
 
     @staticmethod
-    def collect(documents: Iterator[Document], *, option: str = "--data") -> Corpus:
+    def collect(documents: Iterator[EncodedDocument], *, option: str = "--data") -> Corpus:
         """Read all documents; the error names the ``option`` that they came by.
 
         Raises:

@@ -9,15 +9,15 @@ import pytest
 
 from crosspack.cli.concerns import DocumentFigures, concerns, near_empty_steps
 from packing_core import plan
-from packing_core.training.schedule import Document
+from packing_core.training.schedule import EncodedDocument
 from tests.cli.console import done, run
 
 
-def document(first: int, tokens: int, trained: int) -> Document:
+def document(first: int, tokens: int, trained: int) -> EncodedDocument:
     """Ids that count from ``first``; the last ``trained`` tokens are trained."""
     mask = np.zeros(tokens, np.bool_)
     mask[tokens - trained :] = True
-    return Document(np.arange(first, first + tokens, dtype=np.int32), mask)
+    return EncodedDocument(np.arange(first, first + tokens, dtype=np.int32), mask)
 
 
 def found(documents, capacity: int, left_out: tuple[int, ...] = ()) -> dict[str, int]:

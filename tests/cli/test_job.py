@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from crosspack.cli.tables import computed_tokens, loss_difference, padding, rate
-from crosspack.encoding.text import Document
+from crosspack.encoding.text import EncodedDocument
 from packing_core.errors import PackingError
 from packing_core.planning.plan import plan
 from packing_core.training import timing
@@ -24,7 +24,7 @@ from packing_core.training.timing import in_turn
 
 @pytest.fixture
 def job(tmp_path) -> TrainJob:
-    documents = [Document(np.arange(n, dtype=np.int32), np.ones(n, bool)) for n in (5, 3, 4, 4, 7, 2, 6)]
+    documents = [EncodedDocument(np.arange(n, dtype=np.int32), np.ones(n, bool)) for n in (5, 3, 4, 4, 7, 2, 6)]
     corpus = Corpus.collect(iter(documents))
     schedule = Schedule(corpus, (plan(corpus.documents.lengths, 8),), rows_per_step=1, padded_batch=2)
     return TrainJob(model={"model_type": "llama"}, schedule=schedule, output=tmp_path / "run")

@@ -25,7 +25,7 @@ from crosspack.packing.unit import Key, Rules, make_unit
 from crosspack.reading.places import Piece
 from packing_core.planning.plan import plan
 from packing_core.planning.rule import RowRule
-from packing_core.training.schedule import Document
+from packing_core.training.schedule import EncodedDocument
 from tests import processes
 from tests.cli.console import run
 from tests.cli.kills import killed_at
@@ -148,7 +148,7 @@ class Lengths:
 
     def encoded(self, records: Any, *_: Any) -> Any:
         for length in self.lengths:
-            yield Encoded("", {}, Document(np.zeros(length, np.int32), np.ones(length, np.bool_)), {})
+            yield Encoded("", {}, EncodedDocument(np.zeros(length, np.int32), np.ones(length, np.bool_)), {})
 
 
 def test_a_part_that_is_missing_or_of_other_options_is_named(corpus, tmp_path):

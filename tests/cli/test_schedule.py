@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from crosspack.cli.tables import duration, epoch_line, saved_line, saving_line
-from crosspack.encoding.text import Document
+from crosspack.encoding.text import EncodedDocument
 from packing_core.errors import PackingError
 from packing_core.planning.plan import plan
 from packing_core.training.records import StepRecord
@@ -15,7 +15,7 @@ from packing_core.training.schedule import Corpus, Schedule
 
 def corpus(*documents: tuple[list[int], list[int]]) -> Corpus:
     return Corpus.collect(
-        iter(Document(np.array(ids, np.int32), np.array(trained, bool)) for ids, trained in documents)
+        iter(EncodedDocument(np.array(ids, np.int32), np.array(trained, bool)) for ids, trained in documents)
     )
 
 

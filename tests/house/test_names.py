@@ -136,7 +136,6 @@ ONE_CONCEPT = {  # classes of one name for one concept, with the package of each
     "ClipMethods": ["conformance", "torch_backend"],
     "Decoder": ["jax_backend", "packing_core"],
     "DecoderConfig": ["jax_backend", "packing_core"],
-    "Document": ["packing_core", "packing_core"],
     "DocumentMethods": ["conformance", "jax_backend", "torch_backend"],
     "Explanation": ["jax_backend", "torch_backend"],
     "KernelTiles": ["jax_backend", "torch_backend"],
@@ -147,7 +146,6 @@ ONE_CONCEPT = {  # classes of one name for one concept, with the package of each
     "Tile": ["jax_backend", "torch_backend"],
     "TokenLogprobs": ["jax_backend", "torch_backend"],
     "TrainStep": ["jax_backend", "torch_backend"],
-    "_Launch": ["torch_backend", "torch_backend"],
 }
 
 

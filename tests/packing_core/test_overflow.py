@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from packing_core import LayoutError, PackingError, PackPlan, pack, plan, stream
 from packing_core.batches.joining import concatenate
 from packing_core.planning.epochs import plan_epoch
-from packing_core.training.schedule import Corpus, Document, Schedule
+from packing_core.training.schedule import Corpus, EncodedDocument, Schedule
 from tests.packing_core import naive
 
 CUTS = ("split", "overlap", "restart")
@@ -169,7 +169,9 @@ def test_a_schedule_counts_and_pads_what_is_trained(overflow) -> None:
     rng = np.random.default_rng(0)
     documents = [list(range(1000 * d, 1000 * d + int(n))) for d, n in enumerate(rng.integers(1, 60, 12))]
     masks = [rng.random(len(d)) < 0.7 for d in documents]
-    corpus = Corpus.collect(Document(np.array(d, np.int32), mask) for d, mask in zip(documents, masks, strict=True))
+    corpus = Corpus.collect(
+        EncodedDocument(np.array(d, np.int32), mask) for d, mask in zip(documents, masks, strict=True)
+    )
     made = plan(corpus.documents.lengths, 16, overflow=overflow, context=None if overflow == "split" else 4)
     schedule = Schedule(corpus, (made,), rows_per_step=2, padded_batch=3)
     for step in range(len(schedule)):

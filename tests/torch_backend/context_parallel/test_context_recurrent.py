@@ -226,7 +226,7 @@ def _cost(scan: Callable[[], Tensor], weights: Tensor) -> tuple[Tensor, dict[str
         return count
 
     with ExitStack() as stack:
-        for owner, method in ((selective._Launch, "__call__"), (ChunkLaunch, "launch")):
+        for owner, method in ((selective._SelectiveLaunch, "__call__"), (ChunkLaunch, "launch")):
             stack.enter_context(patch.object(owner, method, counting(getattr(owner, method))))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             y = scan()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.planning.plan import plan
 from packing_core.training.job import TrainJob, TrainResult
-from packing_core.training.schedule import Corpus, Document, Schedule
+from packing_core.training.schedule import Corpus, EncodedDocument, Schedule
 from tests.torch_backend.graphs import graphs as graphs
 from tests.training_jobs import LLAMA, begun_and_resumed, losses, small_job, with_options
 from torch_backend.job import train as training_job
@@ -88,7 +88,7 @@ def test_shapes_fit_all_rows_from_the_first_step_on(job, graphs, monkeypatch):
         return job_trainer(job, run, model, *args, **options)
 
     lengths = [3] * 20 + [30, 20, 9, 30]
-    documents = [Document(np.arange(n, dtype=np.int32), np.ones(n, np.bool_)) for n in lengths]
+    documents = [EncodedDocument(np.arange(n, dtype=np.int32), np.ones(n, np.bool_)) for n in lengths]
     rows = plan(lengths, 32, strategy="sequential", seed=None)
     job = dataclasses.replace(job, schedule=Schedule(Corpus.collect(iter(documents)), (rows,), rows_per_step=1))
     plain = losses(train(dataclasses.replace(job, runs=("padded", "packed"))))

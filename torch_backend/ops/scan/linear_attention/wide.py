@@ -71,7 +71,7 @@ def linear_attention(
     return _scan(*given, packed.cu_seqlens, packed.seq_idx, float(scale))[0]
 
 
-class _Launch:
+class _WideLaunch:
     """One call: its sizes, and how each kernel is launched."""
 
     def __init__(self, q: Tensor, v: Tensor, beta: Tensor | None, skip: Tensor | None) -> None:
@@ -134,7 +134,7 @@ def _launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from torch_backend.ops.scan.linear_attention import wide_kernels as kernels
 
-    launch = _Launch(q, v, beta, skip)
+    launch = _WideLaunch(q, v, beta, skip)
     out, none, gates, _ = _made(q, k, v, g, beta, skip)
     known = gates[0], gates[-1], segments
     launch(kernels.sums, g, beta, segments, *known[:2], launch.tokens)
@@ -160,7 +160,7 @@ def _launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from torch_backend.ops.scan.linear_attention import wide_backward_kernels as kernels
 
-    launch, tokens = _Launch(q, v, beta, skip), len(v)
+    launch, tokens = _WideLaunch(q, v, beta, skip), len(v)
     known = c, strength, _ = gates[0], gates[-1], segments
     kept = launch.kept(k, v, known, entering, scale=1.0, reverse=False)
     leaving = launch.entering(q, dout, known, scale=scale, reverse=True)

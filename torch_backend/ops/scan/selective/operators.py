@@ -161,7 +161,7 @@ def _check(u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, packed: Packed
         raise UnsupportedError(f"the diagonal scan {reason}")
 
 
-class _Launch:
+class _SelectiveLaunch:
     """One call: its sizes, and how each kernel is launched. Results are float32, but for those of u, g, A, B and C."""
 
     def __init__(self, u: Tensor, A: Tensor, boundaries: Tensor, *, states: bool) -> None:
@@ -246,7 +246,7 @@ class _Launch:
 def _launch_forward(
     u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, initial: Tensor | None, boundaries: Tensor, segments: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    launch = _Launch(u, A, boundaries, states=initial is not None)
+    launch = _SelectiveLaunch(u, A, boundaries, states=initial is not None)
     local, fading = launch.ends(u, g, B, segments)
     entering, final = launch.carry(local, fading, initial)
     return launch.output(u, g, B, C, segments, entering), final, entering, fading
@@ -264,7 +264,7 @@ def _launch_backward(
     u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, initial: Tensor | None, boundaries: Tensor, segments: Tensor,
     entering: Tensor, fading: Tensor, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    launch = _Launch(u, A, boundaries, states=initial is not None)
+    launch = _SelectiveLaunch(u, A, boundaries, states=initial is not None)
     local = launch.ends_backward(g, C, dy, segments)
     leaving, dinitial = launch.carry_backward(local, fading, dfinal)
     del local  # its memory is for what follows
@@ -306,14 +306,14 @@ class DiagonalHalves(HalvedScan):
     def begin(self, given: Tensors, packed: PackedMetadata) -> tuple[Tensors, Tensor]:
         u, g, B, C, A = given
         _check(u, g, A, B, C, packed)
-        launch = _Launch(u, A, packed.cu_seqlens, states=True)
+        launch = _SelectiveLaunch(u, A, packed.cu_seqlens, states=True)
         local, fading = launch.ends(u, g, B, packed.seq_idx)
         _, last = launch.carry(local, fading, local.new_zeros(launch.segments, *local.shape[1:]))
         return (local, fading), last
 
     def finish(self, given: Tensors, packed: PackedMetadata, work: Tensors, initial: Tensor) -> tuple[Tensor, Tensors]:
         (u, g, B, C, A), (local, fading) = given, work
-        launch = _Launch(u, A, packed.cu_seqlens, states=True)
+        launch = _SelectiveLaunch(u, A, packed.cu_seqlens, states=True)
         entering, _ = launch.carry(local, fading, initial)
         return launch.output(u, g, B, C, packed.seq_idx, entering), (entering, fading)
 
@@ -321,7 +321,7 @@ class DiagonalHalves(HalvedScan):
         self, given: Tensors, packed: PackedMetadata, kept: Tensors, dy: Tensor
     ) -> tuple[Tensors, Tensor]:
         (u, g, _, C, A), (_, fading) = given, kept
-        launch = _Launch(u, A, packed.cu_seqlens, states=True)
+        launch = _SelectiveLaunch(u, A, packed.cu_seqlens, states=True)
         local = launch.ends_backward(g, C, dy, packed.seq_idx)
         _, dinitial = launch.carry_backward(local, fading, local.new_zeros(launch.segments, *local.shape[1:]))
         return (local,), dinitial
@@ -330,7 +330,7 @@ class DiagonalHalves(HalvedScan):
         self, given: Tensors, packed: PackedMetadata, kept: Tensors, dy: Tensor, work: Tensors, dfinal: Tensor
     ) -> Tensors:
         (u, g, B, C, A), (entering, fading), (local,) = given, kept, work
-        launch = _Launch(u, A, packed.cu_seqlens, states=True)
+        launch = _SelectiveLaunch(u, A, packed.cu_seqlens, states=True)
         leaving, _ = launch.carry_backward(local, fading, dfinal)
         du, dg, dA, dB, dC = launch.chunk_backward(u, g, A, B, C, dy, packed.seq_idx, entering, leaving)
         return du, dg, dB, dC, dA
