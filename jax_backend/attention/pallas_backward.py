@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_backend.attention.pallas_tiles import (
-    Tile,
+    PallasTile,
     base2_logits,
     dot,
     exp2,
@@ -48,7 +48,7 @@ def grad_queries(
     delta: jax.Array,
     keys: Interval,
     request: Request,
-    tiles: Tile,
+    tiles: PallasTile,
     *,
     interpret: bool,
 ) -> jax.Array:
@@ -94,7 +94,7 @@ def grad_keys(
     queries: Interval,
     order: jax.Array,
     request: Request,
-    tiles: Tile,
+    tiles: PallasTile,
     *,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -147,7 +147,7 @@ def by_row(x: jax.Array, request: Request) -> jax.Array:
     return x.swapaxes(1, 2).reshape(request.rows, request.kv_heads, -1)
 
 
-def _dq_kernel(*refs: Any, request: Request, tiles: Tile) -> None:
+def _dq_kernel(*refs: Any, request: Request, tiles: PallasTile) -> None:
     q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, begin_ref, end_ref, dq_ref = refs
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)
@@ -180,7 +180,7 @@ def _dq_kernel(*refs: Any, request: Request, tiles: Tile) -> None:
     store_rows(dq_ref, dq * request.scale, token, member, inside, request.head_dim)
 
 
-def _dkv_kernel(*refs: Any, request: Request, tiles: Tile) -> None:
+def _dkv_kernel(*refs: Any, request: Request, tiles: PallasTile) -> None:
     order_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, begin_ref, end_ref, dk_ref, dv_ref = refs
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_backend.attention.pallas_tiles import (
     LOG2E,
-    Tile,
+    PallasTile,
     base2_logits,
     dot,
     exp2,
@@ -33,7 +33,7 @@ from jax_backend.segments import Interval
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, request: Request, tiles: Tile, *, interpret: bool
+    q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, request: Request, tiles: PallasTile, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [B, S, N, E] in q's dtype and lse, float32 [B, S, N].
 
@@ -69,7 +69,7 @@ def forward(
     )(q, k, v, *keys)
 
 
-def _kernel(*refs: Any, request: Request, tiles: Tile) -> None:
+def _kernel(*refs: Any, request: Request, tiles: PallasTile) -> None:
     q_ref, k_ref, v_ref, begin_ref, end_ref, o_ref, lse_ref = refs
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)

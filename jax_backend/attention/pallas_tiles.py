@@ -30,7 +30,7 @@ _MOST_PARTS = 4  # each writes float32 gradients of its own, which are added up
 
 
 @dataclass(frozen=True)
-class Tile:
+class PallasTile:
     """One kernel's tile: packed query rows x keys, how the compiler runs it, and over how many programs a walk is
     divided (dkv alone)."""
 
@@ -50,15 +50,15 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class KernelTiles:
+class PallasTiles:
     """The tiles of the three kernels."""
 
-    forward: Tile
-    dq: Tile
-    dkv: Tile
+    forward: PallasTile
+    dq: PallasTile
+    dkv: PallasTile
 
 
-def tiles_for(request: Request) -> KernelTiles:
+def tiles_for(request: Request) -> PallasTiles:
     """The tiles for a request's platform, dtype and head width: the fastest of a sweep on an H200, where they fit.
 
     Where dkv has few programs, the one that walks a long document's queries for its first keys decides how long the
@@ -70,24 +70,24 @@ def tiles_for(request: Request) -> KernelTiles:
     return replace(tiles, dkv=replace(tiles.dkv, parts=parts))
 
 
-def _undivided(request: Request) -> KernelTiles:
+def _undivided(request: Request) -> PallasTiles:
     if request.platform == "cpu":  # interpreted: small, so that small tests cross the borders of tiles
-        small = Tile(32, 32, 4, 2)
-        return KernelTiles(small, small, small)
+        small = PallasTile(32, 32, 4, 2)
+        return PallasTiles(small, small, small)
     width = padded(max(request.head_dim, request.value_dim))
     if width > 128 and not has_large_shared_memory():  # compiled for sm_86: at most 96 of 99 KB
         if request.dtype == jnp.float32:
-            return KernelTiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 8, 1))
-        return KernelTiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 32, 4, 2))
+            return PallasTiles(PallasTile(32, 32, 8, 1), PallasTile(32, 16, 8, 1), PallasTile(16, 16, 8, 1))
+        return PallasTiles(PallasTile(64, 32, 4, 2), PallasTile(64, 32, 8, 1), PallasTile(32, 32, 4, 2))
     if request.dtype == jnp.float32:
         if width > 128:
-            return KernelTiles(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))
-        return KernelTiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1))
+            return PallasTiles(PallasTile(32, 32, 8, 1), PallasTile(32, 32, 8, 1), PallasTile(32, 32, 8, 1))
+        return PallasTiles(PallasTile(32, 32, 4, 2), PallasTile(32, 32, 4, 2), PallasTile(32, 32, 4, 1))
     if width > 128:
-        return KernelTiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 32, 4, 2))
+        return PallasTiles(PallasTile(128, 64, 8, 2), PallasTile(128, 32, 8, 2), PallasTile(32, 32, 4, 2))
     if width <= 64:
-        return KernelTiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))
-    return KernelTiles(Tile(128, 32, 8, 3), Tile(64, 32, 4, 2), Tile(32, 64, 4, 4))
+        return PallasTiles(PallasTile(64, 64, 4, 3), PallasTile(64, 64, 4, 3), PallasTile(64, 64, 4, 3))
+    return PallasTiles(PallasTile(128, 32, 8, 3), PallasTile(64, 32, 4, 2), PallasTile(32, 64, 4, 4))
 
 
 def padded(width: int) -> int:

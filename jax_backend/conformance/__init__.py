@@ -93,10 +93,10 @@ def _make(implementation: str) -> Backend:
         raise UnsupportedError(f"cuDNN needs an NVIDIA GPU, and JAX runs on {platform} here")
     if implementation == "tpu" and platform == "gpu":
         raise UnsupportedError("splash attention is a TPU kernel, and JAX runs on gpu here")
-    return (Stack if implementation == "xla" else AttentionStack)(implementation, platform)
+    return (JaxStack if implementation == "xla" else JaxAttentionStack)(implementation, platform)
 
 
-class AttentionStack(Backend):
+class JaxAttentionStack(Backend):
     """The levels that depend on the attention implementation: attention itself and a model's forward and backward."""
 
     def __init__(self, implementation: str, platform: str) -> None:
@@ -180,7 +180,7 @@ class AttentionStack(Backend):
         )
 
 
-class Stack(AttentionStack, DocumentMethods, ScanMethods, PackingMethods):
+class JaxStack(JaxAttentionStack, DocumentMethods, ScanMethods, PackingMethods):
     """Everything: the attention's levels, and the operations and the trainer that do not depend on it."""
 
     @takes_call("x")

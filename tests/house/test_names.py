@@ -131,19 +131,15 @@ def test_a_docstring_that_begins_with_a_question_word_is_found() -> None:
 
 
 ONE_CONCEPT = {  # classes of one name for one concept, with the package of each
-    "AttentionStack": ["jax_backend", "torch_backend"],
     "AuditReport": ["jax_backend", "torch_backend"],
     "ClipMethods": ["conformance", "torch_backend"],
     "Decoder": ["jax_backend", "packing_core"],
     "DecoderConfig": ["jax_backend", "packing_core"],
     "DocumentMethods": ["conformance", "jax_backend", "torch_backend"],
     "Explanation": ["jax_backend", "torch_backend"],
-    "KernelTiles": ["jax_backend", "torch_backend"],
     "ExpertMethods": ["conformance", "torch_backend"],
     "ScanMethods": ["conformance", "jax_backend", "torch_backend"],
     "SelectionMethods": ["conformance", "torch_backend"],
-    "Stack": ["jax_backend", "torch_backend"],
-    "Tile": ["jax_backend", "torch_backend"],
     "TokenLogprobs": ["jax_backend", "torch_backend"],
     "TrainStep": ["jax_backend", "torch_backend"],
 }

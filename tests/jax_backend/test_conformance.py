@@ -8,7 +8,7 @@ import pytest
 
 from conformance.draws import DecoderCase, documents
 from jax_backend.attention import IMPLEMENTATIONS
-from jax_backend.conformance import Stack, _train, backends, capabilities
+from jax_backend.conformance import JaxStack, _train, backends, capabilities
 from jax_backend.conformance.reductions import arithmetic
 from jax_backend.training.train_step import TrainStep
 from packing_core.errors import UnsupportedError
@@ -101,7 +101,9 @@ def test_what_is_not_declared_is_refused():
     with pytest.raises(UnsupportedError, match="dynamic_rope not declared"):
         stack.forward(decoder, None, dtype="float32")
     with pytest.raises(UnsupportedError, match="ranks not declared"):
-        Stack("xla", "gpu").train(DecoderCase().decoder(), [], capacity=8, learning_rate=0.1, dtype="float32", ranks=2)
+        JaxStack("xla", "gpu").train(
+            DecoderCase().decoder(), [], capacity=8, learning_rate=0.1, dtype="float32", ranks=2
+        )
 
 
 @pytest.mark.slow

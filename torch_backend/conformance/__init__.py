@@ -82,7 +82,7 @@ def _make(name: str) -> Backend:
         raise UnsupportedError(reason + hint)
     if declared.interpreted:
         interpret_quickly()
-    return (Stack if name == "sdpa" else AttentionStack)(name, device, declared)
+    return (TorchStack if name == "sdpa" else TorchAttentionStack)(name, device, declared)
 
 
 def capabilities(name: str, device: torch.device) -> Capabilities:
@@ -138,7 +138,7 @@ def _request(device: torch.device, dtype: str) -> AttentionRequest:
     )
 
 
-class AttentionStack(SelectionMethods):
+class TorchAttentionStack(SelectionMethods):
     """The levels that depend on the attention implementation: attention itself and a model's forward and backward."""
 
     def __init__(self, name: str, device: torch.device, declared: Capabilities) -> None:
@@ -253,7 +253,9 @@ def _patched(config: protocol.DecoderConfig, name: str, dtype: str, device: torc
     return patch(model, implementation=name, verify=False)
 
 
-class Stack(AttentionStack, DocumentMethods, ScanMethods, ClipMethods, ExpertMethods, ContextMethods, PackingMethods):
+class TorchStack(
+    TorchAttentionStack, DocumentMethods, ScanMethods, ClipMethods, ExpertMethods, ContextMethods, PackingMethods
+):
     """Everything: the attention's levels, and the operations, collator and trainer that do not depend on it."""
 
     def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
