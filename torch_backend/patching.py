@@ -17,7 +17,7 @@ from packing_core.errors import ContaminationError, PackingError
 from packing_core.hints import hinted
 from torch_backend.auditing.model import prove_now, verify_additions
 from torch_backend.auditing.model import verify as verify_kind
-from torch_backend.hf.anatomy.structure import causal_lm, execution_device
+from torch_backend.hf.anatomy.structure import causal_lm, execution_device, torch_defaults
 from torch_backend.hf.edits.rotary import rounded_frequencies
 from torch_backend.hf.entry import lead_to_entry
 from torch_backend.hf.patch import install, refuse_context_of, state_of, unpatch
@@ -30,6 +30,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 @hinted()
+@torch_defaults()
 def patch(
     model: Model,
     *,

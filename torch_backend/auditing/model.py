@@ -30,7 +30,7 @@ from torch_backend.auditing.tiny import ROOM, tiny_config, tiny_model
 from torch_backend.hf.anatomy.additions import Part, added_objects, additions, parts_of
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.model import anatomy_of
-from torch_backend.hf.anatomy.structure import causal_lm, execution_device, with_values
+from torch_backend.hf.anatomy.structure import causal_lm, execution_device, torch_defaults, with_values
 from torch_backend.hf.attention import stands_over, unregistered
 from torch_backend.hf.float8 import describe_float8
 from torch_backend.hf.override import original_class
@@ -193,8 +193,9 @@ def audit(
     options: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
     if context is not None:
         options = {"mesh": context.mesh, "context_method": context.method} | options
-    report = _audit(root, patched, implementation, tolerance, CUT if options else LONG, options)
-    return _with_additions(root, report, implementation or report.implementation, options)
+    with torch_defaults():
+        report = _audit(root, patched, implementation, tolerance, CUT if options else LONG, options)
+        return _with_additions(root, report, implementation or report.implementation, options)
 
 
 def _audit(
@@ -328,6 +329,7 @@ def verify_additions(model: nn.Module) -> None:
         state.proved = added_objects(root, _own(root))
 
 
+@torch_defaults()
 def prove_now(root: Any) -> None:
     """Prove what a model that is patched with proof holds by now: weights it had none of, adapters added since.
 

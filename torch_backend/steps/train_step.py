@@ -179,7 +179,7 @@ class TrainStep:
         weighted = any(LOSS_WEIGHTS in each for each in microbatches)
         weight = self._total(self._weight, microbatches) if weighted else tokens
         self.optimizer.zero_grad()
-        loss = torch.zeros((), device=self.device)
+        loss = torch.zeros((), dtype=torch.float32, device=self.device)
         for number, each in enumerate(microbatches):
             given = self._on_device(each)
             last = number == len(microbatches) - 1

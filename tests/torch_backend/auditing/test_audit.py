@@ -47,6 +47,21 @@ def test_half_precision_is_judged_by_its_own_rounding() -> None:
     assert 1e-3 < report.logits <= report.allowed_logits < 0.2
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_next"])
+def test_a_proof_does_not_follow_the_defaults_of_the_process(family: str) -> None:
+    model = tiny(family)
+    want = torch_backend.audit(model, patched=True)
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    try:
+        assert torch_backend.audit(model, patched=True) == want
+        assert torch_backend.patch(model) is model
+        assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.bfloat16, "meta")
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     whole = type(sdpa.SDPA).__call__

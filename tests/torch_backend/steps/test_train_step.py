@@ -163,6 +163,17 @@ def test_autocast_runs_the_forward_in_bfloat16() -> None:
     torch.testing.assert_close(metrics["loss"], steps(patched(), [[batch]])[0]["loss"], rtol=1e-2, atol=0)
 
 
+def test_the_loss_of_a_step_is_float32_whatever_the_default_is() -> None:
+    model, (batch,) = patched(), batches(WHOLE)
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    want = step(batch)["loss"]
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert torch.equal(step(batch)["loss"], want) and want.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_first_step_draws_no_random_numbers_of_its_own() -> None:
     def trained() -> tuple[nn.Module, Any]:
         torch.manual_seed(3)
