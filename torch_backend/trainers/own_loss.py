@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from packing_core.batches.keys import BatchKey
@@ -22,6 +22,7 @@ from packing_core.extras import require
 from packing_core.storage.ragged import Ragged
 from torch_backend.auditing.trainer import as_before
 from torch_backend.collate import PackedCollator
+from torch_backend.hf.anatomy.additions import computes_its_own
 from torch_backend.hf.anatomy.heads import head_of, takes_next_token_loss
 from torch_backend.hf.anatomy.structure import causal_lm, in_mode
 from torch_backend.hf.index_loss import index_coefficient
@@ -151,18 +152,28 @@ def _check_last_tokens(name: str, lengths: tuple[int, ...], guard: Guard, gradie
 def warn_of_rows(changes: Changes, loss: TrainerLoss) -> None:
     """Let training log, at its first step, that a loss of somebody's own is another one where documents are packed.
 
-    That is a loss per example or over the size of the batch, which takes a row for one example.
+    That is a loss per example or over the size of the batch, which takes a row for one example, or that of a module
+    around the model whose layers do.
     """
     trainer, name = loss.trainer, loss.name
     root = causal_lm(trainer.model)
-    if head_of(root) != "next token" or context_of(root) is not None:
+    around = _around(trainer.model, root)
+    if (head_of(root) != "next token" and around is None) or context_of(root) is not None:
         return
-    if loss.function is None:
+    if around is not None and loss.function is None:
+        name = f"the loss of {type(around).__name__}"
+    elif loss.function is None:
         if takes_next_token_loss(root) and type(root).__module__.startswith("transformers."):
             return
         name = f"the loss of {type(root).__name__}"
     if isinstance(trainer.data_collator, ReplacingCollator) and len(trainer.data_collator.replaced.shortest) > 1:
         changes.add_callback(_ComparedLoss(trainer, name))
+
+
+def _around(model: nn.Module, root: nn.Module) -> nn.Module | None:
+    """Returns the first module of somebody's own that stands around a transformers model; None if none does."""
+    inside = set(root.modules())
+    return next((m for m in model.modules() if m not in inside and computes_its_own(type(m))), None)
 
 
 class _ComparedLoss(TrainerCallback):
@@ -188,9 +199,10 @@ class _ComparedLoss(TrainerCallback):
             collator = self.trainer.data_collator.replaced
             logger.warning(
                 "%s is %.6g on %d documents that are packed and %.6g on a batch that %s pads: it takes a row for one "
-                "example, as a mean of the means of examples, a sum over the size of the batch or a value of the last "
-                "token does. Sum over the tokens of labels and divide by %s, or take values for each document "
-                "(packed_lengths), to train the same packed",
+                "example, as a mean of the means of examples, a sum over the size of the batch, a value of the last "
+                "token or a layer along the row does, or it trains first tokens, whose labels are -100 in rows. Sum "
+                "over the tokens of labels and divide by %s, or take values for each document (packed_lengths), to "
+                "train the same packed",
                 *(self.name, packed, len(collator.shortest), padded, collator.name, COUNT),
             )
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.trainer_pt_utils import LabelSmoother
@@ -205,6 +205,34 @@ def noisy(tmp_path: Path, **options: Any) -> Any:
     for layer in trainer.model.model.layers:
         layer.mlp.register_forward_hook(lambda module, _, output: F.dropout(output, 0.2, module.training))
     return trainer
+
+
+class Around(nn.Module):
+    """A head of somebody's own on a decoder: of next tokens, of tokens, behind a layer along the row, of the last."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.model = kind, llama().model
+        self.config, width = self.model.config, self.model.config.hidden_size
+        self.along = nn.LSTM(width, width, batch_first=True) if kind == "along the row" else None
+        self.head = nn.Linear(width, self.config.vocab_size)
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None, **others: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **others).last_hidden_state
+        logits = self.head(hidden if self.along is None else self.along(hidden)[0])
+        targets = labels if self.kind == "tokens" else labels.roll(-1, 1).index_fill(1, torch.tensor(-1), -100)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return {"loss": loss + hidden[:, -1, 0].square().mean() if self.kind == "last" else loss, "logits": logits}
+
+
+@pytest.mark.parametrize("kind", ["next tokens", "tokens", "along the row", "last"])
+def test_a_module_around_the_model_is_named_unless_its_loss_is_one_of_next_tokens(
+    tmp_path: Path, caplog: Any, kind: str
+) -> None:
+    caplog.set_level(logging.WARNING)
+    arguments = transformers.TrainingArguments(str(tmp_path), **PLAIN_SGD)
+    trained(transformers.Trainer(Around(kind), arguments, **padding()))
+    assert [x.partition(" is ")[0] for x in compared(caplog)] == ["the loss of Around"] * (kind != "next tokens")
 
 
 def test_a_loss_that_reads_boundaries_is_compared_with_nothing(tmp_path: Path, caplog: Any) -> None:

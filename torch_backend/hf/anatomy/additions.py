@@ -163,6 +163,11 @@ def _places(value: Any) -> bool:
     return f"{module_of(value)}.".startswith(tuple(f"{package}." for package in _PLACING))
 
 
+def computes_its_own(kind: type[nn.Module]) -> bool:
+    """Returns whether a class of modules is somebody's own: of no library, and of no package that moves weights."""
+    return not _places(kind) and _package(kind) not in _LIBRARIES
+
+
 def _name_of(function: Any) -> str:
     function = written(function)
     return f"{module_of(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
