@@ -97,6 +97,23 @@ def test_a_packed_classifier_is_that_of_each_document(family: str, kind: str) ->
         assert error(found[name], want[name]) <= 1e-5, name
 
 
+class DelegatingForSequenceClassification(transformers.Qwen3ForSequenceClassification):
+    """A classifier of one's own, which lets the stock head find the last token."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, inputs_embeds: Any = None, **others: Any):
+        return super().forward(input_ids, attention_mask, inputs_embeds=inputs_embeds, **others)
+
+
+@pytest.mark.parametrize("kind", [transformers.Qwen3ForSequenceClassification, DelegatingForSequenceClassification])
+def test_embedded_documents_are_classified_by_their_last_tokens(kind: Any) -> None:
+    model, docs = tiny_model(classifier("qwen3").config, kind), documents()
+    embed = model.get_input_embeddings()
+    want = torch.cat([model(inputs_embeds=embed(d[None])).logits for d in docs])
+    batch = PackedCollator(torch_backend.patch(model), capacity=64)(features(docs))
+    batch["inputs_embeds"] = embed(batch.pop("input_ids").as_subclass(Tensor))
+    assert error(model(**batch).logits.detach(), want.detach()) <= 1e-5
+
+
 def test_patch_proves_a_classifier_and_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_backend.hf.document_rows import DocumentRows
 

@@ -102,8 +102,17 @@ def targets_among(labels: Tensor, config: Any, *, of_documents: bool) -> Tensor:
 
 
 def reads_last_token(root: Any) -> bool:
-    """Returns whether a sequence head reads the last token that is not padding, found by ``pad_token_id``."""
-    return {"pad_token_id", "argmax"} <= names(type(root).forward)
+    """Returns whether a sequence head reads the last token that is not padding, found by ``pad_token_id``.
+
+    So does a class of one's own whose forward calls that of such a head, ``super().forward``.
+    """
+    for kind in type(root).__mro__:
+        named = names(vars(kind)["forward"]) if "forward" in vars(kind) else {"super", "forward"}
+        if {"pad_token_id", "argmax"} <= named:
+            return True
+        if not {"super", "forward"} <= named:
+            return False
+    return False
 
 
 def takes_next_token_loss(root: Any) -> bool:
