@@ -19,7 +19,8 @@ from crosspack.cli.progress import counted
 from crosspack.cli.records import join, open_records, option_of_split, read_columns, weighted
 from crosspack.cli.trainoptions import TrainOptions
 from crosspack.encoding.kinds import checked, refusing
-from crosspack.encoding.layouts import CHATS, LOOKED_AT, media_in
+from crosspack.encoding.layouts import CHATS, LOOKED_AT, canonical, media_in
+from crosspack.encoding.text import trains
 from crosspack.reading import Records
 from crosspack.reading.files import is_url
 from crosspack.reading.places import Row
@@ -87,7 +88,7 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
     task, named = TASKS[options.task], read_columns(options.column)
     examples, skipped = list[Row](), list[str]()
 
-    def check(item: Row) -> None:
+    def read(item: Row) -> Row:
         record = _renamed(item, named)
         task.columns_of(record, item.where)
         media = media_in(record)
@@ -97,14 +98,15 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
                 f"{item.where} has {unread}, which --task {options.task} does not read: leave that out, or build the "
                 "trainer yourself and pass it to crosspack.enable_packing"
             )
+        return _whole_chat(record) if options.task == "sft" else record
 
     usable = checked(
         counted(OUT, "records read", records.items()),
-        check,
+        read,
         refusing(skipped if options.on_error == "skip" else None),
     )
     for item in islice(usable, limit):
-        record = _renamed(item, named)
+        record = read(item)
         examples.append(with_whole_paths(record) if task.media else record)
     if skipped and not examples:
         raise PackingError(f"none of the records of {records.name} can be used, the first because {skipped[0]}")
@@ -162,6 +164,24 @@ def _whole(image: Any, folder: Path) -> Any:
     if isinstance(image, str) and not is_url(image) and not image.startswith(("data:", "file:")):
         return str(folder / image)
     return image
+
+
+def _whole_chat(record: Row) -> Row:
+    """A record whose chat has the ``system`` and the ``tools`` beside it, as chats without images have.
+
+    Raises:
+        PackingError: they contradict the chat, or an answer is marked as not trained.
+    """
+    whole = Row({**record, **canonical(record, record.where, (), media=True)}, record.place, record.number)
+    answers = [whole[name] for name in ("messages", "completion") if isinstance(whole.get(name), list)]
+    with naming(record.where, PackingError, ours=True):
+        for number, turn in enumerate(turn for chat in answers for turn in chat):
+            if isinstance(turn, Mapping) and turn.get("role") == "assistant" and not trains(turn, number):
+                raise PackingError(
+                    f"message {number} says that it is not trained, which chats with images cannot say: end the record "
+                    "with the answer that is trained, as its completion"
+                )
+    return whole
 
 
 def warn_of_skipped(skipped: Sequence[str]) -> None:

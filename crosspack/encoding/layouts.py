@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosspack.encoding.tokens import COLUMNS as TOKEN_COLUMNS
-from packing_core.batches.media import KINDS, kind_of
+from packing_core.batches.media import KINDS, kind_of, tools_of
 from packing_core.errors import PackingError
 
 COLUMNS = ("conversations", "instruction", "input", "output", "system", "history", "chosen", "rejected", "label")
@@ -36,12 +36,15 @@ LOOKED_AT = 100  # first records that say what a data set has: the columns of --
 _KNOWN = ("input_ids", "messages", "prompt", "text")  # a record with one of these is taken as it is
 
 
-def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, str], ...]) -> Mapping[str, Any]:
+def canonical(
+    record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, str], ...], *, media: bool = False
+) -> Mapping[str, Any]:
     """The record with the columns ``text``, ``prompt`` and ``completion``, ``messages`` or ``input_ids``.
 
     Args:
         fields: (name, column) pairs: ``(("text", "body"),)`` takes the column ``body`` for the text. With any, no other
             layout is looked for; labels and marks of token ids keep their names.
+        media: whether the record may have media.
 
     Raises:
         PackingError: it has not the columns of ``fields``, a conversation is not as ShareGPT writes it, it has a
@@ -64,7 +67,8 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
     chat = record.get("messages")
     if chat is None and not any(record.get(name) is not None for name in _KNOWN):
         chat = record.get("conversations")
-    _refuse_images(record, where)
+    if not media:
+        _refuse_images(record, where)
     if isinstance(chat, list):
         return _chat(chat, record, where)
     if record.get("prompt") is not None and record.get("completion") is not None:
@@ -109,7 +113,7 @@ def _refuse_images(record: Mapping[str, Any], where: Any) -> None:
 def _chat(messages: list[Any], record: Mapping[str, Any], where: Any) -> Mapping[str, Any]:
     """Returns a chat with the ``system`` and the ``tools`` of its record."""
     messages = _with_system(_messages(messages, where), record, where)
-    return _Renamed({"messages": messages, "tools": _tools(record, where)}, record)
+    return _Renamed({"messages": messages, "tools": tools_of(record, where)}, record)
 
 
 def _prompted(record: Mapping[str, Any], where: Any) -> Mapping[str, Any]:
@@ -124,7 +128,7 @@ def _prompted(record: Mapping[str, Any], where: Any) -> Mapping[str, Any]:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list):
         prompt = _with_system(prompt, record, where)
-        return _Renamed({"prompt": prompt, "completion": completion, "tools": _tools(record, where)}, record)
+        return _Renamed({"prompt": prompt, "completion": completion, "tools": tools_of(record, where)}, record)
     if _system(record, where):
         raise PackingError(f"{where} has a system beside a prompt of text: write it into the prompt, or use messages")
     return record
@@ -152,17 +156,6 @@ def _system(record: Mapping[str, Any], where: Any) -> str:
     if system is not None and not isinstance(system, str):
         raise PackingError(f"{where}: system is a {type(system).__name__}, not a string")
     return system or ""
-
-
-def _tools(record: Mapping[str, Any], where: Any) -> Any:
-    """Returns the tools that a chat template takes; files often hold them as JSON."""
-    tools = record.get("tools")
-    if not isinstance(tools, str) or not tools.strip():
-        return tools or None
-    try:
-        return json.loads(tools)
-    except ValueError as error:
-        raise PackingError(f"{where}: tools is a string that is not JSON: {error}") from None
 
 
 class _Renamed(dict[str, Any]):

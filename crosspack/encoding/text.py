@@ -274,7 +274,7 @@ class Encoder:
                 )
             )
 
-        wanted = [_trains(message, number) for number, message in enumerate(messages)]
+        wanted = [trains(message, number) for number, message in enumerate(messages)]
         if everything:
             if not all(wanted):
                 raise PackingError(
@@ -367,7 +367,7 @@ def _document(ids: Any, trained: NDArray[np.bool_]) -> EncodedDocument:
     return EncodedDocument(np.asarray(ids, np.int32), trained)
 
 
-def _trains(message: Any, number: int) -> bool:
+def trains(message: Any, number: int) -> bool:
     """Returns whether a message is trained if it is the assistant's: ``weight``, ``train`` and ``loss`` may say no."""
     marks = {name: message[name] for name in ("weight", "train", "loss") if message.get(name) is not None}
     for name, value in marks.items():

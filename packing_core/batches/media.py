@@ -1,9 +1,12 @@
-"""The media of raw records: their kinds, and the parts of messages that hold them, which APIs write in other ways."""
+"""The messages of raw records: the kinds of media in their parts, which APIs write in other ways, and their tools."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
+
+from packing_core.errors import PackingError
 
 KINDS = ("image", "video", "audio")  # columns are named by one, or by several, as TRL names those of images
 # the types of parts in OpenAI's and others' APIs -> those of chat templates
@@ -51,3 +54,18 @@ def _as_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
     if name == "base64" and not str(value).startswith("data:"):
         value = f"data:{kind}/{suffix};base64,{value}"
     return {"type": kind, kind: value}
+
+
+def tools_of(record: Mapping[str, Any], where: object) -> Any:
+    """Returns the tools that a chat template takes, None for none; files often hold them as JSON.
+
+    Raises:
+        PackingError: they are a string that is not JSON.
+    """
+    tools = record.get("tools")
+    if not isinstance(tools, str) or not tools.strip():
+        return tools or None
+    try:
+        return json.loads(tools)
+    except ValueError as error:
+        raise PackingError(f"{where}: tools is a string that is not JSON: {error}") from None

@@ -13,7 +13,7 @@ import pytest
 from crosspack.cli import tasks, traincommand
 from crosspack.cli.trainoptions import TrainOptions
 from crosspack.reading.places import Place, Row
-from packing_core.errors import LayoutError, UnsupportedError
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from tests.cli.console import done, run
 
 USER, ASSISTANT = "w5 w6 w7", "w8 w9"
@@ -202,6 +202,34 @@ def test_chats_in_the_format_of_openai_train_as_those_with_a_column_of_images(st
     assert all("audit: exact" in result for result in results)
     losses = [re.findall(r"loss [\d.]+ to [\d.]+", result) for result in results]
     assert losses[0] and losses[0] == losses[1]
+
+
+def test_what_stands_beside_a_chat_belongs_to_it(start: Path, data: Any) -> None:
+    def read(*records: dict[str, Any], on_error: str = "stop") -> list[Row]:
+        options = TrainOptions(task="sft", data=[str(data([*records]))], on_error=on_error)
+        return tasks.read_examples(options, tasks.open_examples(options, options.data, None, "--data"))
+
+    tools = [{"type": "function", "function": {"name": "w4"}}]
+    (record,) = read(chat("a.png") | {"system": "w10", "tools": json.dumps(tools)})
+    assert (
+        record["messages"][0] == {"role": "system", "content": "w10"} and record["messages"][1:] == chat()["messages"]
+    )
+    assert record["tools"] == tools and record.where.endswith("records.jsonl:1") and len(record["images"]) == 1
+    said = chat("a.png")
+    said["messages"][1]["train"] = False
+    asked = chat("a.png")
+    asked["messages"][0]["weight"] = 0
+    assert [record.number for record in read(said, asked, on_error="skip")] == [1]
+    for wrong, says in (
+        (said, r"records\.jsonl:1: message 1 says that it is not trained, which chats with images cannot say: end"),
+        (chat("a.png") | {"tools": "{"}, r"records\.jsonl:1: tools is a string that is not JSON"),
+        (
+            {"prompt": "w4", "completion": "w5", "system": "w6"},
+            r"records\.jsonl:1 has a system beside a prompt of text",
+        ),
+    ):
+        with pytest.raises(PackingError, match=says):
+            read(wrong)
 
 
 def test_images_are_looked_for_in_all_records_for_a_model_that_may_take_them(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -21,7 +22,7 @@ from packing_core.batches.columns import TRAINED, trained_tokens
 from packing_core.batches.joining import concatenate
 from packing_core.batches.keys import BatchKey
 from packing_core.batches.marks import refuse_trained_padding
-from packing_core.batches.media import as_turn
+from packing_core.batches.media import as_turn, tools_of
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError, first_line
 from packing_core.storage.arrays import as_int64
@@ -41,7 +42,7 @@ _SECONDS = ("second_per_grid_ts", "video_second_per_grid")  # of videos, by whic
 AXES = ("_axis_0", "_axis_1", "_axis_2")
 MARKED = "_both_ways"  # a column: 1 at tokens that see each other in both directions, 0 at others and in padding
 RAW = (
-    *(*CHATS, "text", "sampling_rate"),
+    *(*CHATS, "text", "tools", "sampling_rate"),
     *("images", "image", "videos", "video", "audios", "audio"),
 )
 _TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -125,8 +126,8 @@ class VisionReader:
         """The document of an example.
 
         Args:
-            example: ``messages``, ``prompt`` and ``completion`` or ``text``, with ``images`` or ``image``; or what the
-                processor makes of them, ``input_ids`` and the tensors of the images.
+            example: ``messages``, ``prompt`` and ``completion`` or ``text``, with ``images`` or ``image``, and the
+                ``tools`` of a chat; or what the processor makes of them, ``input_ids`` and the tensors of the images.
             where: what messages call the example.
 
         Raises:
@@ -219,10 +220,11 @@ class VisionReader:
                 f"{where} has text, and no processor of {self.vision.model} writes tokens beside clips that are read "
                 "already: pass input_ids, with the audio tokens of every clip, beside audio"
             )
+        tools = tools_of(example, where)
         if example.get("messages") is not None:
-            return self._messages(_with_media(example["messages"], media, where), where)
+            return self._messages(_with_media(example["messages"], media, where), tools, where)
         if example.get("prompt") is not None and example.get("completion") is not None:
-            return self._completion(example["prompt"], example["completion"], media, where)
+            return self._completion(example["prompt"], example["completion"], media, tools, where)
         if example.get("text") is not None:
             return self._tokens(example["text"], media, where)
         raise LayoutError(
@@ -261,12 +263,13 @@ class VisionReader:
         width = self.extractor.nb_max_frames
         return {FEATURES: torch.cat([x[0].unflatten(1, (-1, width)).transpose(0, 1) for x in heard])} if heard else {}
 
-    def _messages(self, messages: list[dict[str, Any]], where: str) -> dict[str, Any]:
+    def _messages(self, messages: list[dict[str, Any]], tools: Any, where: str) -> dict[str, Any]:
         marks = self.loss == "assistant"
         found = self._called(
             where,
             self.processor.apply_chat_template,
             [messages],
+            tools=tools,
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
@@ -281,15 +284,15 @@ class VisionReader:
             )
         return found
 
-    def _completion(self, prompt: Any, completion: Any, media: Media, where: str) -> dict[str, Any]:
+    def _completion(self, prompt: Any, completion: Any, media: Media, tools: Any, where: str) -> dict[str, Any]:
         if not isinstance(prompt, str):
             turns = _with_media(prompt, media, where)
             parts = [part for turn in turns for part in turn["content"]]
             media = {kind: [part[kind] for part in parts if part["type"] == kind] for kind in media}
-            write = self.processor.apply_chat_template
+            write = partial(self.processor.apply_chat_template, tools=tools, tokenize=False)
             answer = _with_media(completion, dict.fromkeys(media, ()), where)
-            whole = self._called(where, write, [*turns, *answer], tokenize=False)
-            prompt = self._called(where, write, turns, tokenize=False, add_generation_prompt=True)
+            whole = self._called(where, write, [*turns, *answer])
+            prompt = self._called(where, write, turns, add_generation_prompt=True)
             if not whole.startswith(prompt):
                 raise PackingError(
                     f"{where}: the chat template writes the prompt differently when a completion follows: pass strings"

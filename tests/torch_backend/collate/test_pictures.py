@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError
+from tests.torch_backend.processors import tiny_processor
+from tests.torch_backend.vision_models import vision_model
 from torch_backend.collate.image_tensors import join_images
 from torch_backend.collate.pictures import has_media, pictures_of, turns_of
+from torch_backend.collate.vision import VisionReader
 from torch_backend.hf.edits import grids
 from torch_backend.hf.edits.grids import of_grids
 
@@ -211,3 +215,16 @@ def test_a_default_device_moves_no_grid_from_the_host(name: str, monkeypatch: py
 def test_columns_that_hold_no_messages_have_no_media(column: Any) -> None:
     example = {"prompt": column} if isinstance(column, list) else {"messages": [{"role": "user", "content": column}]}
     assert not has_media(example, turns_of(example), "image")
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_template_gets_the_tools_of_a_chat(as_text: bool) -> None:
+    processor = tiny_processor("llava")
+    written = "{% for tool in tools or [] %}{{ tool['name'] + ' ' }}{% endfor %}"
+    processor.chat_template = written + processor.chat_template
+    reader, tools = VisionReader(vision_model("llava"), processor), [{"name": "w30"}, {"name": "w31"}]
+    told = {"tools": json.dumps(tools) if as_text else tools}
+    user, assistant = {"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7"}
+    for example in ({"messages": [user, assistant]}, {"prompt": [user], "completion": [assistant]}):
+        plain, found = (reader.read({**example, **more}, "it").columns["input_ids"].tolist() for more in ({}, told))
+        assert found == [30, 31, *plain]
