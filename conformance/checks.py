@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from conformance import oracle
 from conformance.draws import LARGE, AttentionCase, OperationCase, Rows, generator, segment_ids
-from conformance.judge import Judge, as_result
+from conformance.judge import Judge, NotDeclared, Rejected, as_result
 from conformance.oracle import Expected, Result
+from conformance.pairwise import declared_pairs
 from packing_core.protocol import Array
 
 
@@ -54,6 +55,34 @@ def compare_mask(judge: Judge, seen: Array, expected: Array) -> None:
         row, query, key = wrong[0]
         verb = "sees" if seen[row, query, key] else "does not see"
         judge.holds(False, f"{len(wrong)} places differ from the mask: in row {row}, query {query} {verb} key {key}")
+
+
+def check_pairs(
+    judge: Judge, build: Callable[..., OperationCase], factors: Mapping[str, Sequence[Any]], dtypes: Sequence[str]
+) -> None:
+    """Every pair of values of ``factors`` and ``dtypes`` that is declared works together; see `declared_pairs`.
+
+    Every other case has its arrays in Fortran's order, as those are that a model has transposed.
+    """
+    declared = judge.backend.capabilities
+    tried = declared_pairs(build, replace(declared, dtypes=tuple(x for x in declared.dtypes if x in dtypes)), factors)
+    for number, (case, dtype) in enumerate(tried):
+        try:
+            judge.check(case, dtype, order="F" if number % 2 else "C")
+        except Rejected as error:
+            raise Rejected(f"{_named(case)} in {dtype}: {error}") from error
+    for dtype in set(dtypes) - set(declared.dtypes):
+        try:
+            judge.check(build(), dtype)
+        except NotDeclared:
+            if not tried:
+                raise
+
+
+def _named(case: OperationCase) -> str:
+    """Names what the case has beyond the plainest one."""
+    plain, own = type(case)(), vars(case)
+    return ", ".join(f"{name}={value}" for name, value in own.items() if value != getattr(plain, name)) or "plain"
 
 
 def check_isolated(

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 
+from conformance.pairwise import Needs
 from packing_core.protocol import (
     Array,
     Batch,
@@ -39,7 +40,11 @@ MANY_ROWS: Rows = ((5, 11), (16,), (1, 9, 6)) * 6  # more rows than a table of e
 REPACKED: Rows = ((33, -8, 7), (-1, 24, 1, -22), (16, -32), (-20, 15, -13))
 REPACKED_AS = (3, 0, 4, 2, 1, 5)  # the document of FULL that each segment of REPACKED holds
 LONG_TAIL: Rows = ((5, 9, 12, -70),)  # a tail longer than every segment
-EMPTY_ROW: Rows = ((20, 30, 46), (-96,))
+EMPTY_ROWS: Rows = ((-96,), (20, 30, 46), (-96,))
+PADDING_ALONE: Rows = ((-96,), (-96,))
+ALONE: Rows = ((96,),)
+MIXED: Rows = ((-3, 70, -2, 1, 16, -4), (2,) * 40 + (16,), (-96,))  # all of it, and more than 64 tokens and 16 segments
+ALIKE: Rows = ((32, 32, 32), (32, 32, 32))
 PAST_64: Rows = ((1,) * 70 + (13, 13),)  # two long segments behind 70 one-token ones
 # Segments that start at 16, 64, 128, 256 and 512, and in the second row one token later.
 TILES: Rows = ((16, 48, 64, 128, 256, 64), (17, 48, 64, 128, 256, 63))
@@ -64,11 +69,12 @@ def segment_ids(rows: Rows) -> Array:
 
 
 def span_numbers(rows: Rows, spans: Rows) -> Array:
-    """int64 ``[B, S]``: the spans of each row are 0, 1, ..; -1 between them and at padding.
+    """int64 ``[B, S]``: the spans of each row have numbers in no order; -1 between them and at padding.
 
     ``spans`` are rows of lengths like ``rows``, in which a negative number is a run of tokens in no span.
     """
-    return np.where(segment_ids(rows) > 0, segment_ids(spans) - 1, -1)
+    numbers = segment_ids(spans)
+    return np.where((segment_ids(rows) > 0) & (numbers > 0), numbers * 48_611 % 65_521, -1)
 
 
 def round_to(dtype: str, x: Array) -> Array:
@@ -159,7 +165,7 @@ class AttentionCase(OperationCase):
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
-    sinks: bool = False
+    sinks: float = 0.0  # their standard deviation
     alibi: bool = False
     scale: float | None = None
     spans: Rows | None = field(default=None, repr=False)  # the numbers that are drawn do not depend on it
@@ -189,7 +195,7 @@ class AttentionCase(OperationCase):
             "dout": normal(self.heads, value_width) * (ids > 0)[..., None, None],
         }
         if self.sinks:
-            arrays["sinks"] = round_to(dtype, draw.standard_normal(self.heads))
+            arrays["sinks"] = round_to(dtype, self.sinks * draw.standard_normal(self.heads))
         if self.alibi:
             arrays["alibi_slopes"] = round_to(dtype, 2.0 ** -np.arange(1, self.heads + 1))
         if self.spans is not None:
@@ -214,6 +220,29 @@ class AttentionCase(OperationCase):
         return attention_options(**arrays)
 
 
+# The fields of a case that every pair of values of should work together; see `pairwise.declared_pairs`.
+ATTENTION_PAIRS: dict[str, list[Any]] = {
+    "rows": [FOUR_ROWS, MIXED],
+    "widths": [
+        {},
+        Needs("head_dim 40", {"width": 40}),
+        Needs("head_dim 72", {"width": 72}),
+        Needs("narrow_values", {"value_width": 32}),
+    ],
+    "heads": [2, Needs("gqa", 6)],
+    "window": [None, Needs("window", 9)],
+    "softcap": [None, Needs("softcap", 4.0)],
+    "sinks": [0.0, Needs("sinks", 1.0)],
+    "alibi": [False, Needs("alibi", True)],
+    "scale": [None, 0.3],
+    "context_ranks": [1, Needs("context_parallel", 2)],
+    "keys": [{}, Needs("bidirectional", {"causal": False}), Needs("both_ways", {"spans": FULL_SPANS})],
+}
+SELECTED_PAIRS = {name: ATTENTION_PAIRS[name] for name in ("rows", "widths", "heads", "softcap", "sinks", "scale")} | {
+    "keys": [Needs("selected_keys", {"top_k": 9}), Needs("selected_blocks", {"top_k": 2, "index_block": 4})],
+}
+
+
 @dataclass(frozen=True)
 class ScanCase(OperationCase):
     """One call of `Backend.scan`."""
@@ -230,7 +259,7 @@ class ScanCase(OperationCase):
         return {
             "x": draw.standard_normal((*ids.shape, self.channels)),
             "dt": draw.uniform(0.01, 0.5, (*ids.shape, self.channels)),
-            "A": -draw.uniform(0.1, 2.0, (self.channels, self.states)),
+            "A": -(2.0 ** draw.uniform(-4, 4, (self.channels, self.states))),
             "B": draw.standard_normal((*ids.shape, self.states)),
             "C": draw.standard_normal((*ids.shape, self.states)),
             "dout": draw.standard_normal((*ids.shape, self.channels)) * (ids > 0)[..., None],
@@ -257,7 +286,7 @@ class RopeCase(OperationCase):
         return {
             "x": round_to(dtype, draw.standard_normal(shape)),
             "position_ids": positions,
-            "inv_freq": (10_000.0 ** (-np.arange(0, self.turned, 2) / self.turned)).astype(np.float32),
+            "inv_freq": _frequencies(self.turned),
             "dout": round_to(dtype, draw.standard_normal(shape)),
         }
 
@@ -267,6 +296,21 @@ class RopeCase(OperationCase):
     def taken(self, arrays: Mapping[str, Any]) -> set[str]:
         taken = {"interleaved": self.interleaved, "partial": self.turned < self.width}
         return {name for name, is_taken in taken.items() if is_taken}
+
+
+def _frequencies(turned: int) -> Array:
+    """float32 ``[R / 2]``: a power series, of which every third is slowed down, as rope scaling does with some."""
+    frequencies = 10_000.0 ** (-np.arange(0, turned, 2) / turned)
+    frequencies[1::3] /= 1.7
+    return frequencies.astype(np.float32)
+
+
+ROPE_PAIRS: dict[str, list[Any]] = {
+    "rows": [FOUR_ROWS, MIXED],
+    "turned": [64, Needs("partial", 32)],
+    "interleaved": [False, Needs("interleaved", True)],
+    "first": [10_000, 1_000_000],
+}
 
 
 @dataclass(frozen=True)
@@ -316,6 +360,10 @@ def documents(
             labels[np.arange(length) // turn % 2 == 0] = -100
         drawn.append(Document(ids, labels))
     return drawn
+
+
+# Of rows of 96: a row of long documents and one of many short ones, both with padding.
+SEVERAL_ROWS = documents(7, 70, 1, 16, *(2,) * 30, 9)
 
 
 def grown(stems: Sequence[Document], lengths: Sequence[int], seed: int, *, trained: bool = False) -> list[Document]:

@@ -15,12 +15,15 @@ import numpy as np
 
 from conformance.draws import OperationCase, Rows, generator, round_to, segment_ids
 from conformance.oracle import Expected, Result
+from conformance.pairwise import Needs
 from packing_core import reference
 from packing_core.protocol import Array, segments
 from packing_core.reference import ExpertActivation, WorkingDtype
 
 FULL: Rows = ((7, 16, 1, 20, 4), (30, 18))
 PADDED: Rows = ((-48,), (-3, 9, 13, -2, 1, 14, -6), (41, -7))
+ALIKE: Rows = ((16, 16, 16), (16, -16, 16))
+LAYOUTS = {"alike": ALIKE, "full": FULL, "padded": PADDED, "one document": ((48,),), "none": ((-48,),)}
 SILU = ExpertActivation()
 CLAMPED = ExpertActivation(alpha=1.702, limit=0.8, offset=1.0)
 NEVER_CLAMPED = replace(CLAMPED, limit=7.0)  # gpt-oss's; rounding moves a gradient where values are at the limit
@@ -84,6 +87,15 @@ class ExpertsCase(OperationCase):
         indices = arrays["indices"]
         there = (indices >= 0) & (indices < self.experts)
         return {**arrays, "indices": np.where(there, indices, np.arange(self.top_k)).astype(np.int64)}
+
+
+EXPERT_PAIRS: dict[str, list[Any]] = {
+    "rows": [PADDED, ALIKE, ((70, -2, 8), (2,) * 40)],
+    "top_k": [3, 1, 8],
+    "activation": [SILU, Needs("clamped_experts", NEVER_CLAMPED), Needs("ungated_experts", UNGATED)],
+    "biased": [False, Needs("biased_experts", True)],
+    "routing": ["drawn", "one", "few"],
+}
 
 
 @cache

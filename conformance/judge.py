@@ -6,8 +6,9 @@ raises `Rejected` and names what differs, where, and by how many budgets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from inspect import signature
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from conformance.draws import LARGE, LossCase, OperationCase, generator, round_t
 from conformance.oracle import Expected, Result
 from packing_core import budget
 from packing_core.errors import UnsupportedError
-from packing_core.protocol import LEVELS, Array, Backend, Batch, Document, segments
+from packing_core.protocol import LEVELS, Array, Backend, Batch, Decoder, Document, segments
 
 ORACLES: dict[str, Callable[[Any, Any], Expected]] = {
     "attention": oracle.attention,
@@ -97,7 +98,7 @@ class Judge:
 
         Raises:
             NotDeclared: the call lies outside of what is declared, and the backend refused it.
-            Rejected: it was refused although declared, or served although not.
+            Rejected: it was refused although declared, or served although not, or it changed an argument.
         """
         capabilities = self.backend.capabilities
         has_it = self.backend.provides(method)
@@ -106,6 +107,8 @@ class Judge:
             reason = f"no {method}"
         elif reason and self._required:
             raise Rejected(f"a backend with {method} must serve this: {reason}")
+        given = signature(getattr(Backend, method)).bind(self.backend, *arguments, **keywords).arguments
+        before = {name: x.copy() for name, x in _arrays("", given)}
         try:
             answer = getattr(self.backend, method)(*arguments, **keywords)
         except UnsupportedError as refusal:
@@ -114,6 +117,8 @@ class Judge:
             raise NotDeclared(reason) from refusal
         if reason is not None:
             raise Rejected(f"{method} returned an answer that it does not declare ({reason}): it must raise")
+        changed = [name for name, x in _arrays("", given) if not np.array_equal(x, before[name], equal_nan=True)]
+        self.holds(not changed, f"{method} changed its arguments in place: {', '.join(changed)}; work on a copy")
         return answer
 
     def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
@@ -149,11 +154,16 @@ class Judge:
 
     # -- against the oracle --------------------------------------------------------------------------------------
 
-    def check(self, case: OperationCase, dtype: str | None = None, *, only: str | None = None) -> None:
+    def check(
+        self, case: OperationCase, dtype: str | None = None, *, only: str | None = None, order: Literal["C", "F"] = "C"
+    ) -> None:
         """Hold a case against the oracle: output and gradients, or only the one named ("q", ...; "out" of a forward
-        alone)."""
+        alone). The arrays lie in memory in C's or in Fortran's ``order``."""
         dtype, case = dtype or self.dtype, case.fitted(self.backend.capabilities.head_dims)
-        answer = self.ask_case(case, dtype, {"dout": None} if only == "out" else None)
+        changed: dict[str, Any] = {"dout": None} if only == "out" else {}
+        if order == "F":
+            changed |= {name: np.asfortranarray(x) for name, x in case.arguments(dtype).items()}
+        answer = self.ask_case(case, dtype, changed)
         self.within(answer, ORACLES[case.method](case, dtype), segment_ids(case.rows), dtype, only=only)
 
     def loss(self, case: LossCase, dtype: str | None = None) -> None:
@@ -264,6 +274,21 @@ class Judge:
         """A plain statement is true."""
         if not condition:
             raise Rejected(otherwise)
+
+
+def _arrays(name: str, x: Any) -> Iterator[tuple[str, Array]]:
+    """Yields the arrays inside of arguments with names such as ``steps[0][1][2].labels``."""
+    if isinstance(x, np.ndarray):
+        yield name, x
+    entries: Any = ()
+    if isinstance(x, Document | Batch | Decoder):
+        entries = ((f"{name}.{key}", y) for key, y in vars(x).items() if key != "native")
+    elif isinstance(x, Mapping):
+        entries = ((f"{name}[{key}]" if name else key, y) for key, y in x.items())
+    elif isinstance(x, list | tuple):
+        entries = ((f"{name}[{number}]", y) for number, y in enumerate(x))
+    for key, y in entries:
+        yield from _arrays(key, y)
 
 
 def as_result(answer: Any) -> Result:

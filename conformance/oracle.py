@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -226,7 +227,7 @@ def train(
 def _compact(ids: Array) -> tuple[Array, list[int]]:
     """Flat indexes of the real tokens, and the segments' boundaries among them."""
     lengths = [stop - start for _, start, stop in segments(ids)]
-    return np.flatnonzero(ids), np.concatenate([[0], np.cumsum(lengths)]).tolist()
+    return np.flatnonzero(ids), [0, *accumulate(lengths)]
 
 
 def _take(x: Array, real: Array) -> Array:

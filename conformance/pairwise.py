@@ -7,11 +7,10 @@ Greedy, as in AETG (Cohen et al. 1997, https://doi.org/10.1109/32.605761), but o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
-from conformance.draws import FOUR_ROWS, PADDED, AttentionCase
 from packing_core.protocol import Capabilities
 
 
@@ -41,24 +40,35 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return cases
 
 
-def attention_pairs(declared: Capabilities) -> list[AttentionCase]:
-    """Every pair of values that a backend declares, among options, widths and layouts, in some case."""
-    widths = [(64, 64), *((width, width) for width in (40, 72) if width in declared.head_dims)]
-    factors: dict[str, list[Any]] = {
-        "rows": [FOUR_ROWS, PADDED],
-        "widths": widths + [(64, 32)] * ("narrow_values" in declared.options),
-        "heads": [(2, 2)] + [(6, 2)] * ("gqa" in declared.options),
-        "causal": [True] + [False] * ("bidirectional" in declared.options),
-        "window": [None] + [9] * ("window" in declared.options),
-        "softcap": [None] + [4.0] * ("softcap" in declared.options),
-        "sinks": [False] + [True] * ("sinks" in declared.options),
-        "alibi": [False] + [True] * ("alibi" in declared.options),
-        "scale": [None, 0.3],
-    }
+class Needs(NamedTuple):
+    """A value that takes an option of `Capabilities`, or a width such as "head_dim 40"."""
+
+    option: str
+    value: Any
+
+
+def declared_pairs(
+    build: Callable[..., Any], declared: Capabilities, factors: Mapping[str, Sequence[Any]]
+) -> list[tuple[Any, str]]:
+    """Every pair of values that a backend declares, among the fields of a case and its dtypes, in some case.
+
+    Args:
+        build: makes a case of its fields.
+        factors: the values of each field; a mapping in place of one is of several fields.
+
+    Returns:
+        Cases, each with the dtype to try it in; none if nothing of a field, or no dtype, is declared.
+    """
+    taken = declared.options | {f"head_dim {width}" for width in declared.head_dims}
+    values = {name: [x for x in of if not isinstance(x, Needs) or x.option in taken] for name, of in factors.items()}
+    values["dtype"] = [*declared.dtypes]
     cases = []
-    for chosen in pairwise(factors):
-        (heads, kv_heads), (width, value_width) = chosen.pop("heads"), chosen.pop("widths")
-        cases.append(AttentionCase(heads=heads, kv_heads=kv_heads, width=width, value_width=value_width, **chosen))
+    for chosen in pairwise(values) if all(values.values()) else ():
+        dtype, fields = chosen.pop("dtype"), dict[str, Any]()
+        for name, x in chosen.items():
+            value = x.value if isinstance(x, Needs) else x
+            fields |= value if isinstance(value, Mapping) else {name: value}
+        cases.append((build(**fields), dtype))
     return cases
 
 

@@ -155,10 +155,8 @@ def check_logprobs(
     case, dtype = case or DecoderCase(), dtype or judge.dtype
     batch = whole_models.collated(judge, drawn, capacity)
     where = whole_models.places(batch, drawn)
-    cotangents = [_cotangent(number, document) for number, document in enumerate(drawn)]
-    dout = np.zeros(batch.labels.shape, np.float32)
-    for (row, start, stop), cotangent in zip(where, cotangents, strict=True):
-        dout[row, start:stop] = cotangent
+    dout = generator("cotangent", batch.labels.shape).standard_normal(batch.labels.shape).astype(np.float32)
+    cotangents = [dout[row, start:stop] for row, start, stop in where]
     options = whole_models.options_of(case) | ({"temperature"} if temperature != 1 else set())
     keywords: dict[str, Any] = {"dtype": dtype, "temperature": temperature, "options": options}
     keywords["dout"] = None if weights is False else dout
@@ -234,14 +232,6 @@ def _embedded_alone(
     return vector, backward(dout)
 
 
-def _cotangent(number: int, document: Document) -> Array:
-    """``[n]``, 0 where nothing is trained."""
-    drawn = generator("cotangent", number, len(document.labels)).standard_normal(len(document.labels))
-    trained = document.labels != -100
-    trained[0] = False
-    return np.where(trained, drawn, 0.0).astype(np.float32)
-
-
 def _logprobs_alone(
     judge: Judge, case: DecoderCase, document: Document, dout: Array, temperature: float, dtype: str
 ) -> tuple[Array, Gradients]:
@@ -265,11 +255,14 @@ def _logprobs_alone(
 
 
 def pairs() -> list[list[Document]]:
-    """Microbatches of two pairs, of one and of three, whose documents differ much in length and start with prompts."""
+    """Microbatches of two pairs, of one and of three, whose documents differ much in length and start with prompts.
+
+    In the last one turns are masked too, and a document has one token.
+    """
     return [
         documents(40, 9, 30, 60, prompt=0.3, seed=11),
         documents(80, 70, prompt=0.1, seed=12),
-        documents(12, 33, 90, 5, 21, 20, prompt=0.2, seed=13),
+        documents(12, 33, 90, 1, 21, 20, prompt=0.2, turn=5, seed=13),
     ]
 
 

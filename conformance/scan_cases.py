@@ -16,6 +16,7 @@ import numpy as np
 
 from conformance.draws import OperationCase, Rows, round_to, segment_ids
 from conformance.oracle import Expected, Result
+from conformance.pairwise import Needs
 from packing_core import reference
 from packing_core.protocol import Array, delta_rule_options, segments
 from packing_core.reference import WorkingDtype
@@ -23,17 +24,21 @@ from packing_core.storage.forest import lineage
 
 # All layouts are of one shape, so that compiled backends compile once.
 FULL: Rows = ((7, 16, 1, 33, 24, 15, 64), (50, 90, 20))
-PADDED: Rows = ((-5, 9, 17, -3, 1, 30, 14, -17, 60, -4), (-160,))
+PADDED: Rows = ((-160,), (-5, 9, 17, -3, 1, 30, 14, -17, 60, -4))
 # Documents that start and end around multiples of 32, 64 and 128.
 EDGES: dict[str, Rows] = {
     "31 to 65": ((31, 32, 33, 63, 1), (64, 65, 31)),
     "127 to 129": ((127, 33), (128, 32)),
     "one token": ((1,) * 160, (1, 129, 1, 1, 1, 27)),
-    "a row": ((160,), (129, 31)),
+    "a row": ((160,),),
+    "alike": ((32,) * 5, (32,) * 5),
+    "none": ((-160,), (-160,)),
 }
 # The documents that are changed stand in front of some that start at multiples of 32 and 64.
 ON_EDGES: Rows = ((32, 32, 33, 31, 32), (64, 64, 32))
 ON_EDGES_CHANGED = (0, 1, 3, 5, 6)
+# Padding everywhere, more than 64 tokens and more than 16 segments.
+MIXED: Rows = ((-3, 90, -2, 1, 40, -24), (2,) * 40 + (80,))
 # A prompt of 70 with answers of 2, 20 and 1, of which two go on; one of 64 with two answers; a document of 33.
 FOREST: Rows = ((70, 2, 20, -3, 33, 9, 1, -22), (64, 32, 31, 33))
 PARENTS = (-1, 0, 0, 2, 1, 0, -1, 6, 6, -1)
@@ -129,6 +134,15 @@ class DeltaCase(_ContinuedCase):
         return changed
 
 
+DELTA_PAIRS: dict[str, list[Any]] = {
+    "rows": [{"rows": ON_EDGES}, {"rows": MIXED}, Needs("continued_segments", {"rows": FOREST, "parents": PARENTS})],
+    "heads": [{}, Needs("grouped_values", {"heads": 4}), Needs("channel_decay", {"by_channel": True})],
+    "normalise": [False, Needs("normalise", True)],
+    "decay": [0.1, 0.0, 2.0],
+    "value_width": [32, 16, 64],
+}
+
+
 @dataclass(frozen=True)
 class SsdCase(_ContinuedCase):
     """One call of `Backend.ssd`."""
@@ -148,7 +162,7 @@ class SsdCase(_ContinuedCase):
         return {
             "x": draw.standard_normal((*ids.shape, self.heads, self.width)),
             "dt": draw.uniform(0.01, 0.5, (*ids.shape, self.heads)),
-            "A": -draw.uniform(0.1, 2.0, self.heads),
+            "A": -(2.0 ** draw.uniform(-4, 4, self.heads)),  # some forget nothing in 64 tokens
             "B": draw.standard_normal((*ids.shape, self.groups, self.states)),
             "C": draw.standard_normal((*ids.shape, self.groups, self.states)),
             "D": draw.standard_normal(self.heads),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance.audio import ClipsCase, ask, drawn, expected
+from conformance.audio import ClipsCase, ask, check, drawn, expected
 from conformance.draws import LARGE
 from conformance.judge import Judge
 from packing_core.protocol import DTYPES
@@ -17,8 +17,11 @@ FRAMES = np.array(CASE.frames)
 
 
 @requirement("CLIP-01")
-def test_clips_are_those_of_each_clip_alone(judge: Judge) -> None:
-    judge.within(ask(judge, CASE, {"dout": None}), expected(CASE, judge.dtype), None, judge.dtype, only="out")
+@pytest.mark.parametrize("frames", [CASE.frames, (7,), (6,) * 4, (1, 1)], ids=["several", "one", "alike", "one frame"])
+def test_clips_are_those_of_each_clip_alone(judge: Judge, frames: tuple[int, ...]) -> None:
+    case = ClipsCase(frames)
+    judge.within(ask(judge, case, {"dout": None}), expected(case, judge.dtype), None, judge.dtype, only="out")
+    check(judge, case)
 
 
 @requirement("CLIP-02")
@@ -53,4 +56,5 @@ def test_a_clip_moves_no_other(judge: Judge) -> None:
 @requirement("CLIP-04")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_clips_in_every_dtype(judge: Judge, dtype: str) -> None:
-    judge.within(ask(judge, CASE, dtype=dtype), expected(CASE, dtype), None, dtype)
+    for case in (CASE, ClipsCase((3, 70, 41, 70))):
+        judge.within(ask(judge, case, dtype=dtype), expected(case, dtype), None, dtype)

@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 
 from conformance import reductions as documents
-from conformance.draws import EMPTY_ROW, FOUR_ROWS, FULL, LONG_TAIL, ONE_LAYER, PADDED, DecoderCase, Rows, segment_ids
+from conformance.draws import (
+    EMPTY_ROWS,
+    FOUR_ROWS,
+    FULL,
+    LONG_TAIL,
+    MIXED,
+    ONE_LAYER,
+    PADDED,
+    SEVERAL_ROWS,
+    DecoderCase,
+    Rows,
+    segment_ids,
+)
 from conformance.draws import documents as draw
 from conformance.judge import Judge
 from conformance.reductions import HOW, ReduceCase
@@ -32,7 +44,7 @@ def test_results_are_those_of_each_documents_own_tokens(judge: Judge, rows: Rows
 @requirement("DOC-02")
 @pytest.mark.parametrize("how", HOW)
 def test_padding_moves_no_result(judge: Judge, how: str) -> None:
-    for rows in (PADDED, LONG_TAIL, EMPTY_ROW):
+    for rows in (PADDED, LONG_TAIL, EMPTY_ROWS):
         case = ReduceCase(rows, how)
         values = case.arguments(judge.dtype)["values"]
         before, _ = documents.ask(judge, case, judge.dtype)
@@ -85,13 +97,15 @@ def test_log_probabilities_are_those_of_the_document_alone(judge: Judge, prompt:
 @requirement("DOC-08")
 def test_gradients_of_log_probabilities(judge: Judge) -> None:
     documents.check_logprobs(judge, draw(7, 16, 1, 33, 24, 15, 60, turn=4), weights=True)
+    documents.check_logprobs(judge, draw(96), weights=None)
 
 
 @requirement("DOC-09")
+@every_dtype
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
-@pytest.mark.parametrize("weights", [False, True], ids=["values", "gradients"])
-def test_a_temperature_divides_the_logits_once(judge: Judge, temperature: float, weights: bool) -> None:
-    documents.check_logprobs(judge, draw(7, 16, 33, 24), temperature=temperature, weights=weights)
+def test_a_temperature_divides_the_logits_once(judge: Judge, temperature: float, dtype: str) -> None:
+    for weights in (False, None):
+        documents.check_logprobs(judge, draw(7, 16, 33, 24, 60), temperature=temperature, weights=weights, dtype=dtype)
 
 
 @requirement("DOC-10")
@@ -109,6 +123,8 @@ def test_a_step_is_a_mean_over_pairs(judge: Judge) -> None:
 def test_pooled_states_are_those_of_the_document_alone(judge: Judge, how: str) -> None:
     drawn = draw(7, 16, 1, 33, 24, 15, 60)
     documents.check_embed(judge, [*drawn, drawn[0]], how, only="out")
+    for length in (1, 96):
+        documents.check_embed(judge, draw(length), how)
 
 
 @requirement("DOC-13")
@@ -127,22 +143,24 @@ def test_pooled_states_are_isolated(judge: Judge, how: str) -> None:
 @every_dtype
 def test_reductions_in_every_dtype(judge: Judge, dtype: str) -> None:
     for how in HOW:
-        documents.check_reduce(judge, ReduceCase(FOUR_ROWS, how), only=None, dtype=dtype)
+        for case in (ReduceCase(MIXED, how), ReduceCase(FOUR_ROWS, how, pieces=SPLIT, left_out=0.5, silent=(1, 5))):
+            documents.check_reduce(judge, case, only=None, dtype=dtype)
 
 
 @requirement("DOC-16")
 @every_dtype
 def test_log_probabilities_in_every_dtype(judge: Judge, dtype: str) -> None:
-    documents.check_logprobs(judge, draw(7, 16, 1, 33, 24), weights=None, case=DecoderCase(ONE_LAYER), dtype=dtype)
+    documents.check_logprobs(judge, SEVERAL_ROWS, weights=None, case=DecoderCase(ONE_LAYER), dtype=dtype)
 
 
 @requirement("DOC-17")
 @every_dtype
 def test_pairs_in_every_dtype(judge: Judge, dtype: str) -> None:
-    documents.check_preference(judge, documents.pairs()[:1], case=DecoderCase(ONE_LAYER), dtype=dtype)
+    documents.check_preference(judge, documents.pairs(), case=DecoderCase(ONE_LAYER), dtype=dtype)
 
 
 @requirement("DOC-18")
 @every_dtype
 def test_pooled_states_in_every_dtype(judge: Judge, dtype: str) -> None:
-    documents.check_embed(judge, draw(7, 16, 1, 33, 24), "mean", case=DecoderCase(ONE_LAYER), dtype=dtype)
+    for how in POOLED:
+        documents.check_embed(judge, SEVERAL_ROWS, how, case=DecoderCase(ONE_LAYER), dtype=dtype)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from conformance import whole_models
-from conformance.checks import check_isolated, check_padding
+from conformance.checks import check_isolated, check_padding, check_pairs
 from conformance.draws import (
-    FOUR_ROWS,
+    ATTENTION_PAIRS,
     FULL,
-    FULL_SPANS,
+    MIXED,
     ONE_LAYER,
     PADDED,
+    ROPE_PAIRS,
+    SELECTED_PAIRS,
+    SEVERAL_ROWS,
     TILES,
     AttentionCase,
     DecoderCase,
@@ -28,36 +29,23 @@ from packing_core.protocol import DTYPES
 
 requirement = pytest.mark.requirement
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-narrow_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+NARROW = ("bfloat16", "float16")
+narrow_dtypes = pytest.mark.parametrize("dtype", NARROW)
 heavy = pytest.mark.heavy
-# Other groups try each in the first dtype.
-OPTIONS = {
-    "window": {"window": 6},
-    "softcap": {"softcap": 5.0},
-    "sinks": {"sinks": True},
-    "alibi": {"alibi": True},
-    "gqa": {"heads": 6, "kv_heads": 2},
-    "narrow values": {"value_width": 32},
-    "bidirectional": {"causal": False},
-    "both ways": {"spans": FULL_SPANS},
-    "selected keys": {"top_k": 17},
-    "ranks": {"context_ranks": 4},
-}
 
 
 @requirement("DTYPE-01")
 @every_dtype
-@pytest.mark.parametrize("rows", [FOUR_ROWS, pytest.param(TILES, marks=heavy)], ids=["four rows", "tiles"])
+@pytest.mark.parametrize("rows", [MIXED, pytest.param(TILES, marks=heavy)], ids=["mixed", "tiles"])
 def test_attention(judge: Judge, rows: Rows, dtype: str) -> None:
     judge.check(AttentionCase(rows), dtype)
 
 
 @requirement("DTYPE-02")
 @heavy
-@narrow_dtypes
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_attention_with_options(judge: Judge, options: dict[str, object], dtype: str) -> None:
-    judge.check(AttentionCase(FULL, **options), dtype)  # type: ignore[arg-type]
+def test_attention_with_options(judge: Judge) -> None:
+    for pairs in (ATTENTION_PAIRS, SELECTED_PAIRS):
+        check_pairs(judge, AttentionCase, pairs, NARROW)
 
 
 @requirement("DTYPE-03")
@@ -76,37 +64,36 @@ def test_large_scores(judge: Judge, dtype: str) -> None:
 
 
 @requirement("DTYPE-05")
-@every_dtype
-@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"turned": 32}], ids=str)
-def test_rope(judge: Judge, options: dict[str, Any], dtype: str) -> None:
-    judge.check(RopeCase(FOUR_ROWS, first=10_000, **options), dtype)
+def test_rope(judge: Judge) -> None:
+    check_pairs(judge, RopeCase, ROPE_PAIRS, DTYPES)
 
 
 @requirement("DTYPE-06")
 @every_dtype
 def test_scan(judge: Judge, dtype: str) -> None:
-    judge.check(ScanCase(FOUR_ROWS), dtype)
+    judge.check(ScanCase(MIXED), dtype)
 
 
 @requirement("DTYPE-07")
 @every_dtype
 def test_loss(judge: Judge, dtype: str) -> None:
-    judge.loss(LossCase(FOUR_ROWS, masked=0.2), dtype)
+    judge.loss(LossCase(MIXED, masked=0.2), dtype)
+    judge.loss(LossCase(FULL, words=1000, spread=128.0), dtype)
 
 
 @requirement("DTYPE-08")
 @every_dtype
 def test_logits(judge: Judge, dtype: str) -> None:
-    drawn = documents(7, 16, 1, 33, 24, 15)
-    whole_models.check_logits(judge, DecoderCase(ONE_LAYER), whole_models.collated(judge, drawn, 96), drawn, dtype)
+    for case in whole_models.one_layer_cases(judge):
+        whole_models.check_logits(judge, case, whole_models.collated(judge, SEVERAL_ROWS, 96), SEVERAL_ROWS, dtype)
 
 
 @requirement("DTYPE-09")
 @heavy
 @every_dtype
 def test_weight_gradients(judge: Judge, dtype: str) -> None:
-    drawn = documents(7, 16, 1, 33, 24, 15)
-    whole_models.check_gradients(judge, DecoderCase(ONE_LAYER), whole_models.collated(judge, drawn, 96), drawn, dtype)
+    for case in whole_models.one_layer_cases(judge):
+        whole_models.check_gradients(judge, case, whole_models.collated(judge, SEVERAL_ROWS, 96), SEVERAL_ROWS, dtype)
 
 
 @requirement("DTYPE-10")
@@ -139,6 +126,7 @@ def test_isolation_of_weight_gradients(judge: Judge, dtype: str) -> None:
 
 
 @requirement("DTYPE-14")
-def test_mixed_precision(judge: Judge) -> None:
-    steps = [[documents(40, 3, 17, seed=i), documents(25, 8, 30, turn=4, seed=i + 9)] for i in range(4)]
-    whole_models.check_train(judge, DecoderCase(), steps, capacity=96, dtype=judge.narrow_dtype)
+@narrow_dtypes
+def test_mixed_precision(judge: Judge, dtype: str) -> None:
+    steps = [[documents(40, 3, 70, seed=i), documents(25, 8, 30, turn=4, seed=i + 9)] for i in range(4)]
+    whole_models.check_train(judge, DecoderCase(), steps, capacity=96, dtype=dtype)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.checks import at_padding, check_isolated, check_padding
+from conformance.checks import at_padding, check_isolated, check_padding, check_pairs
 from conformance.draws import Rows, segment_ids
-from conformance.expert_cases import CLAMPED, FULL, NEVER_CLAMPED, PADDED, UNGATED, ExpertsCase
+from conformance.expert_cases import CLAMPED, EXPERT_PAIRS, LAYOUTS, UNGATED, ExpertsCase
 from conformance.judge import Judge
 from packing_core.protocol import DTYPES
 
@@ -14,10 +14,11 @@ requirement = pytest.mark.requirement
 
 
 @requirement("EXP-01")
-@pytest.mark.parametrize("rows", [FULL, PADDED], ids=["full", "padded"])
+@pytest.mark.parametrize("rows", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("top_k", [1, 3, 8])
 def test_tokens_are_the_weighted_sum_of_their_experts(judge: Judge, rows: Rows, top_k: int) -> None:
     judge.check(ExpertsCase(rows, top_k=top_k), only="out")
+    judge.check(ExpertsCase(rows, top_k=top_k))
 
 
 @requirement("EXP-02")
@@ -57,11 +58,5 @@ def test_experts_without_gates(judge: Judge) -> None:
 
 
 @requirement("EXP-08")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "case",
-    [ExpertsCase(), ExpertsCase(activation=NEVER_CLAMPED, biased=True), ExpertsCase(activation=UNGATED)],
-    ids=["plain", "biased", "ungated"],
-)
-def test_experts_in_every_dtype(judge: Judge, case: ExpertsCase, dtype: str) -> None:
-    judge.check(case, dtype)
+def test_every_pair_of_experts(judge: Judge) -> None:
+    check_pairs(judge, ExpertsCase, EXPERT_PAIRS, DTYPES)

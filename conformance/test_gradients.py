@@ -68,8 +68,9 @@ def test_gradient_of_the_logits(judge: Judge) -> None:
 
 
 @requirement("GRAD-09")
-def test_gradients_of_a_packed_batch(judge: Judge) -> None:
-    drawn = documents(7, 16, 1, 33, 24, 15, 40, 2)
+@pytest.mark.parametrize("lengths", [(7, 16, 1, 33, 24, 15, 40, 2), (96,)], ids=["several", "one document"])
+def test_gradients_of_a_packed_batch(judge: Judge, lengths: tuple[int, ...]) -> None:
+    drawn = documents(*lengths)
     whole_models.check_gradients(judge, DecoderCase(), whole_models.collated(judge, drawn, 96), drawn)
 
 

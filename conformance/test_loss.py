@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conformance import whole_models
-from conformance.draws import FOUR_ROWS, FULL, DecoderCase, LossCase, Rows, documents, untrained
+from conformance.draws import ALIKE, ALONE, FOUR_ROWS, FULL, DecoderCase, LossCase, Rows, documents, untrained
 from conformance.golden import Case, golden
 from conformance.judge import Judge
 from packing_core.protocol import Array, Document, segments
@@ -28,18 +28,19 @@ def microbatches() -> list[list[Document]]:
 
 @requirement("LOSS-01")
 def test_the_first_token_of_a_segment_is_no_target(judge: Judge) -> None:
-    batch = judge.collate(documents(5, 1, 9, 2, 7, 12), 16)
-    for row, start, _ in segments(batch.segment_ids):
-        judge.equal(f"label at row {row}, token {start}", batch.labels[row, start], -100)
+    for lengths in ((5, 1, 9, 2, 7, 12), (9,)):
+        batch = judge.collate(documents(*lengths), 16)
+        for row, start, _ in segments(batch.segment_ids):
+            judge.equal(f"label at row {row}, token {start}", batch.labels[row, start], -100)
 
 
 @requirement("LOSS-02")
 @pytest.mark.parametrize(("prompt", "turn"), [(0.0, None), (0.5, None), (1.0, None), (0.0, 2)])
 def test_labels_stand_beside_their_tokens(judge: Judge, prompt: float, turn: int | None) -> None:
-    drawn = documents(5, 9, 3, 7, 12, prompt=prompt, turn=turn)
-    batch = judge.collate(drawn, 16)
-    for document, (row, start, stop) in zip(drawn, whole_models.places(batch, drawn), strict=True):
-        judge.equal("labels of a document", batch.labels[row, start + 1 : stop], document.labels[1:])
+    for drawn in (documents(5, 9, 3, 7, 12, words=150_000, prompt=prompt, turn=turn), documents(9, prompt=prompt)):
+        batch = judge.collate(drawn, 16)
+        for document, (row, start, stop) in zip(drawn, whole_models.places(batch, drawn), strict=True):
+            judge.equal("labels of a document", batch.labels[row, start + 1 : stop], document.labels[1:])
 
 
 @requirement("LOSS-03")
@@ -55,9 +56,9 @@ def test_boundary_labels_do_not_count(judge: Judge, case: Case) -> None:
 
 
 @requirement("LOSS-04")
-@pytest.mark.parametrize("masked", [0.3, 0.9])
-def test_masked_labels_do_not_count(judge: Judge, masked: float) -> None:
-    judge.loss(LossCase(FOUR_ROWS, masked=masked))
+@pytest.mark.parametrize(("rows", "masked"), [(FOUR_ROWS, 0.3), (FOUR_ROWS, 0.9), (ALONE, 0.3), (ALIKE, 0.3)])
+def test_masked_labels_do_not_count(judge: Judge, rows: Rows, masked: float) -> None:
+    judge.loss(LossCase(rows, masked=masked))
 
 
 @requirement("LOSS-05")

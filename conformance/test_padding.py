@@ -8,8 +8,9 @@ import pytest
 from conformance import whole_models
 from conformance.checks import check_padding
 from conformance.draws import (
-    EMPTY_ROW,
+    EMPTY_ROWS,
     PADDED,
+    PADDING_ALONE,
     AttentionCase,
     DecoderCase,
     LossCase,
@@ -58,7 +59,7 @@ def test_padding_in_a_scan(judge: Judge) -> None:
 
 
 @requirement("PAD-06")
-@pytest.mark.parametrize("rows", [PADDED, EMPTY_ROW], ids=["anywhere", "a row"])
+@pytest.mark.parametrize("rows", [PADDED, EMPTY_ROWS, PADDING_ALONE], ids=["anywhere", "rows", "all rows"])
 def test_labels_at_padding_do_not_count(judge: Judge, rows: Rows) -> None:
     judge.loss(LossCase(rows))
 

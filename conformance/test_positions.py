@@ -17,7 +17,7 @@ OUTPUT = "out"
 @requirement("POS-01")
 @pytest.mark.parametrize(
     ("lengths", "capacity"),
-    [((5, 1, 9, 2, 7), 16), ((3,), 8), ((8, 8, 8), 8), (LONG_DOCUMENTS, LONG_ROW), ((5000,), 5000)],
+    [((5, 1, 9, 2, 7), 16), ((3,), 8), ((8, 8, 8), 8), (LONG_DOCUMENTS, LONG_ROW), ((70_000,), 70_000)],
     ids=str,
 )
 def test_positions_restart(judge: Judge, lengths: tuple[int, ...], capacity: int) -> None:
@@ -63,12 +63,12 @@ def test_every_row_has_its_own_positions(judge: Judge) -> None:
 def test_frequencies_follow_the_length_of_the_document(judge: Judge) -> None:
     # One document beyond the model's original context of 16 tokens, others within it.
     case = DecoderCase(DecoderConfig(max_position_embeddings=16, dynamic_rope_factor=4.0))
-    drawn = documents(7, 48, 15, 1, 16, 9)
+    drawn = documents(7, 48, 15, 1, 16, 9, 20)
     whole_models.check_logits(judge, case, whole_models.collated(judge, drawn, 96), drawn)
 
 
 @requirement("POS-08")
 def test_gradients_at_the_frequencies_of_the_document(judge: Judge) -> None:
     case = DecoderCase(DecoderConfig(num_hidden_layers=1, max_position_embeddings=16, dynamic_rope_factor=4.0))
-    drawn = documents(7, 48, 15, 1, 16, 9)
+    drawn = documents(7, 48, 15, 1, 16, 9, 20)
     whole_models.check_gradients(judge, case, whole_models.collated(judge, drawn, 96), drawn)

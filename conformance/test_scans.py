@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from conformance.checks import check_isolated, check_padding
+from conformance.checks import check_isolated, check_padding, check_pairs
 from conformance.draws import Rows
 from conformance.judge import Judge
 from conformance.scan_cases import (
+    DELTA_PAIRS,
     EDGES,
     FOREST,
     FULL,
+    MIXED,
     ON_EDGES,
     ON_EDGES_CHANGED,
     PADDED,
@@ -88,10 +90,8 @@ def test_normalisation_by_head(judge: Judge) -> None:
 
 
 @requirement("SCAN-10")
-@every_dtype
-@pytest.mark.parametrize("options", [{}, {"heads": 4}, {"normalise": True}, {"by_channel": True}, CONTINUED], ids=named)
-def test_delta_rules_in_every_dtype(judge: Judge, options: dict[str, Any], dtype: str) -> None:
-    judge.check(DeltaCase(**{"rows": ON_EDGES, **options}), dtype)
+def test_every_pair_of_the_delta_rule(judge: Judge) -> None:
+    check_pairs(judge, DeltaCase, DELTA_PAIRS, DTYPES)
 
 
 @requirement("SCAN-11")
@@ -128,11 +128,11 @@ def test_padding_moves_no_scan_of_mamba_2(judge: Judge) -> None:
 @every_dtype
 @pytest.mark.parametrize("options", [{}, CONTINUED], ids=named)
 def test_scans_of_mamba_2_in_every_dtype(judge: Judge, options: dict[str, Any], dtype: str) -> None:
-    judge.check(SsdCase(**{"rows": ON_EDGES, **options}), dtype)
+    judge.check(SsdCase(**{"rows": MIXED, **options}), dtype)
 
 
 @requirement("SCAN-17")
-@LAYOUTS
+@pytest.mark.parametrize("rows", [FULL, PADDED, *EDGES.values()], ids=["full", "padded", *EDGES])
 def test_convolutions_of_documents(judge: Judge, rows: Rows) -> None:
     judge.check(ConvolutionCase(rows))
     judge.check(ConvolutionCase(rows), only="out")
@@ -148,4 +148,4 @@ def test_no_convolution_reaches_over_a_boundary(judge: Judge) -> None:
 @every_dtype
 @pytest.mark.parametrize("options", [{}, CONTINUED], ids=named)
 def test_convolutions_in_every_dtype(judge: Judge, options: dict[str, Any], dtype: str) -> None:
-    judge.check(ConvolutionCase(**{"rows": ON_EDGES, **options}), dtype)
+    judge.check(ConvolutionCase(**{"rows": MIXED, **options}), dtype)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.checks import ask_index_loss, check_index_loss, check_isolated, compare_mask, visible_keys
-from conformance.draws import FULL, PADDED, AttentionCase, Rows, generator, segment_ids
+from conformance.checks import ask_index_loss, check_index_loss, check_isolated, check_pairs, compare_mask, visible_keys
+from conformance.draws import FULL, MIXED, PADDED, SELECTED_PAIRS, AttentionCase, Rows, generator, segment_ids
 from conformance.judge import LARGE, Judge
 from conformance.oracle import Result
 from packing_core.protocol import DTYPES, Array, segments
@@ -51,6 +51,8 @@ def test_a_query_sees_the_best_keys_of_its_segment(judge: Judge, top_k: int) -> 
 )
 def test_selected_keys_are_those_of_the_segments_alone(judge: Judge, rows: Rows, options: dict[str, Any]) -> None:
     judge.check(AttentionCase(rows, **options))
+    if "sinks" in options:
+        check_pairs(judge, AttentionCase, SELECTED_PAIRS, [judge.dtype])
 
 
 @requirement("SPARSE-03")
@@ -118,10 +120,13 @@ TWO_ROWS: Rows = (*AROUND, (-3, 5, 16, 8))
 
 
 @requirement("SPARSE-06")
-@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_k": TOP_K}, {"top_k": 12, "heads": 6, "kv_heads": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 1}, {"top_k": TOP_K}, {"top_k": 12, "heads": 6, "kv_heads": 2}, {"rows": ((8,) * 4,) * 2, "top_k": 3}],
+)
 def test_an_indexer_learns_from_attention_inside_each_segment(judge: Judge, options: dict[str, Any]) -> None:
-    case = AttentionCase(TWO_ROWS, **options)
-    dout = generator("index_loss").standard_normal(len(segments(segment_ids(TWO_ROWS)))).astype(np.float32)
+    case = AttentionCase(**{"rows": TWO_ROWS} | options)
+    dout = generator("index_loss").standard_normal(len(segments(segment_ids(case.rows)))).astype(np.float32)
     before, expected = check_index_loss(judge, case, dout, judge.dtype)
     if options["top_k"] == TOP_K:
         judge.within(ask_index_loss(judge, case, None), expected, None, judge.dtype, only="out")
@@ -133,8 +138,8 @@ def test_an_indexer_learns_from_attention_inside_each_segment(judge: Judge, opti
 @requirement("SPARSE-07")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_loss_of_an_indexer_in_every_dtype(judge: Judge, dtype: str) -> None:
-    case = AttentionCase(TWO_ROWS, top_k=TOP_K)
-    check_index_loss(judge, case, np.ones(len(segments(segment_ids(TWO_ROWS))), np.float32), dtype)
+    for case in (AttentionCase(TWO_ROWS, top_k=TOP_K), AttentionCase(MIXED, heads=6, kv_heads=2, top_k=TOP_K)):
+        check_index_loss(judge, case, np.ones(len(segments(segment_ids(case.rows))), np.float32), dtype)
 
 
 def _compare_others(judge: Judge, case: AttentionCase, dout: Array, before: Result, number: int) -> None:

@@ -7,10 +7,13 @@ import pytest
 
 from conformance import whole_models
 from conformance.draws import (
-    EMPTY_ROW,
+    ALIKE,
+    ALONE,
+    EMPTY_ROWS,
     LONG_DOCUMENTS,
     LONG_TAIL,
     MANY_DOCUMENTS,
+    PADDING_ALONE,
     AttentionCase,
     DecoderCase,
     Rows,
@@ -70,6 +73,7 @@ def test_a_tail_longer_than_every_segment(judge: Judge) -> None:
         pytest.param(((15, 16, 17, 16, 15, 17),), id="15 to 17"),
         pytest.param(((63, 64, 65),), id="63 to 65"),
         pytest.param(((127, 128, 129),), id="127 to 129"),
+        pytest.param(ALIKE, id="alike"),
         pytest.param(((255, 256, 257), (511, -1, 256)), id="255 to 511", marks=thorough),
     ],
 )
@@ -90,18 +94,28 @@ def test_capacities_off_any_tile(judge: Judge, rows: Rows) -> None:
 
 
 @requirement("SHAPE-08")
-def test_a_row_of_padding(judge: Judge) -> None:
-    case = AttentionCase(EMPTY_ROW)
+@pytest.mark.parametrize("rows", [EMPTY_ROWS, PADDING_ALONE], ids=["rows", "all rows"])
+def test_rows_of_padding(judge: Judge, rows: Rows) -> None:
+    case = AttentionCase(rows)
     judge.check(case)
     out, _ = judge.ask_case(case, judge.dtype)
-    judge.holds(bool(np.isfinite(out).all()), "an output in the empty row is not finite")
+    judge.holds(bool(np.isfinite(out).all()), "an output in an empty row is not finite")
 
 
 @requirement("SHAPE-09")
 @pytest.mark.parametrize(
     "rows",
-    [((1,) * 96,), ((96,),), ((1, 94, 1), (47, 48, 1)), EMPTY_ROW, (LONG_DOCUMENTS,), ((*MANY_DOCUMENTS, -1),)],
-    ids=["one token", "one document", "both", "a row of padding", "long", "many"],
+    [
+        ((1,) * 96,),
+        ALONE,
+        ALIKE,
+        ((1, 94, 1), (47, 48, 1)),
+        EMPTY_ROWS,
+        PADDING_ALONE,
+        (LONG_DOCUMENTS,),
+        ((*MANY_DOCUMENTS, -1),),
+    ],
+    ids=["one token", "one document", "alike", "both", "rows of padding", "padding alone", "long", "many"],
 )
 def test_scans(judge: Judge, rows: Rows) -> None:
     judge.check(ScanCase(rows))

@@ -29,7 +29,7 @@ def test_ten_sgd_steps(judge: Judge) -> None:
 
 @requirement("TRAIN-02")
 def test_ten_adamw_steps(judge: Judge) -> None:
-    whole_models.check_train(judge, DecoderCase(), steps(), capacity=96, optimizer="adamw")
+    whole_models.check_train(judge, DecoderCase(), steps(turn=6), capacity=96, optimizer="adamw")
 
 
 @requirement("TRAIN-03")
@@ -53,5 +53,5 @@ def test_one_step_moves_every_weight(judge: Judge, optimizer: str) -> None:
 def test_adamw_in_mixed_precision_over_ranks(judge: Judge) -> None:
     judge.promised("train", "mixed_precision")
     whole_models.check_train(
-        judge, DecoderCase(), steps()[:3], capacity=96, optimizer="adamw", ranks=2, dtype=judge.narrow_dtype
+        judge, DecoderCase(), steps(turn=6)[:3], capacity=96, optimizer="adamw", ranks=2, dtype=judge.narrow_dtype
     )

@@ -8,12 +8,13 @@ the same per-document run in the working dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from conformance import oracle
-from conformance.draws import DecoderCase, Rows, altered, documents, lay_out, untrained
+from conformance.draws import ONE_LAYER, DecoderCase, Rows, altered, documents, lay_out, untrained
 from conformance.judge import Judge, NotDeclared, Rejected, as_result
 from conformance.oracle import Expected
 from packing_core.protocol import ADAMW_EPSILON, Array, Batch, DecoderConfig, Document, Gradients, segments
@@ -54,7 +55,9 @@ def places(batch: Batch, documents: Sequence[Document]) -> list[tuple[int, int, 
 
 def long_case(judge: Judge) -> DecoderCase:
     """One layer and many words, for rows of hundreds of tokens."""
-    return DecoderCase(DecoderConfig(vocab_size=judge.words, num_hidden_layers=1, max_position_embeddings=2048))
+    return DecoderCase(
+        DecoderConfig(vocab_size=judge.words, num_hidden_layers=1, max_position_embeddings=2048, rope_theta=500_000.0)
+    )
 
 
 def drawn(judge: Judge, *lengths: int, words: int | None = None) -> list[Document]:
@@ -67,6 +70,18 @@ def drawn(judge: Judge, *lengths: int, words: int | None = None) -> list[Documen
     return [
         turn if i % 3 == 2 else plain for i, (turn, plain) in enumerate(zip(turns, documents(*lengths, words=words)))
     ]
+
+
+def one_layer_cases(judge: Judge) -> list[DecoderCase]:
+    """The decoder of one layer, plain and with all that the backend declares of windows and of dynamic frequencies."""
+    changes: dict[str, dict[str, Any]] = {
+        "sliding_window": {"sliding_window": 4},
+        "dynamic_rope": {"max_position_embeddings": 16, "dynamic_rope_factor": 4.0},
+    }
+    changed = ONE_LAYER
+    for option in changes.keys() & judge.backend.capabilities.options:
+        changed = replace(changed, **changes[option])
+    return [DecoderCase(config) for config in dict.fromkeys((ONE_LAYER, changed))]
 
 
 def forward(judge: Judge, case: DecoderCase, batch: Batch, dtype: str) -> Array:

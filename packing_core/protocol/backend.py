@@ -19,7 +19,8 @@ from packing_core.protocol.operations import Operations
 class Backend(Operations):
     """One stack under test. Subclass it, override what the stack has, declare the rest away in `capabilities`.
 
-    Its operations (attention, scans, losses) are described in `Operations`.
+    Its operations (attention, scans, losses) are described in `Operations`. No method changes its arguments, whose
+    arrays may lie in memory in any order.
 
     Attributes:
         capabilities: what is served; see `Capabilities`.
@@ -82,7 +83,7 @@ class Backend(Operations):
         Args:
             batch: of the backend's own collator, or laid out by the suite where it has none.
             temperature: divides the logits; other than 1 takes the option "temperature".
-            dout: ``[B, S]``; None for the forward alone.
+            dout: ``[B, S]``, any numbers where nothing is trained too; None for the forward alone.
 
         Returns:
             ``[B, S]``: ``log p(labels[t])`` of the logits at t-1, standing at t; 0 where the label is -100. With

@@ -48,14 +48,14 @@ class Operations:
             causal: False takes the option "bidirectional".
             window: keys visible to a query, its own included, counted inside the segment.
             sinks: ``[H]`` logits.
-            alibi_slopes: ``[H]``; the bias is ``-slope * (i - j)``.
+            alibi_slopes: ``[H]``; the bias is ``-slope * |i - j|``.
             scale: None for ``D ** -0.5``.
             spans: int64 ``[B, S]`` takes the option "both_ways", and comes with causal attention alone. Tokens of one
                 segment with the same number, 0 or above, are a span (an image, a prefix): they see one another in both
                 directions. A window counts keys behind the query alone. The same number in another segment is another
                 span; -1 is none, also at padding.
             index_q: float32 ``[B, S, I, F]`` takes the option "selected_keys", and comes with the next three and causal
-                attention alone. A query sees the ``top_k`` keys of its segment, none after it, with the largest scores
+                attention alone, without a window and ALiBi. A query sees the ``top_k`` keys of its segment, none after it, with the largest scores
                 ``sum_h index_weights[h] relu(index_q[h] . index_k)``, any of equal ones. They have no gradients.
             index_k: ``[B, S, F]``.
             index_weights: ``[B, S, I]``.
@@ -150,7 +150,8 @@ class Operations:
             q: ``[B, S, K, D]``; K below H takes the option "grouped_values" (head h of v reads head ``h // (H // K)``).
             k: ``[B, S, K, D]``.
             v: ``[B, S, H, E]``.
-            g: ``[B, S, H]``, the log of the decay, at most 0; ``[B, S, H, D]`` takes the option "channel_decay".
+            g: ``[B, S, H]``, the log of the decay, at most 0; ``[B, S, H, D]`` takes the option "channel_decay", and comes
+                with K = H.
             beta: ``[B, S, H]``, from 0 to 2; above 1 the state's part along k changes its sign.
             segment_ids: ``[B, S]``.
             normalise: True takes the option "normalise": every head of q and k is divided by

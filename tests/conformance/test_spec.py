@@ -9,7 +9,8 @@ import pytest
 
 import conformance
 from conformance import conftest, registry
-from conformance.pairwise import attention_pairs, pairwise
+from conformance.draws import ATTENTION_PAIRS, SELECTED_PAIRS, AttentionCase
+from conformance.pairwise import declared_pairs, pairwise
 from conformance.reference import Reference
 from conformance.spec import SPEC, requirements
 from packing_core.protocol import ALL_OPTIONS, LEVELS, OPTIONS, Capabilities
@@ -132,9 +133,13 @@ def test_every_pair_of_values_meets(factors):
 
 
 def test_cases_hold_what_is_declared_and_nothing_else():
-    cases = attention_pairs(Capabilities(options=ALL_OPTIONS - {"sinks", "gqa", "narrow_values"}, head_dims=(40, 64)))
+    declared = Capabilities(("float32", "float16"), ALL_OPTIONS - {"sinks", "gqa", "narrow_values"}, head_dims=(40, 64))
+    pairs = declared_pairs(AttentionCase, declared, ATTENTION_PAIRS)
+    assert {dtype for _, dtype in pairs} == {"float32", "float16"}
+    cases = [case for case, _ in pairs]
     assert {case.width for case in cases} == {40, 64}
     assert {case.window for case in cases} == {None, 9}
     assert {case.causal for case in cases} == {case.alibi for case in cases} == {False, True}
     assert {case.softcap for case in cases} == {None, 4.0}
-    assert not any(case.sinks or case.kv_heads < case.heads or case.value_width < case.width for case in cases)
+    assert not any(case.sinks or case.kv_heads < case.heads or case.value_width for case in cases)
+    assert not declared_pairs(AttentionCase, Capabilities(options=frozenset()), SELECTED_PAIRS)

@@ -25,6 +25,7 @@ for _name in (
     "larger",
     "combined",
     "calls",
+    "conditions",
     "sizes",
 ):
     import_module(f"{__name__}.{_name}")  # fills MUTANTS
