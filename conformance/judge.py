@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from conformance import expert_cases, oracle, scan_cases
+from conformance.answers import malformed
 from conformance.draws import LARGE, LossCase, OperationCase, generator, round_to, segment_ids
 from conformance.oracle import Expected, Result
 from packing_core import budget
@@ -119,6 +120,8 @@ class Judge:
             raise Rejected(f"{method} returned an answer that it does not declare ({reason}): it must raise")
         changed = [name for name, x in _arrays("", given) if not np.array_equal(x, before[name], equal_nan=True)]
         self.holds(not changed, f"{method} changed its arguments in place: {', '.join(changed)}; work on a copy")
+        wrong = malformed(method, answer)
+        self.holds(wrong is None, f"{method} returned {wrong}; see packing_core.protocol.Backend.{method}")
         return answer
 
     def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
@@ -141,7 +144,10 @@ class Judge:
         taken = case.taken(arrays)
         if case.method != "rope":  # which is told positions
             arrays["segment_ids"] = segment_ids(case.rows) if ids is None else ids
-        return as_result(self.ask(case.method, **arrays, dtype=dtype, options=taken, head_dim=case.head_dim))
+        out, gradients = as_result(self.ask(case.method, **arrays, dtype=dtype, options=taken, head_dim=case.head_dim))
+        shape = case.arguments(dtype)["dout"].shape
+        self.holds(out.shape == shape, f"out has shape {out.shape}, not {shape}")
+        return out, gradients
 
     def ask_loss(self, case: LossCase, dtype: str, changed: Mapping[str, Array] | None = None) -> tuple[Result, float]:
         """The loss sum with the gradient of the logits, and the weight sum."""

@@ -161,6 +161,7 @@ def check_logprobs(
     keywords: dict[str, Any] = {"dtype": dtype, "temperature": temperature, "options": options}
     keywords["dout"] = None if weights is False else dout
     answer, found = as_result(judge.ask("logprobs", case.decoder(), batch, **keywords))
+    judge.equal("the shape of log-probabilities", answer.shape, batch.labels.shape)
     judge.equal(
         "log-probabilities where nothing is trained", answer[batch.labels == -100], 0 * answer[batch.labels == -100]
     )

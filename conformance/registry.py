@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from packing_core.errors import MissingExtraError, PackingError, UnsupportedError
-from packing_core.protocol import Backend
+from packing_core.protocol import Backend, Capabilities
 
 GROUP = "crosspack.backends"
 PEERS = "crosspack.peers"  # libraries of others, which are judged when they are asked for
@@ -108,9 +108,15 @@ def _full_names(family: str, offered: Mapping[str, Callable[[], Backend]]) -> di
 def _make(offered: Mapping[str, Callable[[], Backend]], roster: Roster) -> None:
     for name, factory in offered.items():
         try:
-            roster.backends[name] = factory()
+            backend = factory()
         except CANNOT_RUN as reason:
             roster.not_run[name] = str(reason)
+            continue
+        if not isinstance(backend.capabilities, Capabilities):
+            raise LoadError(
+                f"{name} has {backend.capabilities!r} for capabilities, not packing_core.protocol.Capabilities"
+            )
+        roster.backends[name] = backend
 
 
 def _said(error: Exception) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from packing_core.errors import PackingError
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Far above the usual 1e-8, under which AdamW turns gradients of the size of a rounding error into whole steps.
@@ -111,6 +113,9 @@ class Capabilities:
             oracle is then that same model in "float64", one document at a time, which these methods must serve.
         words: number of token ids that an own model knows, at least 64.
         longest: tokens of the longest document that an own model takes, at least 96.
+
+    Raises:
+        PackingError: a dtype or an option is unknown, or no dtype is declared.
     """
 
     dtypes: tuple[str, ...] = DTYPES
@@ -122,6 +127,15 @@ class Capabilities:
     own_model: bool = False
     words: int = 64
     longest: int = 1024
+
+    def __post_init__(self) -> None:
+        for what, names, known in (("dtype", self.dtypes, DTYPES), ("option", self.options, ALL_OPTIONS)):
+            unknown = sorted(set(names) - set(known))
+            if unknown:
+                raise PackingError(f"no {what} {', '.join(unknown)}: declare some of {', '.join(sorted(known))}")
+        if not self.dtypes:
+            raise PackingError(f"no dtype is declared: declare some of {', '.join(DTYPES)}")
+        object.__setattr__(self, "options", frozenset(self.options))
 
     def refusal(
         self, *, dtype: str | None = None, options: Collection[str] = (), head_dim: int | None = None

@@ -55,8 +55,9 @@ class Operations:
                 directions. A window counts keys behind the query alone. The same number in another segment is another
                 span; -1 is none, also at padding.
             index_q: float32 ``[B, S, I, F]`` takes the option "selected_keys", and comes with the next three and causal
-                attention alone, without a window and ALiBi. A query sees the ``top_k`` keys of its segment, none after it, with the largest scores
-                ``sum_h index_weights[h] relu(index_q[h] . index_k)``, any of equal ones. They have no gradients.
+                attention alone, without a window and ALiBi. A query sees the ``top_k`` keys of its segment, none after
+                it, with the largest scores ``sum_h index_weights[h] relu(index_q[h] . index_k)``, any of equal ones.
+                They have no gradients.
             index_k: ``[B, S, F]``.
             index_weights: ``[B, S, I]``.
             top_k: at least 1.
@@ -150,8 +151,8 @@ class Operations:
             q: ``[B, S, K, D]``; K below H takes the option "grouped_values" (head h of v reads head ``h // (H // K)``).
             k: ``[B, S, K, D]``.
             v: ``[B, S, H, E]``.
-            g: ``[B, S, H]``, the log of the decay, at most 0; ``[B, S, H, D]`` takes the option "channel_decay", and comes
-                with K = H.
+            g: ``[B, S, H]``, the log of the decay, at most 0; ``[B, S, H, D]`` takes the option "channel_decay", and
+                comes with K = H.
             beta: ``[B, S, H]``, from 0 to 2; above 1 the state's part along k changes its sign.
             segment_ids: ``[B, S]``.
             normalise: True takes the option "normalise": every head of q and k is divided by
