@@ -71,7 +71,7 @@ def check_pairs(
             judge.check(case, dtype, order="F" if number % 2 else "C")
         except Rejected as error:
             raise Rejected(f"{_named(case)} in {dtype}: {error}") from error
-    for dtype in set(dtypes) - set(declared.dtypes):
+    for dtype in (x for x in dtypes if x not in declared.dtypes):
         try:
             judge.check(build(), dtype)
         except NotDeclared:

@@ -115,7 +115,7 @@ class Capabilities:
         longest: tokens of the longest document that an own model takes, at least 96.
 
     Raises:
-        PackingError: a dtype or an option is unknown, or no dtype is declared.
+        PackingError: a dtype or an option is unknown.
     """
 
     dtypes: tuple[str, ...] = DTYPES
@@ -133,8 +133,6 @@ class Capabilities:
             unknown = sorted(set(names) - set(known))
             if unknown:
                 raise PackingError(f"no {what} {', '.join(unknown)}: declare some of {', '.join(sorted(known))}")
-        if not self.dtypes:
-            raise PackingError(f"no dtype is declared: declare some of {', '.join(DTYPES)}")
         object.__setattr__(self, "options", frozenset(self.options))
 
     def refusal(

@@ -89,7 +89,6 @@ def test_arguments_that_changed_are_named():
     ("declared", "said"),
     [
         ({"dtypes": ("fp32",)}, "no dtype fp32: declare some of bfloat16, float16, float32"),
-        ({"dtypes": ()}, "no dtype is declared"),
         ({"options": {"windows"}}, "no option windows: declare some of adamw, "),
     ],
 )
