@@ -299,7 +299,7 @@ class CollatorMasksItsDocuments(Mutant, rejected_by="LAY-01"):
 
 
 class SegmentsOfTheFirstCallOfAShape(Mutant, rejected_by="EXP-01"):
-    """Which tokens are padding is found once for each shape, and kept."""
+    """Keeps what is padding in the first batch of each shape."""
 
     def __init__(self):
         self.kept = {}
