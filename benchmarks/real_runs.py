@@ -205,7 +205,7 @@ def train(chosen: argparse.Namespace) -> dict[str, Any]:
         "versions": versions("torch", "triton", "transformers", "crosspack"),
         "settings": {
             "model": "toy" if TOY else "Qwen2-0.5B shape, random weights, float32 under bfloat16 autocast",
-            "precision": chosen.precision or "bfloat16",
+            "precision": chosen.precision or ("float32" if TOY else "bfloat16"),
             "lr": options.lr,
             "capacity": chosen.capacity,
             "rows per step": chosen.rows_per_step,

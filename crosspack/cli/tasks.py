@@ -90,6 +90,8 @@ def read_examples(options: TrainOptions, records: Records, limit: int | None = N
 
     def read(item: Row) -> Row:
         record = _renamed(item, named)
+        chats = {name: [as_turn(turn) for turn in record[name]] for name in CHATS if isinstance(record.get(name), list)}
+        record = Row({**record, **chats}, record.place, record.number)
         task.columns_of(record, item.where)
         media = media_in(record)
         unread = next((column for kind, column in media.items() if kind not in task.media), None)
@@ -175,7 +177,7 @@ def _whole_chat(record: Row) -> Row:
     whole = Row({**record, **canonical(record, record.where, (), media=True)}, record.place, record.number)
     answers = [whole[name] for name in ("messages", "completion") if isinstance(whole.get(name), list)]
     with naming(record.where, PackingError, ours=True):
-        for number, turn in enumerate(turn for chat in answers for turn in chat):
+        for number, turn in (place for chat in answers for place in enumerate(chat)):
             if isinstance(turn, Mapping) and turn.get("role") == "assistant" and not trains(turn, number):
                 raise PackingError(
                     f"message {number} says that it is not trained, which chats with images cannot say: end the record "
@@ -191,13 +193,11 @@ def warn_of_skipped(skipped: Sequence[str]) -> None:
 
 
 def _renamed(record: Row, named: Sequence[tuple[str, str]]) -> Row:
-    """A record with the columns of ``--column`` under the names that the task reads, its messages by ``as_turn``."""
+    """A record with the columns of ``--column`` under the names that the task reads."""
     for _, column in named:
         if column not in record:
             raise PackingError(f"{record.where} has no {column}, only {', '.join(record)}: check --column")
-    values = {**record, **{name: record[column] for name, column in named}}
-    chats = {name: [as_turn(turn) for turn in values[name]] for name in CHATS if isinstance(values.get(name), list)}
-    return Row({**values, **chats}, record.place, record.number)
+    return Row({**record, **{name: record[column] for name, column in named}}, record.place, record.number)
 
 
 def reward_function(text: str) -> Callable[..., Any]:

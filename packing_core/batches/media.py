@@ -31,6 +31,11 @@ def as_turn(turn: Any) -> Any:
     {'role': 'user', 'content': [{'type': 'image', 'image': 'a.png'}]}
     >>> as_turn({"content": [{"type": "input_audio", "input_audio": {"data": "UklG", "format": "wav"}}]})
     {'content': [{'type': 'audio', 'audio': 'data:audio/wav;base64,UklG'}]}
+
+    Keys without a value go, as Arrow writes them beside those of other parts, because templates ask for names alone:
+
+    >>> as_turn({"content": [{"type": "text", "text": "Hi", "image_url": None}]})
+    {'content': [{'type': 'text', 'text': 'Hi'}]}
     """
     if not isinstance(turn, Mapping) or not isinstance(turn.get("content"), list | tuple):
         return turn
@@ -39,11 +44,12 @@ def as_turn(turn: Any) -> Any:
 
 
 def _as_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    part = {name: value for name, value in part.items() if not _is_empty(value)}
     kind = kind_of(part.get("type"))
     if kind not in KINDS:
         return {**part, "type": kind} if kind == "text" else part
     names = (kind, str(part["type"]), f"{kind}_url", *_SOURCES)
-    name = next((name for name in names if part.get(name) is not None), None)
+    name = next((name for name in names if name in part), None)
     if name is None:
         return {"type": kind}
     value, suffix = part[name], "*"
@@ -56,6 +62,11 @@ def _as_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": kind, kind: value}
 
 
+def _is_empty(value: Any) -> bool:
+    """Returns whether a key of a part has no value: None, or a struct whose fields have none."""
+    return all(x is None for x in value.values()) if isinstance(value, Mapping) else value is None
+
+
 def tools_of(record: Mapping[str, Any], where: object) -> Any:
     """Returns the tools that a chat template takes, None for none; files often hold them as JSON.
 
@@ -63,9 +74,9 @@ def tools_of(record: Mapping[str, Any], where: object) -> Any:
         PackingError: they are a string that is not JSON.
     """
     tools = record.get("tools")
-    if not isinstance(tools, str) or not tools.strip():
+    if not isinstance(tools, str):
         return tools or None
     try:
-        return json.loads(tools)
+        return (json.loads(tools) or None) if tools.strip() else None
     except ValueError as error:
         raise PackingError(f"{where}: tools is a string that is not JSON: {error}") from None

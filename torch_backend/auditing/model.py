@@ -156,6 +156,7 @@ def audit(model: HasComputeLoss) -> TrainerReport: ...
 
 
 @hinted()
+@torch_defaults()
 def audit(
     model: Any,
     *,
@@ -193,9 +194,8 @@ def audit(
     options: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
     if context is not None:
         options = {"mesh": context.mesh, "context_method": context.method} | options
-    with torch_defaults():
-        report = _audit(root, patched, implementation, tolerance, CUT if options else LONG, options)
-        return _with_additions(root, report, implementation or report.implementation, options)
+    report = _audit(root, patched, implementation, tolerance, CUT if options else LONG, options)
+    return _with_additions(root, report, implementation or report.implementation, options)
 
 
 def _audit(

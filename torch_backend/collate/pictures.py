@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+from base64 import b64decode
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.request import url2pathname
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,10 +88,16 @@ def has_own_pictures(turns: Iterable[Mapping[str, Any]]) -> bool:
 
 def of_uri(source: Any) -> Any:
     """Returns the bytes of a ``data:`` or ``file:`` URI; all else as it is."""
-    if not isinstance(source, str) or not source.startswith(("data:", "file:")):
+    scheme = source[:5].lower() if isinstance(source, str) else ""
+    if scheme == "data:":
+        kind, _, content = source.partition(",")
+        return b64decode(content) if kind.lower().endswith(";base64") else unquote_to_bytes(content)
+    if scheme != "file:":
         return source
-    with urlopen(source) as opened:
-        return opened.read()
+    parts = urlsplit(source)
+    if parts.netloc not in ("", "localhost"):
+        raise ValueError(f"{source} names a file of another machine")
+    return Path(url2pathname(parts.path)).read_bytes()
 
 
 def _parts(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

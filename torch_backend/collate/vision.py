@@ -220,10 +220,10 @@ class VisionReader:
                 f"{where} has text, and no processor of {self.vision.model} writes tokens beside clips that are read "
                 "already: pass input_ids, with the audio tokens of every clip, beside audio"
             )
-        tools = tools_of(example, where)
         if example.get("messages") is not None:
-            return self._messages(_with_media(example["messages"], media, where), tools, where)
+            return self._messages(_with_media(example["messages"], media, where), tools_of(example, where), where)
         if example.get("prompt") is not None and example.get("completion") is not None:
+            tools = None if isinstance(example["prompt"], str) else tools_of(example, where)
             return self._completion(example["prompt"], example["completion"], media, tools, where)
         if example.get("text") is not None:
             return self._tokens(example["text"], media, where)

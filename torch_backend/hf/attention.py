@@ -172,7 +172,7 @@ def causal_mask(module: Any, rows: Tensor) -> Tensor | None:
     """The mask that an attention layer takes for a batch [n, L, ...] without padding before its end.
 
     The eager functions need one, and layers that see their own chunk of a document alone: [1, 1, L, L], 0 where a key
-    is visible and the least finite number elsewhere.
+    is visible and the least finite number elsewhere; for SDPA whether it is visible, in bool.
 
     Raises:
         UnsupportedModelError: a document is longer than a chunk, and the layer's attention takes no such mask.
@@ -188,6 +188,8 @@ def causal_mask(module: Any, rows: Tensor) -> Tensor | None:
     places = torch.arange(length, device=rows.device)
     chunks = places // (chunk or length)
     hidden = (places[:, None] < places) | (chunks[:, None] != chunks)
+    if name == "sdpa":
+        return ~hidden[None, None]
     return rows.new_zeros(1, 1, length, length).masked_fill(hidden, torch.finfo(rows.dtype).min)
 
 

@@ -275,8 +275,8 @@ def _run_layers(
         return call(*args, **kwargs)
     if forward.shared_row is not None:
         kwargs = forward.shared_row.shrink(kwargs)
-    run = partial(_run_packed, state, call, args)
-    output = run(forward, kwargs) if state.runner is None or args else state.runner(run, forward, kwargs)
+    run, runner = partial(_run_packed, state, call, args), state.runner  # which a failure takes away in another thread
+    output = run(forward, kwargs) if runner is None or args else runner(run, forward, kwargs)
     if forward.shared_row is not None:
         output = forward.shared_row.grow(output)
     return state.rows.pooled(forward, output)

@@ -139,7 +139,7 @@ class SameLoss(TrainerCallback):
             PackingError: the loss was exchanged since.
         """
         for name, value in self._loss().items():
-            if value is not self.before[name]:
+            if value != self.before[name]:
                 raise PackingError(f"{name} was exchanged after enable_packing(trainer): call it again")
 
     def evaluation_loop(self, loop: Any, *args: Any, **options: Any) -> Any:
@@ -148,7 +148,10 @@ class SameLoss(TrainerCallback):
         return loop(*args, **options)
 
     def _loss(self) -> dict[str, Any]:
-        return {name: vars(self.trainer).get(name) for name in ("compute_loss", "compute_loss_func", "label_smoother")}
+        """Returns what packing is planned by: what computes the loss, and whether there are functions that it asks."""
+        functions = ("compute_loss_func", "label_smoother")
+        there = {name: getattr(self.trainer, name, None) is not None for name in functions}
+        return {"compute_loss": self.trainer.compute_loss, **there}
 
 
 class SameRows(TrainerCallback):

@@ -24,7 +24,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.sentence_trainers import COLUMNS, PAIRS, sentence_trainer, transformers_in
 from torch_backend.hf.patch import state_of
 from torch_backend.hf.unpadding import LENGTHS, LengthsCollator, Padded, unpad_calls
-from torch_backend.trainers.callbacks import SameLoss, without_waiting
+from torch_backend.trainers.callbacks import without_waiting
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.over_ranks import context_mesh
 from torch_backend.trainers.port import TrainerPort
@@ -96,7 +96,6 @@ class EmbeddingPort(TrainerPort):
                     named = {*module.model_forward_params, BatchKey.LENGTHS}
                     changes.set("model_forward_params", named, of=module)
                 changes.wrap("forward", rows.forward, module, of=module)
-        SameLoss(changes)
 
     @staticmethod
     def models(trainer: Any) -> list[Any]:

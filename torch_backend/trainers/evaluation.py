@@ -70,7 +70,8 @@ class TokenMean:
             loss, *outputs = step(model, self._without_repeated(inputs), *args, **options)
         finally:
             self.waits = False
-        if loss is not None and len(self.sums) > before:  # transformers leaves batches without a target out of its mean
+        # without a target NaN, as transformers' own is, whose later releases leave it out of their mean
+        if loss is not None and len(self.sums) > before:
             loss = torch.where(self.sums[-1][1].to(loss.device) > 0, loss, torch.nan)
         return loss, *outputs
 

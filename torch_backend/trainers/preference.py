@@ -41,7 +41,7 @@ from torch_backend.ops.divisor import Divisor, quotient
 from torch_backend.steps.dynamic_compile import CompiledCalls
 from torch_backend.steps.eligibility import named_level
 from torch_backend.steps.fast_backward import GRAPH, LAYERS, LOSS
-from torch_backend.trainers.callbacks import SameLoss, add_noise_by_document, without_waiting
+from torch_backend.trainers.callbacks import add_noise_by_document, without_waiting
 from torch_backend.trainers.changes import Changes
 from torch_backend.trainers.over_ranks import ScoresOverRanks, context_mesh
 from torch_backend.trainers.port import TrainerPort, models_of
@@ -128,7 +128,6 @@ class ScoredPort(TrainerPort):
         changes.wrap("training_step", without_waiting(changes).step)
         add_noise_by_document(changes)
         self.change_batches(changes)
-        SameLoss(changes)
 
     def change_batches(self, changes: Changes) -> None:
         """Let the trainer's batches carry the lengths of their documents, and its loss be the mean over a step."""

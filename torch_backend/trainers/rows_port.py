@@ -124,7 +124,7 @@ def _predict(
         logits, labels = by_document(logits, inputs), by_document(labels, inputs)
     # the loop reads inputs from the batch after this call
     if "inputs" in trainer.args.include_for_metrics and inputs.get(BatchKey.DOCUMENTS):
-        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"].as_subclass(Tensor)))
+        mask = torch.ones_like(inputs["input_ids"].as_subclass(Tensor))
         values = {name: by_document(value, inputs) for name, value in {**inputs, "attention_mask": mask}.items()}
         values["attention_mask"] = values["attention_mask"].clamp(min=0)
         inputs.clear()

@@ -108,10 +108,24 @@ def test_parts_of_apis_hold_paths_and_uris(type_of_part: str, key: str, write: A
     data = encoded(pil.fromarray(RGB), "PNG")
     (tmp_path / "an image.png").write_bytes(data)
     inline = f"data:image/png;base64,{base64.b64encode(data).decode()}"
-    for source in (str(tmp_path / "an image.png"), (tmp_path / "an image.png").as_uri(), inline):
+    uri = (tmp_path / "an image.png").as_uri()
+    for source in (str(tmp_path / "an image.png"), uri, uri.replace("file", "FILE"), inline):
         part = {"type": type_of_part, "text": None, key: write(source)}
         (found,) = pictures_of({"messages": [{"role": "user", "content": [part]}]}, "example 3")
         assert np.array_equal(np.asarray(found), RGB)
+
+
+def test_a_file_of_another_machine_is_refused(tmp_path: Path) -> None:
+    pil.fromarray(RGB).save(tmp_path / "x.png")
+    with pytest.raises(PackingError, match=r"file://elsewhere.*x\.png names a file of another machine"):
+        pictures_of({"image": f"file://elsewhere{tmp_path}/x.png"}, "example 3")
+
+
+def test_a_struct_of_nothing_is_a_place_for_an_image() -> None:
+    part = {"type": "image_url", "image_url": {"url": None, "detail": None}}
+    example = {"messages": [{"role": "user", "content": [part]}], "image": RGB}
+    (found,) = pictures_of(example, "example 3")
+    assert np.array_equal(np.asarray(found), RGB)
 
 
 def test_a_part_may_hold_its_image_in_base64() -> None:
