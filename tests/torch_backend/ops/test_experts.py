@@ -206,6 +206,13 @@ def test_frozen_weights_can_be_made_again_for_the_backward(where):
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_operands_may_have_any_strides(where):
+    layer = Layer(where, rank=3, activation=CLAMPED, biased=True)
+    layer.leaves = {name: x.detach().mT.contiguous().mT.requires_grad_() for name, x in layer.leaves.items()}
+    check(layer, "triton")
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_gradients_keep_the_strides_of_transposed_weights(where):
     layer = Layer(where, transposed=True, **SMALL)
     found = layer.found("triton")

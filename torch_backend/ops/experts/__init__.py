@@ -109,6 +109,7 @@ def experts(
         name, up_scale, down_scale, activation.name, activation.gated, activation.alpha, limit, activation.offset,
         interleaved,
     )  # fmt: skip
+    up_bias, down_bias = (None if bias is None else bias.contiguous() for bias in (up_bias, down_bias))
     found: Tensor = _Experts.apply(
         options, again, tile, x.contiguous(), weights, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b,
         up_scales, down_scales, indices,
