@@ -145,7 +145,11 @@ DELTA_PAIRS: dict[str, list[Any]] = {
 
 @dataclass(frozen=True)
 class SsdCase(_ContinuedCase):
-    """One call of `Backend.ssd`."""
+    """One call of `Backend.ssd`.
+
+    Attributes:
+        strongest: the largest ``-A``; the smallest is one over it.
+    """
 
     method = "ssd"
     isolated = ("x", "dt", "B", "dout")
@@ -157,12 +161,13 @@ class SsdCase(_ContinuedCase):
     states: int = 16
     parents: tuple[int, ...] | None = None
     seed: int = 0
+    strongest: float = field(default=16.0, repr=False)
 
     def drawn(self, draw: np.random.Generator, ids: Array) -> dict[str, Array]:
         return {
             "x": draw.standard_normal((*ids.shape, self.heads, self.width)),
             "dt": draw.uniform(0.01, 0.5, (*ids.shape, self.heads)),
-            "A": -(2.0 ** draw.uniform(-4, 4, self.heads)),  # some forget nothing in 64 tokens
+            "A": -(self.strongest ** draw.uniform(-1, 1, self.heads)),  # some forget nothing in 64 tokens
             "B": draw.standard_normal((*ids.shape, self.groups, self.states)),
             "C": draw.standard_normal((*ids.shape, self.groups, self.states)),
             "D": draw.standard_normal(self.heads),

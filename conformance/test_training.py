@@ -53,5 +53,5 @@ def test_one_step_moves_every_weight(judge: Judge, optimizer: str) -> None:
 def test_adamw_in_mixed_precision_over_ranks(judge: Judge) -> None:
     judge.promised("train", "mixed_precision")
     whole_models.check_train(
-        judge, DecoderCase(), steps(turn=6)[:3], capacity=96, optimizer="adamw", ranks=2, dtype=judge.narrow_dtype
+        judge, DecoderCase(), steps()[:3], capacity=96, optimizer="adamw", ranks=2, dtype=judge.narrow_dtype
     )
