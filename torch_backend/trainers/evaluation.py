@@ -65,15 +65,11 @@ class TokenMean:
             return step(model, inputs, *args, **options)
         if self.hook is None:
             self.hook = model.register_forward_hook(self._add, with_kwargs=True)
-        self.waits, before = True, len(self.sums)
+        self.waits = True
         try:
-            loss, *outputs = step(model, self._without_repeated(inputs), *args, **options)
+            return step(model, self._without_repeated(inputs), *args, **options)
         finally:
             self.waits = False
-        # without a target NaN, as transformers' own is, whose later releases leave it out of their mean
-        if loss is not None and len(self.sums) > before:
-            loss = torch.where(self.sums[-1][1].to(loss.device) > 0, loss, torch.nan)
-        return loss, *outputs
 
     def evaluation_loop(
         self, loop: Any, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **options: Any
