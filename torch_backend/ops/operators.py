@@ -47,10 +47,20 @@ def operator(schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) 
     """
     name, _, written = schema.partition("(")
     _LIBRARY.define(schema if written else f"{name}{_annotated(launch)}")
-    _LIBRARY.impl(name, launch, "CPU")
-    _LIBRARY.impl(name, on_its_device(launch), "CUDA")
+    _LIBRARY.impl(name, with_gapless_vectors(launch), "CPU")
+    _LIBRARY.impl(name, on_its_device(with_gapless_vectors(launch)), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def with_gapless_vectors(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """A launcher that gets every vector, such as a bias, without gaps: kernels take no stride of one."""
+
+    @wraps(launch)
+    def launched(*arguments: Any) -> Any:
+        return launch(*[x.contiguous() if isinstance(x, Tensor) and x.ndim == 1 else x for x in arguments])
+
+    return launched
 
 
 def differentiable(

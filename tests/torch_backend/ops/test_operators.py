@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -11,10 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 import torch_backend
+from tests.torch_backend.kernels import ONE_DTYPE, Where
+from torch_backend.ops.attention import attention
+from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.linear_stored import linear_stored, stored_weight
+from torch_backend.ops.norm import gated_rms_norm
 from torch_backend.ops.operators import on_its_device, shared_memory
+from torch_backend.segments import PackedMetadata
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -52,6 +58,40 @@ def test_a_rotation_on_the_second_device_is_that_of_the_first() -> None:
 def test_a_trace_that_asks_for_shared_memory_warns_of_nothing() -> None:
     compiled = torch.compile(lambda x: x + shared_memory(x.device), fullgraph=True, backend="eager")
     assert compiled(torch.ones(2)).tolist() == [1, 1]
+
+
+def _convolved(x: Tensor, bias: Tensor) -> Tensor:
+    return short_convolution(x.flatten(1), torch.ones(len(bias), 3).to(x), _packed(x), bias=bias)
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return gated_rms_norm(x.flatten(1), weight, x.flatten(1), eps=1e-6, silu=True)
+
+
+def _attended(x: Tensor, sinks: Tensor) -> Tensor:
+    return attention(x, x, x, _packed(x), sinks=sinks, implementation="triton")
+
+
+def _biased(x: Tensor, slopes: Tensor) -> Tensor:
+    return attention(x, x, x, _packed(x), alibi_slopes=slopes.detach(), implementation="triton")
+
+
+def _packed(x: Tensor) -> PackedMetadata:
+    return PackedMetadata.from_lengths([len(x) - 3, 3], device=x.device)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize(("run", "size"), [(_convolved, 64), (_normed, 64), (_attended, 4), (_biased, 4)])
+def test_vectors_may_have_gaps(where: Where, run: Callable[[Tensor, Tensor], Tensor], size: int) -> None:
+    """Kernels take no stride of a bias, a norm's weight, sinks and slopes."""
+    x, vector = where.draw(9, 4, 16).requires_grad_(), where.draw(size, seed=1).abs()
+    results = []
+    for laid in (vector, vector.repeat_interleave(2)[::2]):
+        leaf = laid.detach().requires_grad_()
+        out = run(x, leaf)
+        results.append([out, *torch.autograd.grad(out, (x, leaf), torch.ones_like(out), allow_unused=run is _biased)])
+    for whole, spread in zip(*results, strict=True):
+        assert whole is spread is None or torch.equal(whole, spread)
 
 
 def test_an_operator_takes_and_returns_what_its_launcher_is_annotated_with() -> None:
