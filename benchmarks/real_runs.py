@@ -18,7 +18,7 @@ mean over its trained tokens in each of them.
     packed      patch(model) and make_train_step
 
 ``--precision float8`` is ``make_train_step(precision="float8")`` for packed rows, and torchao's conversion of the stock
-model otherwise, so that what float8 costs a loss can be told from what packing does.
+model otherwise, so that one sees what float8 costs a loss, and what packing does.
 
 Seconds count from the first step, compiling included and evaluations left out, by CUDA events, so that reading them
 slows nothing. A run takes about a minute on an H200: 20 s of start, then about 35 s padded, or 8 s packed after 25 s of

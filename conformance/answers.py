@@ -58,10 +58,13 @@ def _malformed_batch(batch: Any) -> str | None:
 
 def _is_numeric(x: Any) -> bool:
     """Returns whether numpy makes an array of numbers of it."""
+    if x is None:
+        return False
     try:
-        return x is not None and np.asarray(x, np.float64) is not None
+        np.asarray(x, np.float64)
     except (TypeError, ValueError, RuntimeError):
         return False
+    return True
 
 
 def _kind(x: Any) -> str:

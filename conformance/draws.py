@@ -298,9 +298,9 @@ class RopeCase(OperationCase):
         return {name for name, is_taken in taken.items() if is_taken}
 
 
-def _frequencies(turned: int) -> Array:
+def _frequencies(width: int) -> Array:
     """float32 ``[R / 2]``: a power series, of which every third is slowed down, as rope scaling does with some."""
-    frequencies = 10_000.0 ** (-np.arange(0, turned, 2) / turned)
+    frequencies = 10_000.0 ** (-np.arange(0, width, 2) / width)
     frequencies[1::3] /= 1.7
     return frequencies.astype(np.float32)
 

@@ -108,8 +108,8 @@ class Judge:
             reason = f"no {method}"
         elif reason and self._required:
             raise Rejected(f"a backend with {method} must serve this: {reason}")
-        given = signature(getattr(Backend, method)).bind(self.backend, *arguments, **keywords).arguments
-        before = {name: x.copy() for name, x in _arrays("", given)}
+        called = signature(getattr(Backend, method)).bind(self.backend, *arguments, **keywords).arguments
+        before = {name: x.copy() for name, x in _arrays("", called)}
         try:
             answer = getattr(self.backend, method)(*arguments, **keywords)
         except UnsupportedError as refusal:
@@ -118,7 +118,7 @@ class Judge:
             raise NotDeclared(reason) from refusal
         if reason is not None:
             raise Rejected(f"{method} returned an answer that it does not declare ({reason}): it must raise")
-        changed = [name for name, x in _arrays("", given) if not np.array_equal(x, before[name], equal_nan=True)]
+        changed = [name for name, x in _arrays("", called) if not np.array_equal(x, before[name], equal_nan=True)]
         self.holds(not changed, f"{method} changed its arguments in place: {', '.join(changed)}; work on a copy")
         wrong = malformed(method, answer)
         self.holds(wrong is None, f"{method} returned {wrong}; see packing_core.protocol.Backend.{method}")

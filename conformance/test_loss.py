@@ -114,9 +114,9 @@ def test_logits_of_hundreds(judge: Judge) -> None:
 def test_a_batch_without_targets(judge: Judge) -> None:
     judge.promised("gradients", "untrained_batches")
     drawn = [untrained(document) for document in documents(7, 16, 1, 33, 24, 15)]
-    mean, found = whole_models.gradients(judge, DecoderCase(), whole_models.collated(judge, drawn, 96), judge.dtype)
+    mean, named = whole_models.gradients(judge, DecoderCase(), whole_models.collated(judge, drawn, 96), judge.dtype)
     judge.equal("the loss of a batch without targets", mean, 0.0)
-    for name, gradient in found.items():
+    for name, gradient in named.items():
         judge.holds(not np.any(gradient), f"the gradient of {name} of a batch without targets is not 0")
 
 

@@ -205,8 +205,8 @@ def test_texts_of_an_api_are_written_as_the_texts_of_templates(tokenizer):
     parts = "message['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join"
     chat = with_template(tokenizer, PLAIN_TEMPLATE.replace("message['content']", f"({parts})"))
 
-    def turns(asked, answered):
-        types = {"user": asked, "assistant": answered}
+    def turns(of_user, of_assistant):
+        types = {"user": of_user, "assistant": of_assistant}
         return [{**turn, "content": [{"type": types[turn["role"]], "text": turn["content"]}]} for turn in CHAT]
 
     kinds = (("input_text", "output_text"), ("text", "text"))

@@ -190,9 +190,9 @@ def test_paths_are_those_from_the_file_and_all_else_stays(tmp_path: Path) -> Non
 
 
 def test_chats_in_the_format_of_openai_train_as_those_with_a_column_of_images(start: Path, data: Any) -> None:
-    def written(asked: str, *shown: str) -> dict[str, Any]:
+    def written(question: str, *shown: str) -> dict[str, Any]:
         parts = [{"type": "image_url", "image_url": {"url": name}} for name in shown]
-        turns = [{"role": "user", "content": [*parts, {"type": "input_text", "text": asked}]}]
+        turns = [{"role": "user", "content": [*parts, {"type": "input_text", "text": question}]}]
         return {"messages": [*turns, {"role": "assistant", "content": [{"type": "output_text", "text": ASSISTANT}]}]}
 
     shown = (("a.png",), ("b.png", "a.png"), ())
@@ -217,9 +217,9 @@ def test_what_stands_beside_a_chat_belongs_to_it(start: Path, data: Any) -> None
     assert record["tools"] == tools and record.where.endswith("records.jsonl:1") and len(record["images"]) == 1
     said = chat("a.png")
     said["messages"][1]["train"] = False
-    asked = chat("a.png")
-    asked["messages"][0]["weight"] = 0
-    assert [record.number for record in read(said, asked, on_error="skip")] == [1]
+    unmarked = chat("a.png")
+    unmarked["messages"][0]["weight"] = 0
+    assert [record.number for record in read(said, unmarked, on_error="skip")] == [1]
     for wrong, says in (
         (said, r"records\.jsonl:1: message 1 says that it is not trained, which chats with images cannot say: end"),
         (chat("a.png") | {"tools": "{"}, r"records\.jsonl:1: tools is a string that is not JSON"),

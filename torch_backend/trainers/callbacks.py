@@ -134,9 +134,10 @@ class SameLoss(TrainerCallback):
         self.before = self._loss()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """
+        """Check that the loss is the one of ``enable_packing``.
+
         Raises:
-            PackingError: the loss was exchanged since.
+            PackingError: it was exchanged since.
         """
         for name, value in self._loss().items():
             if value != self.before[name]:

@@ -111,8 +111,8 @@ def test_parts_of_apis_hold_paths_and_uris(type_of_part: str, key: str, write: A
     uri = (tmp_path / "an image.png").as_uri()
     for source in (str(tmp_path / "an image.png"), uri, uri.replace("file", "FILE"), inline):
         part = {"type": type_of_part, "text": None, key: write(source)}
-        (found,) = pictures_of({"messages": [{"role": "user", "content": [part]}]}, "example 3")
-        assert np.array_equal(np.asarray(found), RGB)
+        (image,) = pictures_of({"messages": [{"role": "user", "content": [part]}]}, "example 3")
+        assert np.array_equal(np.asarray(image), RGB)
 
 
 def test_a_file_of_another_machine_is_refused(tmp_path: Path) -> None:
@@ -124,16 +124,16 @@ def test_a_file_of_another_machine_is_refused(tmp_path: Path) -> None:
 def test_a_struct_of_nothing_is_a_place_for_an_image() -> None:
     part = {"type": "image_url", "image_url": {"url": None, "detail": None}}
     example = {"messages": [{"role": "user", "content": [part]}], "image": RGB}
-    (found,) = pictures_of(example, "example 3")
-    assert np.array_equal(np.asarray(found), RGB)
+    (image,) = pictures_of(example, "example 3")
+    assert np.array_equal(np.asarray(image), RGB)
 
 
 def test_a_part_may_hold_its_image_in_base64() -> None:
     text = base64.b64encode(encoded(pil.fromarray(RGB), "PNG")).decode()
     for source in (text, f"data:image/png;base64,{text}"):
         part = {"type": "image", "base64": source}
-        (found,) = pictures_of({"messages": [{"role": "user", "content": [part]}]}, "example 3")
-        assert np.array_equal(np.asarray(found), RGB)
+        (image,) = pictures_of({"messages": [{"role": "user", "content": [part]}]}, "example 3")
+        assert np.array_equal(np.asarray(image), RGB)
 
 
 def test_a_part_of_an_api_without_an_image_is_a_place_for_one() -> None:
@@ -237,8 +237,8 @@ def test_a_template_gets_the_tools_of_a_chat(as_text: bool) -> None:
     written = "{% for tool in tools or [] %}{{ tool['name'] + ' ' }}{% endfor %}"
     processor.chat_template = written + processor.chat_template
     reader, tools = VisionReader(vision_model("llava"), processor), [{"name": "w30"}, {"name": "w31"}]
-    told = {"tools": json.dumps(tools) if as_text else tools}
+    beside = {"tools": json.dumps(tools) if as_text else tools}
     user, assistant = {"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7"}
     for example in ({"messages": [user, assistant]}, {"prompt": [user], "completion": [assistant]}):
-        plain, found = (reader.read({**example, **more}, "it").columns["input_ids"].tolist() for more in ({}, told))
-        assert found == [30, 31, *plain]
+        plain, whole = (reader.read({**example, **more}, "it").columns["input_ids"].tolist() for more in ({}, beside))
+        assert whole == [30, 31, *plain]

@@ -122,8 +122,8 @@ def test_parts_of_apis_hold_clips(tmp_path: Path) -> None:
         {"type": "audio_url", "audio_url": f"data:audio/wav;base64,{text}"},
         {"type": "audio", "base64": text},
     ):
-        (found,) = clips_of({"messages": [{"role": "user", "content": [part]}]}, "example 3", RATE)
-        assert np.array_equal(found, clip)
+        (read,) = clips_of({"messages": [{"role": "user", "content": [part]}]}, "example 3", RATE)
+        assert np.array_equal(read, clip)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
